@@ -1,0 +1,84 @@
+"""The documents are seeded, distinct, and answer their own questions."""
+
+import random
+
+import pytest
+
+from validation import documents
+
+
+def test_same_seed_gives_same_documents() -> None:
+    def sample(seed: int) -> list[documents.Document]:
+        rng = random.Random(seed)
+        return [documents.stock_list(rng), documents.fact_sheet(rng), documents.excerpt(rng, 400)]
+
+    assert sample(3) == sample(3)
+    assert sample(3) != sample(4)
+
+
+def test_stock_list_rows_answer_the_questions() -> None:
+    document = documents.stock_list(random.Random(5), rows=24, place="Depot Oslo")
+    header, *rows = document.text.split("\n")
+    assert header == "Stock list of Depot Oslo."
+    assert len(rows) == len(document.questions) == 24
+    for row, question in zip(rows, document.questions, strict=True):
+        item, count = row.split(": ")
+        assert question.text == f"How many {item} are in Depot Oslo?"
+        assert question.answer == count
+
+
+def test_restock_keeps_place_and_items_and_changes_counts() -> None:
+    rng = random.Random(6)
+    earlier = documents.stock_list(rng, rows=12)
+    later = documents.restock(rng, earlier)
+    assert later.text.split("\n")[0] == earlier.text.split("\n")[0]
+    assert {question.text for question in later.questions} == {question.text for question in earlier.questions}
+    assert later.text != earlier.text
+
+
+def test_fact_sheet_states_every_answer() -> None:
+    document = documents.fact_sheet(random.Random(7), people=6)
+    assert len(document.questions) == 24
+    assert len({question.text for question in document.questions}) == 24
+    for question in document.questions:
+        assert question.answer in document.text
+
+
+def test_places_rarely_collide() -> None:
+    rng = random.Random(8)
+    assert len({documents.place_name(rng) for _ in range(10_000)}) > 8_000
+
+
+@pytest.mark.parametrize("characters", [200, 1_000, 5_000])
+def test_excerpt_is_whole_sentences_within_the_limit(characters: int) -> None:
+    rng = random.Random(characters)
+    lengths = []
+    for _ in range(50):
+        text = documents.excerpt(rng, characters).text
+        assert text[0] == '"' or text[0].isupper()
+        assert text.rstrip('"')[-1] in ".!?"
+        lengths.append(len(text))
+    assert sum(length <= characters for length in lengths) >= 30
+    assert max(lengths) > characters * 0.7
+
+
+def test_missing_stock_question_is_unknown() -> None:
+    question = documents.missing_stock_question(random.Random(9))
+    assert question.text.startswith("How many ")
+    assert question.answer == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rng: documents.stock_list(rng, rows=0), "not 0"),
+        (lambda rng: documents.fact_sheet(rng, people=0), "not 0"),
+        (lambda rng: documents.excerpt(rng, 0), "not 0"),
+        (lambda rng: documents.passage(rng, "no sentence at all", 10), "no whole sentence"),
+        (lambda rng: documents.restock(rng, documents.fact_sheet(rng)), "Only a stock list"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make(random.Random(1))

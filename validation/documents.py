@@ -1,0 +1,208 @@
+"""Seeded documents with questions whose answers stand in the text: stock lists, fact sheets and public-domain prose."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_PLACE_KINDS = _words(
+    "Depot Warehouse Store Yard Hall Dock Barn Cellar Hangar Vault Annex Loft Station Bay Hub Shed Workshop Outpost"
+)
+_CITIES = _words(
+    "Oslo Lisbon Vienna Prague Dublin Madrid Turin Lyon Bergen Malmo Ghent Basel Porto Seville Krakow Riga Tallinn "
+    "Zagreb Athens Cairo Tunis Dakar Accra Nairobi Lagos Durban Lima Quito Bogota Havana Boston Denver Austin Dallas "
+    "Seattle Toronto Montreal Osaka Kyoto Tokyo Seoul Hanoi Manila Jakarta Mumbai Delhi Karachi Tehran Ankara Izmir "
+    "Sofia Bucharest Warsaw Berlin Hamburg Bremen Munich Cologne Leipzig Dresden Geneva Milan Naples Palermo Genoa "
+    "Verona Bologna Florence Rome Paris Nantes Lille Bordeaux Toulouse Marseille Bristol Leeds York Cardiff Glasgow "
+    "Aarhus Odense Turku Tampere Gdansk Lodz Brno Graz Linz Salzburg Perth Sydney Hobart Darwin Auckland Dunedin"
+)
+_NAME_STEMS = _words(
+    "Ash Birch Black Brad Bright Brom Carl Chat Clay Cold Cran Dal Dart Deep Dun East Elm Fair Fern Glen Gold Grim "
+    "Hal Haw Hazel Hen High Hol Iron Kel Kings Lang Lin Long Low Mar Mill Nor Oak Old Pem Quin Rad Raven Red Rock "
+    "Sand Sel Shel Silver Stan Stone Strat Sun Swan Thorn Tor Up Wal War Wel West Whit Wood Wyn"
+)
+_NAME_ENDINGS = _words(
+    "borough bridge brook burn bury by combe cote dale den field ford gate ham haven hill hurst leigh mere mouth port "
+    "stead stoke ton well wick wood worth"
+)
+_ITEMS = _words(
+    "lamps bolts ropes nails tiles pipes valves hinges screws cables chairs tables drums crates barrels buckets "
+    "shovels hammers saws drills wrenches pliers clamps chisels ladders brushes brooms mops towels blankets pillows "
+    "sheets curtains carpets mirrors clocks radios batteries candles matches lanterns torches helmets gloves boots "
+    "jackets coats hats scarves belts buttons needles threads ribbons stamps pens pencils erasers rulers notebooks "
+    "envelopes folders binders maps globes lenses prisms magnets springs gears pulleys wheels axles tyres pedals "
+    "saddles oars sails anchors nets hooks floats paddles tents poles pegs stoves kettles pots pans plates bowls cups "
+    "spoons forks knives jars bottles flasks funnels filters sponges soaps paints bricks planks beams panels doors "
+    "windows locks keys chains handles bells whistles flutes violins trumpets puzzles kites marbles"
+)
+_FIRST_NAMES = _words(
+    "Anna Boris Clara David Elena Felix Grace Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quentin Rosa Simon "
+    "Tania Ursula Victor Wanda Xavier Yvonne Zoe Adam Bella Cyril Dora Edgar Flora Gustav Hanna Ivan Julia Kevin Laura "
+    "Martin Nora Oscar Paula Ralph Sofia Thomas Vera Walter Agnes Bruno Carmen Dennis Edith Frank Gloria Harold Ingrid "
+    "Jacob Katrin Louis Monica Norman Olive Philip Rachel Stefan Teresa Albert Bridget Conrad Diana Ernest Frida "
+    "George Helen Isaac Judith Kurt Linda Marcus Nadia"
+)
+_LAST_NAMES = _words(
+    "Berg Lund Holm Strand Falk Dahl Moen Vik Rask Krog Adler Bauer Fuchs Hahn Keller Lang Maier Roth Vogel Wolf "
+    "Rossi Bruno Conti Greco Longo Marino Neri Riva Serra Villa Costa Lopez Moreno Navarro Ortega Ramos Santos Torres "
+    "Vega Zamora Abbott Barker Carter Dawson Ellis Foster Grant Harper Irving Jarvis Kemp Lawson Mercer Nolan Osborne "
+    "Parker Quinn Reeves Sutton Turner Underwood Vance Warren York Archer Bishop Cooper Draper Fisher Gardner Hunter "
+    "Joiner Knight Miller Page Porter Sawyer Tanner Weaver Wheeler Blake Chase Drake Frost Hayes Marsh North Pike Reed "
+    "Stone Swift Wells Winter Novak Horak Kovac Petrov Orlov Sokol Tanaka Mori Sato Kato"
+)
+_TRADES = _words(
+    "baker carpenter potter weaver tailor plumber painter printer gardener florist butcher grocer brewer cooper mason "
+    "welder miner sailor pilot driver porter clerk lawyer judge doctor nurse dentist surgeon chemist teacher tutor "
+    "writer poet editor actor singer dancer pianist drummer sculptor jeweller locksmith surveyor engineer mechanic "
+    "farmer shepherd fisher forester ranger"
+)
+_SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
+_SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and the exact answer that the document gives."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text for a prompt and the questions that it answers, in the order of the text."""
+
+    text: str
+    questions: tuple[Question, ...]
+
+
+def place_name(rng: random.Random) -> str:
+    """Return one of about 36,000 places, such as `Depot Oslo`."""
+    return f"{rng.choice(_PLACE_KINDS)} {_proper_name(rng)}"
+
+
+def stock_list(rng: random.Random, rows: int = 8, place: str | None = None) -> Document:
+    """Return a list of `rows` different items with their counts (2 to 999) at `place`, or at a random place.
+
+    Raises ValueError if `rows` is not between 1 and the number of items known.
+    """
+    if not 1 <= rows <= len(_ITEMS):
+        raise ValueError(f"A stock list has 1 to {len(_ITEMS)} rows, not {rows}.")
+    return _stock_list(rng, rng.sample(_ITEMS, rows), place or place_name(rng))
+
+
+def restock(rng: random.Random, earlier: Document) -> Document:
+    """Return a later stock list of the same place: the same items in a new order, with new counts.
+
+    Raises ValueError if `earlier` is not a stock list.
+    """
+    header, *rows = earlier.text.split("\n")
+    if not header.startswith("Stock list of "):
+        raise ValueError("Only a stock list can be restocked; this document has no 'Stock list of PLACE.' header.")
+    items = [row.partition(":")[0] for row in rows]
+    rng.shuffle(items)
+    return _stock_list(rng, items, header.removeprefix("Stock list of ").removesuffix("."))
+
+
+def missing_stock_question(rng: random.Random) -> Question:
+    """Return a question on a random place that, in all likelihood, no document names; the answer is `unknown`."""
+    return Question(f"How many {rng.choice(_ITEMS)} are in {place_name(rng)}?", "unknown")
+
+
+def fact_sheet(rng: random.Random, people: int = 4) -> Document:
+    """Return short sentences on `people` persons: badge number, city, trade and year of birth, four questions each.
+
+    Raises ValueError if `people` is below 1.
+    """
+    if people < 1:
+        raise ValueError(f"A fact sheet holds at least one person, not {people}.")
+    names: dict[str, None] = {}
+    while len(names) < people:
+        names[f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"] = None
+    paragraphs, questions = [], []
+    for name in names:
+        text, about = _person(rng, name)
+        paragraphs.append(text)
+        questions.extend(about)
+    return Document("\n".join(paragraphs), tuple(questions))
+
+
+def excerpt(rng: random.Random, characters: int) -> Document:
+    """Return whole sentences of the shipped public-domain prose, at most `characters` long, without questions.
+
+    A single sentence longer than `characters` is returned whole. Raises ValueError if `characters` is below 1.
+    """
+    return Document(passage(rng, _shipped_prose(), characters), ())
+
+
+def passage(rng: random.Random, prose: str, characters: int) -> str:
+    """Return whole sentences from a random place in `prose`, at most `characters` long.
+
+    A single sentence longer than `characters` is returned whole. Raises ValueError if `characters` is below 1 or
+    `prose` holds no whole sentence.
+    """
+    if characters < 1:
+        raise ValueError(f"A passage needs at least one character, not {characters}.")
+    latest_start = max(1, len(prose) - characters - 1000)
+    found = _SENTENCE_START.search(prose, rng.randrange(latest_start))
+    start = found.end() if found else 0
+    limit = start + characters
+    end = None
+    for sentence in _SENTENCE_END.finditer(prose, start):
+        if end is not None and sentence.end() > limit:
+            break
+        end = sentence.end()
+    if end is None:
+        raise ValueError("The prose holds no whole sentence.")
+    return prose[start:end]
+
+
+def _proper_name(rng: random.Random) -> str:
+    if rng.random() < 0.1:
+        return rng.choice(_CITIES)
+    return rng.choice(_NAME_STEMS) + rng.choice(_NAME_ENDINGS)
+
+
+def _stock_list(rng: random.Random, items: list[str], place: str) -> Document:
+    counts = [rng.randint(2, 999) for _ in items]
+    rows = "\n".join(f"{item}: {count}" for item, count in zip(items, counts, strict=True))
+    questions = (
+        Question(f"How many {item} are in {place}?", str(count)) for item, count in zip(items, counts, strict=True)
+    )
+    return Document(f"Stock list of {place}.\n{rows}", tuple(questions))
+
+
+def _person(rng: random.Random, name: str) -> tuple[str, list[Question]]:
+    badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
+    city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
+    sentences = [
+        rng.choice((f"The badge number of {name} is {badge}.", f"{name} has badge {badge}.")),
+        rng.choice((f"{name} lives in {city}.", f"The home of {name} is in {city}.")),
+        rng.choice((f"{name} is registered as {trade}.", f"The trade of {name} is {trade}.")),
+        rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
+    ]
+    rng.shuffle(sentences)
+    questions = [
+        Question(f"What is the badge number of {name}?", badge),
+        Question(f"Where does {name} live?", city),
+        Question(f"What is the trade of {name}?", trade),
+        Question(f"In which year was {name} born?", year),
+    ]
+    return " ".join(sentences), questions
+
+
+@functools.cache
+def _shipped_prose() -> str:
+    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
+    return file.read_text(encoding="utf-8").strip()
