@@ -1,0 +1,49 @@
+"""The plans of the running iteration, by request id: written by the worker, read by the engine wrapper."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from semblend_trt.plan import SemanticKvPlan
+
+
+class ActivePlans:
+    """Thread-safe plans by request id.
+
+    A plan is *pending* from `put` until the forward that executes it calls `take`. Its publication limit outlives the
+    plan: blocks written by the request stay approximate until the request itself is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[int, SemanticKvPlan] = {}
+        self._exact_tokens: dict[int, int] = {}
+
+    def put(self, plan: SemanticKvPlan) -> None:
+        """Makes `plan` the pending plan of its request, replacing one put before (loads are idempotent)."""
+        with self._lock:
+            self._pending[plan.request_id] = plan
+            if not plan.is_exact:
+                self._exact_tokens[plan.request_id] = plan.exact_token_count
+
+    def take(self, request_id: int) -> SemanticKvPlan | None:
+        """Returns the pending plan and removes it: a plan is executed by one forward only."""
+        with self._lock:
+            return self._pending.pop(request_id, None)
+
+    def publishable_tokens(self, request_id: int) -> int | None:
+        """Leading tokens whose KV equals a cold run's; None when all of the request's KV does."""
+        with self._lock:
+            return self._exact_tokens.get(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """Drops everything known of a request that has ended or was aborted."""
+        with self._lock:
+            self._pending.pop(request_id, None)
+            self._exact_tokens.pop(request_id, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._pending)

@@ -1,0 +1,120 @@
+"""The connector contract, and the one place that imports TensorRT-LLM's base classes.
+
+Where tensorrt_llm is importable (either module path it has used) our connector derives from its classes; elsewhere
+from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM
+`_torch/pyexecutor/kv_cache_connector.py` (1.1, 1.2) and `_torch/pyexecutor/connectors/kv_cache_connector.py` (1.3, main).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+MODULE_PATHS = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
+
+
+@dataclass(slots=True)
+class RequestData:
+    """One scheduled request. New requests carry all prompt tokens and block ids, cached ones the deltas."""
+
+    request_id: int
+    new_tokens: list[int]
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+    priorities: list[int] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one iteration runs: requests seen for the first time, and requests seen before."""
+
+    new_requests: list[RequestData] = field(default_factory=list)
+    cached_requests: list[RequestData] = field(default_factory=list)
+
+
+class _SchedulerBase(ABC):
+    """Rank 0 only. `request` arguments have the attributes of TensorRT-LLM's LlmRequest."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]: ...
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> object: ...
+
+    @abstractmethod
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
+
+    def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
+        """Called once after the caches are registered."""
+
+
+class _WorkerBase(ABC):
+    """Every rank."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+        self._metadata: object | None = None
+
+    def bind_connector_meta(self, metadata: object) -> None:
+        self._metadata = metadata
+
+    def get_connector_meta(self) -> object | None:
+        return self._metadata
+
+    def _clear_connector_meta(self) -> None:
+        self._metadata = None
+
+    @abstractmethod
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None: ...
+
+    @abstractmethod
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]: ...
+
+    def register_forward_pass_callable(self) -> Any:
+        """Returns a callable to run after each forward, or None."""
+        return None
+
+
+def _upstream_bases() -> tuple[type, type] | None:
+    for path in MODULE_PATHS:
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            continue
+        return module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
+    return None
+
+
+_bases = _upstream_bases()
+KvCacheConnectorScheduler: Any = _bases[0] if _bases else _SchedulerBase
+KvCacheConnectorWorker: Any = _bases[1] if _bases else _WorkerBase
+USES_TENSORRT_LLM: bool = _bases is not None

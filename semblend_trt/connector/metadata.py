@@ -1,0 +1,37 @@
+"""What the scheduler tells every rank each iteration. Picklable; the worker takes no decision of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from semblend_trt.plan import SemanticKvPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIntent:
+    """Should the request finish, its leading `max_tokens` written tokens may be kept as donor `donor_id`."""
+
+    request_id: int
+    donor_id: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done."""
+
+    request_id: int
+    new_block_ids: tuple[int, ...]
+    written_tokens: int
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SemBlendConnectorMetadata:
+    """Plans to load, requests to follow, donors to keep or drop, requests to forget. An empty one does nothing."""
+
+    plans: tuple[SemanticKvPlan, ...] = ()
+    intents: tuple[SaveIntent, ...] = ()
+    progress: tuple[RequestProgress, ...] = ()
+    drops: tuple[str, ...] = ()
+    forgotten: tuple[int, ...] = field(default=())

@@ -1,0 +1,37 @@
+"""Errors that callers may catch. Each carries one sentence: the value, the bound, and what to do."""
+
+
+class SemBlendError(Exception):
+    """Base of every error raised by this project."""
+
+
+class PlanError(SemBlendError, ValueError):
+    """A reuse plan breaks one of its invariants; `invariant` is the invariant's short name."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant
+
+
+class NamespaceError(SemBlendError, ValueError):
+    """A cache namespace cannot be built or read back."""
+
+
+class ConfigurationError(SemBlendError, ValueError):
+    """A setting or an argument is out of its range."""
+
+
+class UnsupportedModelError(SemBlendError):
+    """The model has a feature whose KV cannot be moved safely; `reason` is its short name in metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DonorUnavailableError(SemBlendError):
+    """A donor that a plan names is not held any more."""
+
+
+class CapacityError(SemBlendError):
+    """A store, pool or context is too small for what was asked."""

@@ -1,0 +1,312 @@
+"""SemanticKvPlan: which donor KV goes where for one request, and who computes the rest.
+
+The constructor refuses every plan that could corrupt somebody's KV, so code that receives a plan need not check again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from semblend_trt.errors import PlanError
+from semblend_trt.runtime import EngineMode
+
+
+class PlanKind(str, Enum):
+    """What a plan does. Only the request-local kinds may place KV that a cold run would not have produced."""
+
+    DISCOVERY_ONLY = "discovery_only"
+    EXACT_PREFIX = "exact_prefix"
+    REQUEST_LOCAL_PREFIX = "request_local_prefix"
+    REQUEST_LOCAL_SEGMENTED = "request_local_segmented"
+
+
+class PublicationPolicy(str, Enum):
+    """Whether blocks that hold the placed KV may enter the engine's exact reuse tree."""
+
+    EXACT_CACHE = "exact_cache"
+    REQUEST_LOCAL = "request_local"
+
+
+class AttentionMode(str, Enum):
+    """Which prompt positions attend in the forward that executes the plan."""
+
+    FULL_PREFILL = "full_prefill"
+    SUFFIX_ONLY = "suffix_only_after_prefix"
+    HOLES_AND_SUFFIX = "holes_and_suffix"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpan:
+    """`length` tokens of `donor_id`, equal to the prompt's, moved from `donor_start` to `target_start`.
+
+    `exact` says that the donor's text equals the prompt's from position 0 to the end of the span, so that its KV is
+    what a cold run would produce.
+    """
+
+    donor_id: str
+    donor_start: int
+    target_start: int
+    length: int
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.donor_start < 0 or self.target_start < 0:
+            raise PlanError(
+                "span_range",
+                f"span of {self.donor_id} has donor_start {self.donor_start}, target_start {self.target_start} and "
+                f"length {self.length}; starts must be >= 0 and the length >= 1",
+            )
+        if self.exact and self.donor_start != self.target_start:
+            raise PlanError(
+                "exact_span_shifted",
+                f"span of {self.donor_id} is marked exact but moves from {self.donor_start} to {self.target_start}; "
+                "moved KV is never exact",
+            )
+
+    @property
+    def donor_end(self) -> int:
+        return self.donor_start + self.length
+
+    @property
+    def target_end(self) -> int:
+        return self.target_start + self.length
+
+    @property
+    def shift(self) -> int:
+        """Positions by which K has to be rotated; 0 copies it bit for bit."""
+        return self.target_start - self.donor_start
+
+
+@dataclass(frozen=True, slots=True)
+class EngineExecution:
+    """How the engine runs the prompt once the spans are placed.
+
+    Layers below `recompute_boundary_layer` are computed for every prompt token; from there on only holes and suffix.
+    `check_layer` and `check_threshold` are set by policies that compare fresh with donor KV.
+    """
+
+    mode: EngineMode
+    attention: AttentionMode
+    num_layers: int
+    suffix_start: int
+    recompute_boundary_layer: int = 0
+    check_layer: int | None = None
+    check_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or not 0 <= self.recompute_boundary_layer <= self.num_layers:
+            raise PlanError(
+                "boundary_outside_model",
+                f"recompute boundary {self.recompute_boundary_layer} is outside 0..{self.num_layers}, "
+                "the layers of this model",
+            )
+        if self.recompute_boundary_layer and self.mode is EngineMode.STOCK:
+            raise PlanError(
+                "boundary_needs_wrapper",
+                f"recompute boundary {self.recompute_boundary_layer} needs the engine wrapper; "
+                "a stock engine can only skip whole tokens",
+            )
+        if (self.check_layer is None) != (self.check_threshold is None):
+            raise PlanError("check_incomplete", "check_layer and check_threshold are set together or not at all")
+        if self.check_layer is not None and not 0 <= self.check_layer < self.num_layers:
+            raise PlanError(
+                "check_outside_model", f"check layer {self.check_layer} is outside 0..{self.num_layers - 1}"
+            )
+        if self.suffix_start < 0:
+            raise PlanError("suffix_negative", f"suffix_start {self.suffix_start} is negative")
+
+    @property
+    def layers_to_recompute(self) -> range:
+        """Layers computed for all prompt tokens. Always the lowest ones: a layer needs its input from the one below."""
+        return range(self.recompute_boundary_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticKvPlan:
+    """One request's reuse, decided once on the scheduler and carried to every rank.
+
+    `prompt_token_ids` are the request's own tokens, never a donor's. `num_computed_tokens` leading tokens are the
+    engine's exact prefix and are never written. `matched_tokens` is what the executor was promised beyond them.
+    `target_block_ids` is None until the engine has allocated blocks for the request.
+    """
+
+    request_id: int
+    namespace_key: str
+    kind: PlanKind
+    publication: PublicationPolicy
+    spans: tuple[PlanSpan, ...]
+    prompt_token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    matched_tokens: int
+    block_size: int
+    execution: EngineExecution
+    target_block_ids: tuple[int, ...] | None = None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        _check_spans(self)
+        _check_kind(self)
+        _check_blocks(self)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def prefix_end(self) -> int:
+        """First position that the executor schedules."""
+        return self.num_computed_tokens + self.matched_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def is_exact(self) -> bool:
+        """True when every block of the request may be published."""
+        return self.publication is PublicationPolicy.EXACT_CACHE
+
+    @property
+    def exact_token_count(self) -> int:
+        """Leading tokens whose KV equals a cold run's: everything before the first span that is not exact."""
+        return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
+
+    @property
+    def holes(self) -> tuple[range, ...]:
+        """Ranges below `prefix_end` that no span covers: the wrapper computes them."""
+        holes, position = [], self.num_computed_tokens
+        for span in self.spans:
+            if span.target_start > position:
+                holes.append(range(position, span.target_start))
+            position = span.target_end
+        if position < self.prefix_end:
+            holes.append(range(position, self.prefix_end))
+        return tuple(holes)
+
+    def with_target_blocks(self, block_ids: tuple[int, ...]) -> SemanticKvPlan:
+        return replace(self, target_block_ids=block_ids)
+
+    def without_spans(self, reason: str) -> SemanticKvPlan:
+        """The same promise kept by computing everything: what remains when a donor cannot be read any more."""
+        return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, read back by `from_dict`."""
+        fields = asdict(self)
+        fields["kind"], fields["publication"] = self.kind.value, self.publication.value
+        fields["execution"]["mode"] = self.execution.mode.value
+        fields["execution"]["attention"] = self.execution.attention.value
+        fields["execution"]["layers_to_recompute"] = list(self.execution.layers_to_recompute)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> SemanticKvPlan:
+        """Reads `to_dict`'s form and checks every invariant again; raises PlanError or KeyError."""
+        values = dict(fields)
+        execution = {k: v for k, v in values["execution"].items() if k != "layers_to_recompute"}
+        execution["mode"] = EngineMode(execution["mode"])
+        execution["attention"] = AttentionMode(execution["attention"])
+        blocks = values["target_block_ids"]
+        values.update(
+            kind=PlanKind(values["kind"]),
+            publication=PublicationPolicy(values["publication"]),
+            spans=tuple(PlanSpan(**span) for span in values["spans"]),
+            prompt_token_ids=tuple(values["prompt_token_ids"]),
+            execution=EngineExecution(**execution),
+            target_block_ids=None if blocks is None else tuple(blocks),
+        )
+        return cls(**values)
+
+
+def _check_counts(plan: SemanticKvPlan) -> None:
+    if plan.num_computed_tokens < 0 or plan.matched_tokens < 0 or plan.block_size < 1:
+        raise PlanError(
+            "negative_count",
+            f"request {plan.request_id}: num_computed_tokens {plan.num_computed_tokens} and matched_tokens "
+            f"{plan.matched_tokens} must be >= 0 and block_size {plan.block_size} >= 1",
+        )
+    if plan.num_computed_tokens > plan.prefix_end or plan.prefix_end > plan.execution.suffix_start:
+        raise PlanError(
+            "computed_beyond_prefix",
+            f"request {plan.request_id}: computed {plan.num_computed_tokens} <= prefix {plan.prefix_end} <= suffix "
+            f"start {plan.execution.suffix_start} does not hold",
+        )
+    if plan.kind is not PlanKind.DISCOVERY_ONLY and plan.prefix_end > plan.prompt_length - 1:
+        raise PlanError(
+            "no_token_left",
+            f"request {plan.request_id}: prefix {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} "
+            "to compute; at least one must stay",
+        )
+
+
+def _check_spans(plan: SemanticKvPlan) -> None:
+    position = 0
+    for span in plan.spans:
+        if span.target_start < position:
+            raise PlanError(
+                "spans_overlap",
+                f"request {plan.request_id}: span at {span.target_start} starts before {position}, where the span "
+                "before it ends; spans must be sorted and disjoint",
+            )
+        if span.target_end > plan.prompt_length:
+            raise PlanError(
+                "span_outside_prompt",
+                f"request {plan.request_id}: span ends at {span.target_end}, beyond the prompt of {plan.prompt_length}",
+            )
+        if span.target_start < plan.num_computed_tokens:
+            raise PlanError(
+                "span_below_computed",
+                f"request {plan.request_id}: span at {span.target_start} would overwrite the exact prefix of "
+                f"{plan.num_computed_tokens} tokens",
+            )
+        if plan.kind is not PlanKind.DISCOVERY_ONLY and span.target_end > plan.prefix_end:
+            raise PlanError(
+                "span_beyond_prefix",
+                f"request {plan.request_id}: span ends at {span.target_end}, beyond the promised prefix of "
+                f"{plan.prefix_end}; KV that is placed must be used",
+            )
+        position = span.target_end
+
+
+def _check_kind(plan: SemanticKvPlan) -> None:
+    request_local = plan.kind in (PlanKind.REQUEST_LOCAL_PREFIX, PlanKind.REQUEST_LOCAL_SEGMENTED)
+    if request_local and plan.publication is PublicationPolicy.EXACT_CACHE:
+        raise PlanError(
+            "request_local_published",
+            f"request {plan.request_id}: a {plan.kind.value} plan holds approximate KV and must not be published",
+        )
+    if plan.kind is PlanKind.EXACT_PREFIX and not all(span.exact for span in plan.spans):
+        raise PlanError(
+            "exact_prefix_with_approximate_span",
+            f"request {plan.request_id}: an exact_prefix plan may only hold exact spans",
+        )
+    if plan.kind is PlanKind.DISCOVERY_ONLY and plan.matched_tokens:
+        raise PlanError(
+            "discovery_promises_tokens",
+            f"request {plan.request_id}: a discovery_only plan promises {plan.matched_tokens} tokens but moves none",
+        )
+    if plan.execution.mode is EngineMode.STOCK and plan.matched_tokens and plan.holes:
+        raise PlanError(
+            "hole_needs_wrapper",
+            f"request {plan.request_id}: positions {plan.holes[0].start}..{plan.holes[0].stop - 1} have no donor and "
+            "a stock engine would skip them",
+        )
+
+
+def _check_blocks(plan: SemanticKvPlan) -> None:
+    if plan.target_block_ids is None:
+        return
+    needed = -(-plan.prefix_end // plan.block_size)
+    if len(plan.target_block_ids) < needed:
+        raise PlanError(
+            "blocks_too_few",
+            f"request {plan.request_id}: {len(plan.target_block_ids)} blocks of {plan.block_size} tokens do not hold "
+            f"a prefix of {plan.prefix_end}; {needed} are needed",
+        )
+    if min(plan.target_block_ids, default=0) < 0:
+        raise PlanError(
+            "block_negative", f"request {plan.request_id}: block id {min(plan.target_block_ids)} is negative"
+        )

@@ -1,0 +1,63 @@
+"""What the scheduler, the worker and the engine wrapper of one engine in one process share.
+
+TensorRT-LLM builds both connector classes from the same `llm_args` and gives them no other way to meet, so the
+runtime is found by the identity of that object.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from semblend_trt.active_plans import ActivePlans
+
+
+class EngineMode(str, Enum):
+    """Who executes a plan. A plan made for one mode is wrong in the other."""
+
+    STOCK = "stock"
+    WRAPPER = "wrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDonor:
+    """The worker's word on one save: `tokens` positions are held, or none when `error` says why not."""
+
+    donor_id: str
+    tokens: int
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Shared state of one engine. `mode` and `publication_guard` are set by the wrapper when it attaches."""
+
+    active_plans: ActivePlans = field(default_factory=ActivePlans)
+    mode: EngineMode = EngineMode.STOCK
+    publication_guard: bool = False
+    saved: deque[SavedDonor] = field(default_factory=deque)
+    failed_loads: deque[int] = field(default_factory=deque)
+    engine: Any = None
+    pool_block_size: int | None = None
+
+
+_lock = threading.Lock()
+_runtimes: dict[int, Runtime] = {}
+
+
+def runtime_for(llm_args: Any) -> Runtime:
+    """Returns the runtime of the engine that `llm_args` describes, the same one for the same object.
+
+    Raises TypeError when `llm_args` cannot be weakly referenced, because its runtime would then outlive the engine.
+    """
+    key = id(llm_args)
+    with _lock:
+        runtime = _runtimes.get(key)
+        if runtime is None:
+            weakref.finalize(llm_args, _runtimes.pop, key, None)
+            runtime = _runtimes[key] = Runtime()
+        return runtime
