@@ -13,7 +13,7 @@ class ActivePlans:
     """Thread-safe plans by request id.
 
     A plan is *pending* from `put` until the forward that executes it calls `take`. Its publication limit outlives the
-    plan: blocks written by the request stay approximate until the request itself is forgotten.
+    plan: blocks written by the request stay approximate until the engine has released them.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,15 @@ class ActivePlans:
         with self._lock:
             return self._exact_tokens.get(request_id)
 
-    def forget(self, request_id: int) -> None:
-        """Drops everything known of a request that has ended or was aborted."""
+    def discard(self, request_id: int) -> None:
+        """Drops the pending plan of a request that ends before any forward ran it."""
         with self._lock:
             self._pending.pop(request_id, None)
+
+    def released(self, request_id: int) -> None:
+        """Forgets the publication limit. Only the owner of the blocks may say so, once it has let go of them:
+        forgetting earlier would publish approximate KV."""
+        with self._lock:
             self._exact_tokens.pop(request_id, None)
 
     def __len__(self) -> int:

@@ -32,9 +32,23 @@ class SavedDonor:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """The registered pool as the worker found it: tokens a block, blocks, and the torch dtype's name."""
+
+    block_size: int
+    num_blocks: int
+    dtype: str
+
+
 @dataclass(slots=True)
 class Runtime:
-    """Shared state of one engine. `mode` and `publication_guard` are set by the wrapper when it attaches."""
+    """Shared state of one engine.
+
+    `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
+    registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
+    the worker's news, read by the scheduler at its next call.
+    """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     mode: EngineMode = EngineMode.STOCK
@@ -42,7 +56,8 @@ class Runtime:
     saved: deque[SavedDonor] = field(default_factory=deque)
     failed_loads: deque[int] = field(default_factory=deque)
     engine: Any = None
-    pool_block_size: int | None = None
+    pool: PoolFacts | None = None
+    refusal: str | None = None
 
 
 _lock = threading.Lock()

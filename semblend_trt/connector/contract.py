@@ -1,8 +1,8 @@
 """The connector contract, and the one place that imports TensorRT-LLM's base classes.
 
 Where tensorrt_llm is importable (either module path it has used) our connector derives from its classes; elsewhere
-from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM
-`_torch/pyexecutor/kv_cache_connector.py` (1.1, 1.2) and `_torch/pyexecutor/connectors/kv_cache_connector.py` (1.3, main).
+from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
+`kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3, main).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MODULE_PATHS = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",

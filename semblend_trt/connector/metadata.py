@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from semblend_trt.plan import SemanticKvPlan
+if TYPE_CHECKING:
+    from semblend_trt.plan import SemanticKvPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +36,4 @@ class SemBlendConnectorMetadata:
     intents: tuple[SaveIntent, ...] = ()
     progress: tuple[RequestProgress, ...] = ()
     drops: tuple[str, ...] = ()
-    forgotten: tuple[int, ...] = field(default=())
+    forgotten: tuple[int, ...] = ()
