@@ -1,0 +1,277 @@
+"""CacheNamespace: everything that has to be equal before one request's KV may stand in for another's.
+
+`key` decides reuse. It covers every field except the ranks and the tenant key: a donor is one logical donor with a part
+on each rank, so all ranks must derive the same key, which is the one the scheduler (always rank 0) computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from semblend_trt.errors import NamespaceError
+
+SALT_PREFIX = "semblend:ns:salt:"
+NO_SALT = "semblend:ns:no-cache-salt"
+TENANT_PREFIX = "semblend:tenant:v1:"
+UNKNOWN_PREFIX = "semblend:unknown:"
+MAX_TEXT = 4096
+MAX_DEPTH = 8
+PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
+PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
+
+
+def unknown_value() -> str:
+    """A value for a field that could not be determined. It equals no other value, not even another unknown one."""
+    return UNKNOWN_PREFIX + uuid.uuid4().hex
+
+
+def is_unknown(value: object) -> bool:
+    """True for what `unknown_value` returns."""
+    return isinstance(value, str) and value.startswith(UNKNOWN_PREFIX)
+
+
+def salt_digest(salt: str) -> str:
+    """The form in which a cache salt is kept: surrounding white space does not count, and the salt cannot be read back.
+
+    An empty salt is a salt: it never meets requests without one. Raises NamespaceError.
+    """
+    return SALT_PREFIX + _digest(_checked_salt(salt).strip())
+
+
+def tenant_key(salt: str | None) -> str:
+    """Tenant key v1 for the wire (lessons of SemBlend 0.3.25): the untrimmed salt's digest, `none` without a salt.
+
+    Never part of `CacheNamespace.key`. Raises NamespaceError.
+    """
+    if salt is None or not _checked_salt(salt):
+        return TENANT_PREFIX + "none"
+    return TENANT_PREFIX + _digest(salt)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheNamespace:
+    """Every field that makes KV interchangeable. None in `quantization` and `adapter` means none is in use.
+
+    A field that cannot be determined is `unknown_value()`; there is no wildcard. `rope_config` and `extra` hold JSON
+    values, `tensor_parallel` the sizes (part of the key) and the ranks (not part of it; 0 where absent).
+    `extra["cache_salt"]` is a digest, absent for requests without a salt. Raises NamespaceError.
+    """
+
+    model: str
+    model_revision: str
+    tokenizer: str
+    tokenizer_revision: str
+    kv_layout: str
+    block_size: int | str
+    kv_dtype: str
+    cache_dtype: str
+    quantization: str | None
+    adapter: str | None
+    rope_config: Mapping[str, Any]
+    tensor_parallel: Mapping[str, int | str]
+    backend_cache_layout: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in _TEXT_FIELDS:
+            _check_text(name, getattr(self, name))
+        for name in ("quantization", "adapter"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+        _check_count("block_size", self.block_size, at_least=1)
+        _set(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
+        _set(self, "rope_config", _frozen_mapping("rope_config", self.rope_config))
+        _set(self, "extra", _frozen_mapping("extra", self.extra))
+        _check_extra(self.extra)
+        _set(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
+
+    def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
+        """This engine's namespace bound to one request's salt and LoRA adapter; only digests of the salt are kept.
+
+        A request's adapter adds to one that the engine always applies. Raises NamespaceError.
+        """
+        if "tenant_key" in self.extra:
+            raise NamespaceError("the namespace is bound to a request already; bind the engine's own namespace instead")
+        extra = dict(self.extra)
+        extra["tenant_key"] = tenant_key(cache_salt)
+        if cache_salt is not None:
+            extra["cache_salt"] = salt_digest(cache_salt)
+        if adapter is not None and self.adapter is not None:
+            adapter = json.dumps([self.adapter, adapter])
+        return replace(self, extra=extra, adapter=self.adapter if adapter is None else adapter)
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names of the fields that could not be determined: nothing outside this process can match."""
+        return tuple(name for name in _FIELD_NAMES if _holds_unknown(getattr(self, name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, read back by `from_dict`; holds no raw salt."""
+        return {name: _thawed(getattr(self, name)) for name in _FIELD_NAMES}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheNamespace:
+        """Reads `to_dict`'s form. A missing or an unexpected field is a NamespaceError: it might matter."""
+        if not isinstance(values, Mapping):
+            raise NamespaceError(f"a namespace is a mapping of {len(_FIELD_NAMES)} fields, not {type(values).__name__}")
+        missing = [name for name in _FIELD_NAMES if name not in values]
+        unexpected = [str(name)[:64] for name in values if name not in _FIELD_NAMES]
+        if missing or unexpected:
+            raise NamespaceError(f"namespace fields {missing} are missing and {unexpected} are not known")
+        return cls(**values)
+
+    def _key_fields(self) -> dict[str, Any]:
+        values = self.to_dict()
+        for rank in PARALLEL_RANKS:
+            del values["tensor_parallel"][rank]
+        values["extra"].pop("tenant_key", None)
+        values["extra"].setdefault("cache_salt", NO_SALT)
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        # By serialised form: Python's True == 1 would otherwise equate namespaces whose keys differ.
+        if not isinstance(other, CacheNamespace):
+            return NotImplemented
+        return self.key == other.key and _canonical_json(self.to_dict()) == _canonical_json(other.to_dict())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings can be neither pickled nor copied.
+        return CacheNamespace.from_dict, (self.to_dict(),)
+
+
+_FIELD_NAMES = tuple(item.name for item in fields(CacheNamespace) if item.init)
+_TEXT_FIELDS = (
+    "model",
+    "model_revision",
+    "tokenizer",
+    "tokenizer_revision",
+    "kv_layout",
+    "kv_dtype",
+    "cache_dtype",
+    "backend_cache_layout",
+)
+
+
+def _set(namespace: CacheNamespace, name: str, value: object) -> None:
+    object.__setattr__(namespace, name, value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
+
+
+def _checked_salt(salt: str) -> str:
+    # The messages never repeat the salt: it may be a secret.
+    if not isinstance(salt, str):
+        raise NamespaceError(f"a cache salt is a string, not {type(salt).__name__}; decline the request")
+    if len(salt) > MAX_TEXT:
+        raise NamespaceError(f"the cache salt has {len(salt)} characters, more than {MAX_TEXT}; use a shorter one")
+    try:
+        salt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise NamespaceError("the cache salt holds a lone surrogate and has no UTF-8 form; use valid text") from None
+    return salt
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise NamespaceError(
+            f"namespace field {name} is {value!r:.80}, not a text; where it cannot be determined use unknown_value()"
+        )
+    if len(value) > MAX_TEXT:
+        raise NamespaceError(f"namespace field {name} has {len(value)} characters, more than {MAX_TEXT}")
+
+
+def _check_count(name: str, value: object, at_least: int) -> None:
+    if is_unknown(value):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise NamespaceError(
+            f"namespace field {name} is {value!r:.80}, not an integer >= {at_least}; "
+            "where it cannot be determined use unknown_value()"
+        )
+
+
+def _checked_parallel(parallel: Mapping[str, int | str]) -> dict[str, int | str]:
+    names = PARALLEL_SIZES + PARALLEL_RANKS
+    if not isinstance(parallel, Mapping) or not set(PARALLEL_SIZES) <= set(parallel) <= set(names):
+        raise NamespaceError(
+            f"namespace field tensor_parallel is {parallel!r:.200}; it needs {', '.join(PARALLEL_SIZES)} "
+            f"and may hold {', '.join(PARALLEL_RANKS)}"
+        )
+    checked: dict[str, int | str] = {}
+    for size, rank in zip(PARALLEL_SIZES, PARALLEL_RANKS, strict=True):
+        checked[size], checked[rank] = parallel[size], parallel.get(rank, 0)
+        _check_count(f"tensor_parallel.{size}", checked[size], at_least=1)
+        _check_count(f"tensor_parallel.{rank}", checked[rank], at_least=0)
+        width, place = checked[size], checked[rank]
+        if isinstance(width, int) and isinstance(place, int) and place >= width:
+            raise NamespaceError(f"namespace field tensor_parallel.{rank} is {place}, not below {size} {width}")
+    return checked
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    salt = extra.get("cache_salt", NO_SALT)
+    if salt != NO_SALT and not (isinstance(salt, str) and salt.startswith(SALT_PREFIX)):
+        raise NamespaceError("namespace field extra.cache_salt is not a digest; pass salts to for_request()")
+    tenant = extra.get("tenant_key", TENANT_PREFIX)
+    if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
+        raise NamespaceError(f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()")
+
+
+def _frozen_mapping(name: str, value: Mapping[str, Any]) -> Any:
+    if not isinstance(value, Mapping):
+        raise NamespaceError(f"namespace field {name} is {type(value).__name__}, not a mapping")
+    return _frozen(name, value)
+
+
+def _frozen(name: str, value: Any, depth: int = 0) -> Any:
+    """Read-only copy of a JSON value. A whole float becomes an integer, so that 1e6 and 1000000 are one theta."""
+    if depth > MAX_DEPTH:
+        raise NamespaceError(f"namespace field {name} is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            _check_text(f"{name} (name)", key)
+        return MappingProxyType({key: _frozen(name, item, depth + 1) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(name, item, depth + 1) for item in value)
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value.is_integer() else float(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str) and len(value) <= MAX_TEXT:
+        return value
+    raise NamespaceError(
+        f"namespace field {name} holds {value!r:.80}, which is not a finite JSON value of at most {MAX_TEXT} characters"
+    )
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thawed(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_thawed(item) for item in value]
+    return value
+
+
+def _holds_unknown(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_unknown(item) for item in value.values())
+    if isinstance(value, tuple):
+        return any(_holds_unknown(item) for item in value)
+    return is_unknown(value)
+
+
+def _canonical_json(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
