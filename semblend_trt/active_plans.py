@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from semblend_trt.plan import EngineMode
+
 if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
 
@@ -22,9 +24,10 @@ class ActivePlans:
         self._exact_tokens: dict[int, int] = {}
 
     def put(self, plan: SemanticKvPlan) -> None:
-        """Makes `plan` the pending plan of its request, replacing one put before (loads are idempotent)."""
+        """Notes the plan's publication limit, and makes a plan for the wrapper pending (loads are idempotent)."""
         with self._lock:
-            self._pending[plan.request_id] = plan
+            if plan.execution.mode is EngineMode.WRAPPER:
+                self._pending[plan.request_id] = plan
             if not plan.is_exact:
                 self._exact_tokens[plan.request_id] = plan.exact_token_count
 

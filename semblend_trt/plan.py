@@ -10,7 +10,13 @@ from enum import Enum
 from typing import Any
 
 from semblend_trt.errors import PlanError
-from semblend_trt.runtime import EngineMode
+
+
+class EngineMode(str, Enum):
+    """Who executes a plan. A plan made for one mode is wrong in the other."""
+
+    STOCK = "stock"
+    WRAPPER = "wrapper"
 
 
 class PlanKind(str, Enum):

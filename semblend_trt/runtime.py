@@ -10,17 +10,15 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.active_plans import ActivePlans
+from semblend_trt.plan import EngineMode
 
+if TYPE_CHECKING:
+    import torch
 
-class EngineMode(str, Enum):
-    """Who executes a plan. A plan made for one mode is wrong in the other."""
-
-    STOCK = "stock"
-    WRAPPER = "wrapper"
+    from kernels.layout import KvGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +32,11 @@ class SavedDonor:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool as the worker found it: tokens a block, blocks, and the torch dtype's name."""
+    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype."""
 
-    block_size: int
+    geometry: KvGeometry
     num_blocks: int
-    dtype: str
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -59,6 +57,8 @@ class Runtime:
     pool: PoolFacts | None = None
     refusal: str | None = None
 
+
+__all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]
 
 _lock = threading.Lock()
 _runtimes: dict[int, Runtime] = {}

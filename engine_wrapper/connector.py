@@ -1,0 +1,50 @@
+"""The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
+
+With it attached the engine computes only holes and suffix, and blocks that hold approximate KV are never published.
+Where the engine offers no place to attach, the connector stays as it is on a stock engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from engine_wrapper.publication import PublicationGuard
+
+from semblend_trt.connector import SemBlendKvConnectorScheduler
+from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
+from semblend_trt.runtime import EngineMode, Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
+
+
+class SemBlendKvConnectorWorker(StockKvConnectorWorker):
+    """The stock worker, which attaches to its engine once the caches are registered."""
+
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
+        super().register_kv_caches(kv_cache_tensor)
+        if self._runtime.pool is not None:
+            attach(self._runtime)
+
+
+def attach(runtime: Runtime) -> bool:
+    """Attaches plan execution and the publication guard to the runtime's engine; False leaves it untouched.
+
+    An engine can be attached to when it has a model runner with a `plan_source` and a block manager with a
+    `publication`, as the embedded engine has.
+    """
+    runner = getattr(runtime.engine, "model_runner", None)
+    blocks = getattr(runtime.engine, "block_manager", None)
+    if not hasattr(runner, "plan_source") or not hasattr(blocks, "publication"):
+        logger.warning("the engine offers no place to attach; only identical text from position 0 is reused")
+        return False
+    runner.plan_source = runtime.active_plans.take
+    blocks.publication = PublicationGuard(runtime.active_plans)
+    runtime.publication_guard = True
+    runtime.mode = EngineMode.WRAPPER
+    return True

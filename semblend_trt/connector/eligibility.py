@@ -1,0 +1,67 @@
+"""Which requests may take part at all, judged from the attributes TensorRT-LLM's LlmRequest carries.
+
+TensorRT-LLM lets several combinations reach a connector that give wrong data (more than one beam, multimodal
+placeholders that are equal for different images); they are refused here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
+    """The request must be served as if the connector were absent; `reason` is counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def check_eligible(request: Any) -> None:
+    """Raises IneligibleRequest for every request whose KV may not be shared."""
+    if _flag(request, "is_dummy_request"):
+        raise IneligibleRequest("dummy_request")
+    if _flag(request, "is_generation_only_request"):
+        raise IneligibleRequest("generation_only")
+    if _beam_width(request) > 1:
+        raise IneligibleRequest("beam_search")
+    if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
+        raise IneligibleRequest("multimodal")
+    if getattr(request, "draft_tokens", None):
+        raise IneligibleRequest("speculative_decoding")
+    if _flag(request, "py_return_context_logits"):
+        raise IneligibleRequest("context_logits")
+
+
+def cache_salt_of(request: Any) -> str | None:
+    """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc); None when the request has none.
+
+    Raises IneligibleRequest when the engine exposes neither attribute, because isolation is unknown then.
+    """
+    for name in ("cache_salt", "cache_salt_id"):
+        salt = getattr(request, name, _MISSING)
+        if salt is not _MISSING:
+            return None if salt is None else str(salt)
+    raise IneligibleRequest("salt_unknown")
+
+
+def adapter_of(request: Any) -> str | None:
+    """The LoRA identity of the request, None for the base model.
+
+    The task id names one adapter for the life of the engine, which is also the life of every donor.
+    """
+    task = getattr(request, "lora_task_id", None)
+    return None if task is None else f"lora:{task}"
+
+
+def _beam_width(request: Any) -> int:
+    sampling = getattr(request, "sampling_config", None)
+    return int(getattr(sampling, "beam_width", 1) or 1)
+
+
+def _flag(request: Any, name: str) -> bool:
+    # `is_generation_only_request` is a property of the C++ binding and a method of the Python subclass.
+    value = getattr(request, name, False)
+    return bool(value() if callable(value) else value)

@@ -1,0 +1,137 @@
+"""The scheduler's donors: what is held, what may be leased for a plan, and what a finished request adds."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING
+
+from semblend_trt.connector.metadata import SaveIntent
+from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.donors.catalog import DonorCatalog, Lease
+from semblend_trt.errors import CapacityError, DonorUnavailableError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.runtime import PoolFacts, SavedDonor
+
+logger = logging.getLogger(__name__)
+
+# A donor that vanishes between search and lease is rare; asking more than a few times would stall the scheduler.
+MAX_PLANNING_ROUNDS = 3
+
+
+class Library:
+    """Index, planner and catalog kept in step: a donor is found only while its bytes are held."""
+
+    def __init__(self, settings: Settings, pool: PoolFacts) -> None:
+        self._settings = settings
+        self._index = SpanIndex()
+        self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers)
+        self.catalog = DonorCatalog(
+            byte_budget=settings.host_bytes,
+            bytes_per_token=pool.geometry.bytes_per_token(pool.dtype),
+            max_donors=settings.max_donors,
+        )
+        self._saving: dict[str, tuple[str, npt.NDArray[np.int32]]] = {}
+        self._donor_of_text: dict[bytes, str] = {}
+        self._text_of_donor: dict[str, bytes] = {}
+
+    def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
+        """Plans a lookup and leases every donor of the plan; a donor that cannot be leased is planned around."""
+        excluded: frozenset[str] = frozenset()
+        for _ in range(MAX_PLANNING_ROUNDS):
+            planned = self._planner.plan(lookup.excluding(excluded))
+            if planned.plan is None or not planned.plan.matched_tokens:
+                return planned, []
+            donors = {span.donor_id for span in planned.plan.spans}
+            leases, missing = self._lease(donors)
+            if not missing:
+                return planned, leases
+            for lease in leases:
+                lease.release()
+            excluded |= missing
+        return Planned(plan=None, outcome_reason="donor_unavailable", runs_found=planned.runs_found), []
+
+    def intend(
+        self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int
+    ) -> tuple[SaveIntent | None, list[str]]:
+        """Reserves room for the request's exact part, so that no save can exceed the budget later.
+
+        Returns no intent when the part is too short, already held, or does not fit, and the donors dropped for it.
+        """
+        plan = tracked.plan
+        limit = len(tracked.prompt) + max_new_tokens
+        if plan is not None and plan.matched_tokens and not plan.is_exact:
+            limit = min(limit, plan.exact_token_count)
+        if limit < self._settings.min_donor_tokens:
+            return None, []
+        text = _digest(tracked.namespace_key, tracked.prompt[:limit])
+        held = self._donor_of_text.get(text)
+        if held is not None:
+            self.catalog.touch(held)
+            return None, []
+        try:
+            dropped = self.catalog.reserve(donor_id, tracked.namespace_key, limit)
+        except CapacityError as error:
+            logger.info("request %d does not become a donor: %s", tracked.request_id, error)
+            return None, []
+        for dropped_id in dropped:
+            self._forget(dropped_id)
+        self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
+        return SaveIntent(tracked.request_id, donor_id, limit), dropped
+
+    def begin_save(self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
+        """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word."""
+        if len(tokens) < self._settings.min_donor_tokens:
+            self.cancel(intent)
+            return False
+        self._saving[intent.donor_id] = (namespace_key, tokens)
+        return True
+
+    def saved(self, news: SavedDonor) -> None:
+        """The worker holds the donor, or could not save it; only a held donor can be found."""
+        entry = self._saving.pop(news.donor_id, None)
+        if entry is None:
+            return
+        namespace_key, tokens = entry
+        if news.error is not None or news.tokens < self._settings.min_donor_tokens:
+            logger.warning("donor %s was not saved: %s", news.donor_id, news.error or f"{news.tokens} tokens")
+            self.catalog.cancel(news.donor_id)
+            self._forget(news.donor_id)
+            return
+        tokens = tokens[: news.tokens]
+        self.catalog.commit(news.donor_id, tokens)
+        self._index.add(namespace_key, news.donor_id, tokens)
+
+    def cancel(self, intent: SaveIntent) -> None:
+        """Gives the reservation of a request that does not become a donor back."""
+        self._saving.pop(intent.donor_id, None)
+        self.catalog.cancel(intent.donor_id)
+        self._forget(intent.donor_id)
+
+    def _lease(self, donor_ids: set[str]) -> tuple[list[Lease], frozenset[str]]:
+        leases, missing = [], set()
+        for donor_id in sorted(donor_ids):
+            try:
+                leases.append(self.catalog.lease(donor_id))
+            except DonorUnavailableError:
+                missing.add(donor_id)
+        return leases, frozenset(missing)
+
+    def _forget(self, donor_id: str) -> None:
+        self._index.remove(donor_id)
+        text = self._text_of_donor.pop(donor_id, None)
+        if text is not None:
+            self._donor_of_text.pop(text, None)
+
+
+def _digest(namespace_key: str, tokens: npt.NDArray[np.int32]) -> bytes:
+    digest = hashlib.blake2b(namespace_key.encode(), digest_size=16)
+    digest.update(tokens.tobytes())
+    return digest.digest()

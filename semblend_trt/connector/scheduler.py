@@ -1,0 +1,323 @@
+"""The connector's scheduler half: rank 0 decides, every rank obeys.
+
+No method raises into the engine: an exception in a leader call would leave the other ranks waiting in the broadcast.
+Whatever goes wrong becomes a counted refusal, and the request is served cold.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from semblend_trt.audit import AuditLog
+from semblend_trt.config import load_settings
+from semblend_trt.connector.contract import KvCacheConnectorScheduler
+from semblend_trt.connector.eligibility import IneligibleRequest, adapter_of, cache_salt_of, check_eligible
+from semblend_trt.connector.library import Library
+from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
+from semblend_trt.connector.model_facts import model_facts, namespace_for
+from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
+from semblend_trt.connector.request_table import RequestTable, TrackedRequest
+from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.errors import SemBlendError, UnsupportedModelError
+from semblend_trt.outcome import Outcome, OutcomeLedger
+from semblend_trt.runtime import runtime_for
+
+if TYPE_CHECKING:
+    from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.plan import SemanticKvPlan
+
+logger = logging.getLogger(__name__)
+
+
+class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
+    """Looks donors up, plans their reuse, and decides which finished requests become donors.
+
+    `outcomes` counts how every request ended. `library` holds the donors; it exists once the worker has registered
+    the engine's caches, because block size and KV dtype are part of every namespace.
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._runtime = runtime_for(llm_args)
+        self._settings = load_settings()
+        self._audit = AuditLog(self._settings.audit_path)
+        self._facts, self._refusal = _facts_or_refusal(llm_args)
+        self._generation = uuid.uuid4().hex[:12]
+        self._requests = RequestTable()
+        self._forgotten: list[int] = []
+        self._drops: list[str] = []
+        self._namespace: CacheNamespace | None = None
+        self.library: Library | None = None
+        self.outcomes = OutcomeLedger()
+        self._audit.event(
+            "scheduler_initialized", refusal=self._refusal, settings=self._settings.model_dump(mode="json")
+        )
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Returns the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
+        request_id = int(request.request_id)
+        try:
+            tracked = self._look_up(request, request_id, num_computed_tokens)
+        except Exception:
+            logger.exception("lookup of request %d failed; it is served cold", request_id)
+            tracked = _refused(request_id, num_computed_tokens, "internal_error")
+        self._track(tracked)
+        self._audit_lookup(tracked)
+        return tracked.matched_tokens, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """Learns the request's blocks. A plan they do not fit is replaced by computing what was promised."""
+        tracked = self._requests.get(int(request.request_id))
+        if tracked is None or tracked.plan is None:
+            return
+        try:
+            tracked.plan = tracked.plan.with_target_blocks(tuple(block_ids))
+        except SemBlendError:
+            logger.exception("request %d: blocks do not fit its plan", tracked.request_id)
+            tracked.plan, tracked.load_failed = tracked.plan.without_spans("target_blocks"), True
+        self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
+
+    def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
+        """Returns this iteration's plans, save intents and block progress, the same for every rank."""
+        try:
+            return self._metadata_of(scheduler_output)
+        except Exception:
+            logger.exception("building the connector metadata failed; nothing is loaded or saved this iteration")
+            return SemBlendConnectorMetadata()
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:  # noqa: ARG002
+        """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
+        request_id = int(request.request_id)
+        tracked = self._requests.pop(request_id)
+        if tracked is None:
+            return False
+        try:
+            return self._finish(tracked, request)
+        except Exception:
+            logger.exception("finishing request %d failed; it does not become a donor", request_id)
+            self._cancel_intent(tracked)
+            return False
+
+    # -- our own ---------------------------------------------------------------------------------------------------
+
+    def reuse_of(self, request_id: int) -> ReuseReport | None:
+        """What reuse did for a request that is running or ended recently; None for an unknown one."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._drain()
+            return report_of(tracked)
+        settled = self.outcomes.of(request_id)
+        return None if settled is None else ReuseReport.from_settled(settled)
+
+    def close(self) -> None:
+        """Ends the requests still tracked and writes the audit log out."""
+        while len(self._requests):
+            self._settle(self._requests.pop_oldest())
+        self._audit.close()
+
+    # -- lookup ----------------------------------------------------------------------------------------------------
+
+    def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
+        self._drain()
+        refusal = self._standing_refusal()
+        if refusal is not None:
+            return _refused(request_id, num_computed_tokens, refusal)
+        library, base, block_size = self._serving()
+        try:
+            check_eligible(request)
+            namespace = base.for_request(cache_salt_of(request), adapter_of(request))
+        except IneligibleRequest as refusal_of_request:
+            return _refused(request_id, num_computed_tokens, refusal_of_request.reason)
+        prompt = np.asarray(request.get_tokens(0), dtype=np.int32)[: request.prompt_len]
+        tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
+        planned, tracked.leases = library.plan(
+            LookupRequest(
+                request_id=request_id,
+                namespace_key=namespace.key,
+                tokens=prompt,
+                num_computed_tokens=num_computed_tokens,
+                block_size=block_size,
+                mode=self._runtime.mode,
+                publication_guard=self._runtime.publication_guard,
+            )
+        )
+        tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
+        tracked.intent, dropped = library.intend(
+            f"{self._generation}-{request_id}", tracked, int(getattr(request, "max_new_tokens", 0) or 0)
+        )
+        self._drops.extend(dropped)
+        return tracked
+
+    def _standing_refusal(self) -> str | None:
+        """The reason for which this engine's requests are all served cold, None when reuse is possible."""
+        if not self._settings.enabled:
+            return "disabled"
+        if self._refusal or self._runtime.refusal:
+            return self._refusal or self._runtime.refusal
+        return None if self._runtime.pool is not None else "caches_not_registered"
+
+    def _serving(self) -> tuple[Library, CacheNamespace, int]:
+        """Returns the library, the engine's namespace and its block size, built from the registered caches."""
+        assert self._facts is not None
+        assert self._runtime.pool is not None
+        pool = self._runtime.pool
+        if self.library is None or self._namespace is None:
+            self._namespace = namespace_for(
+                self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
+            )
+            self.library = Library(self._settings, pool)
+        return self.library, self._namespace, pool.geometry.block_size
+
+    def _track(self, tracked: TrackedRequest) -> None:
+        replayed = self._requests.pop(tracked.request_id)
+        if replayed is not None:
+            # A paused request is asked about again; what was decided before its blocks were lost no longer holds.
+            replayed.release_leases()
+            if replayed.intent is not None and (tracked.intent is None or tracked.intent != replayed.intent):
+                self._cancel_intent(replayed)
+        for expired in self._requests.add(tracked):
+            self._settle(expired)
+
+    def _drain(self) -> None:
+        """Takes the worker's news: donors that are held now, and loads that failed."""
+        while self._runtime.saved:
+            saved = self._runtime.saved.popleft()
+            if self.library is not None:
+                self.library.saved(saved)
+            self._audit.event("donor_registered", donor_id=saved.donor_id, token_count=saved.tokens, error=saved.error)
+        while self._runtime.failed_loads:
+            tracked = self._requests.get(self._runtime.failed_loads.popleft())
+            if tracked is not None:
+                tracked.load_failed = True
+
+    # -- an iteration ----------------------------------------------------------------------------------------------
+
+    def _metadata_of(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
+        plans: list[SemanticKvPlan] = []
+        intents, progress = [], []
+        for data in scheduler_output.new_requests:
+            tracked = self._requests.get(data.request_id)
+            if tracked is None:
+                continue
+            loading = tracked.matched_tokens
+            if tracked.plan is not None and loading:
+                plans.append(tracked.plan)
+                self._audit_dispatch(tracked.plan, data)
+            if tracked.intent is not None:
+                intents.append(tracked.intent)
+            progress.append(_progress(tracked, data, loading, is_first=True))
+        for data in scheduler_output.cached_requests:
+            tracked = self._requests.get(data.request_id)
+            if tracked is not None:
+                tracked.release_leases()  # its load was ordered before the forward that has run since
+                progress.append(_progress(tracked, data, 0, is_first=False))
+        metadata = SemBlendConnectorMetadata(
+            tuple(plans), tuple(intents), tuple(progress), tuple(self._drops), tuple(self._forgotten)
+        )
+        self._drops, self._forgotten = [], []
+        for data in scheduler_output.new_requests:
+            if (tracked := self._requests.get(data.request_id)) is not None:
+                tracked.is_followed = True
+        return metadata
+
+    # -- the end of a request --------------------------------------------------------------------------------------
+
+    def _finish(self, tracked: TrackedRequest, request: Any) -> bool:
+        self._drain()
+        self._settle_outcome(tracked)
+        tracked.release_leases()
+        saving = False
+        if tracked.intent is not None and self.library is not None and tracked.is_followed:
+            tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
+            donor_tokens = np.asarray(request.get_tokens(0), dtype=np.int32)[:tokens]
+            saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
+        if not saving:
+            self._cancel_intent(tracked)
+            self._forgotten.append(tracked.request_id)
+        return saving
+
+    def _settle(self, tracked: TrackedRequest) -> None:
+        self._settle_outcome(tracked)
+        tracked.release_leases()
+        self._cancel_intent(tracked)
+        self._forgotten.append(tracked.request_id)
+
+    def _settle_outcome(self, tracked: TrackedRequest) -> None:
+        outcome, reason = outcome_of(tracked)
+        report = report_of(tracked)
+        self.outcomes.settle(
+            tracked.request_id,
+            outcome,
+            reason,
+            reused_tokens=report.reused_tokens,
+            computed_holes=report.computed_holes,
+            exact_prefix_tokens=tracked.num_computed_tokens,
+        )
+        if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
+            plan = tracked.plan
+            self._audit.event(
+                "materialized",
+                request_id=tracked.request_id,
+                kind=plan.kind.value,
+                segment_count=len(plan.spans),
+                materialized=plan.reused_tokens * plan.execution.num_layers,
+                prefix_token_count=plan.prefix_end,
+                computed_token_count=plan.num_computed_tokens,
+                requires_rope_correction=any(span.shift for span in plan.spans),
+            )
+
+    def _cancel_intent(self, tracked: TrackedRequest) -> None:
+        if tracked.intent is not None and self.library is not None:
+            self.library.cancel(tracked.intent)
+
+    # -- audit -----------------------------------------------------------------------------------------------------
+
+    def _audit_lookup(self, tracked: TrackedRequest) -> None:
+        plan = tracked.plan
+        self._audit.event(
+            "lookup",
+            request_id=tracked.request_id,
+            found=tracked.runs_found > 0,
+            num_computed_tokens=tracked.num_computed_tokens,
+            num_new_matched_tokens=tracked.matched_tokens,
+            kind=None if plan is None else plan.kind.value,
+            reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
+            rejection_reason=tracked.reason,
+        )
+
+    def _audit_dispatch(self, plan: SemanticKvPlan, data: Any) -> None:
+        self._audit.event(
+            "plan_dispatched",
+            request_id=plan.request_id,
+            computed_position=data.computed_position,
+            num_scheduled_tokens=data.num_scheduled_tokens,
+            spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
+        )
+
+
+def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
+    return TrackedRequest(request_id, "", np.empty(0, dtype=np.int32), num_computed_tokens, reason=reason)
+
+
+def _progress(tracked: TrackedRequest, data: Any, loading: int, *, is_first: bool) -> RequestProgress:
+    # For a synchronous load `computed_position` points at the first token to load, not behind the last.
+    tracked.written_tokens = data.computed_position + loading + data.num_scheduled_tokens
+    return RequestProgress(tracked.request_id, tuple(data.new_block_ids), tracked.written_tokens, is_first)
+
+
+def _facts_or_refusal(llm_args: Any) -> tuple[ModelFacts | None, str | None]:
+    try:
+        return model_facts(llm_args.model), None
+    except UnsupportedModelError as error:
+        logger.warning("KV reuse is off for this model: %s", error)
+        return None, error.reason
+    except Exception:
+        logger.exception("KV reuse is off: the model's configuration cannot be read")
+        return None, "model_unreadable"
