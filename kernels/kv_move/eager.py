@@ -1,0 +1,56 @@
+"""kv_move in vectorised torch: one gather, one rotation and one scatter a span for all layers at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.kv_move.move import Move, tensor_of
+from kernels.layout import ContiguousKv, PagedKv, pool_view
+from kernels.rope import RopeRotation, rotate_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+    """As `kernels.kv_move.kv_move`; the moves were checked."""
+    device = tensor_of(target).device
+    for move in moves:
+        if not move.length:
+            continue
+        # rows has shape [layers, 2, kv_heads, length, head_dim]
+        rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
+        keys = rotate_keys(rows[:, 0], move.shift, rotation)
+        _scatter(target, move.target_start, keys, rows[:, 1])
+
+
+def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Tensor:
+    if isinstance(source, ContiguousKv):
+        return source.tensor[:, :, :, start : start + length]
+    block_size = source.geometry.block_size
+    first_block = start // block_size
+    blocks = source.block_ids[first_block : -(-(start + length) // block_size)].to(source.pool.device)
+    # Whole blocks in the donor's order: [layers, 2, kv_heads, blocks, block_size, head_dim]
+    gathered = pool_view(source.pool, source.geometry).permute(1, 2, 3, 0, 4, 5).index_select(3, blocks)
+    offset = start - first_block * block_size
+    return gathered.flatten(3, 4)[:, :, :, offset : offset + length]
+
+
+def _scatter(target: PagedKv | ContiguousKv, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`keys` and `values`: [layers, kv_heads, length, head_dim]."""
+    length = keys.shape[2]
+    if isinstance(target, ContiguousKv):
+        target.tensor[:, 0, :, start : start + length] = keys
+        target.tensor[:, 1, :, start : start + length] = values
+        return
+    positions = torch.arange(start, start + length)
+    block_size = target.geometry.block_size
+    device = target.pool.device
+    blocks = target.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
+    slots = (positions % block_size).to(device, non_blocking=True)
+    # paged has shape [layers, 2, kv_heads, blocks, block_size, head_dim]
+    paged = pool_view(target.pool, target.geometry).permute(1, 2, 3, 0, 4, 5)
+    paged[:, 0, :, blocks, slots] = keys
+    paged[:, 1, :, blocks, slots] = values

@@ -1,0 +1,93 @@
+"""How KV lies in memory: TensorRT-LLM's paged pool and a donor's contiguous tensor.
+
+The pool's inner order is HND, offset = (head * block_size + slot) * head_dim + channel, as in TensorRT-LLM's
+`getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "kv_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KvGeometry.{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of K (or V) of one block and one layer."""
+        return self.kv_heads * self.block_size * self.head_dim
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return self.num_layers * 2 * self.kv_heads * self.head_dim * dtype.itemsize
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKv:
+    """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
+
+    `pool`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V; `block_ids`: int64 [n]. Keep `block_ids` on
+    the host: they are checked there before every write, and reading them from a device would wait for it.
+    """
+
+    pool: torch.Tensor
+    block_ids: torch.Tensor
+    geometry: KvGeometry
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the blocks hold."""
+        return self.block_ids.numel() * self.geometry.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousKv:
+    """One donor's KV: [layers, 2, kv_heads, tokens, head_dim], K then V; any strides, on any device."""
+
+    tensor: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the tensor holds."""
+        return self.tensor.shape[3]
+
+
+def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
+    """Views `pool` as [blocks, layers, 2, kv_heads, block_size, head_dim], without a copy.
+
+    Raises ValueError when the pool does not have the geometry's shape.
+    """
+    check_pool(pool, geometry)
+    return pool.view(*pool.shape[:3], geometry.kv_heads, geometry.block_size, geometry.head_dim)
+
+
+def check_pool(pool: torch.Tensor, geometry: KvGeometry, name: str = "pool") -> None:
+    """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
+    expected = (geometry.num_layers, 2, geometry.row_elements)
+    if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
+        raise ValueError(
+            f"{name} has shape {list(pool.shape)}; [blocks, {expected[0]}, 2, {expected[2]}] is needed for {geometry}"
+        )
+    if pool.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(f"{name} is {pool.dtype}; supported are float32, bfloat16 and float16")
+    if pool.stride(3) != 1:
+        raise ValueError(f"{name} has stride {pool.stride(3)} in its last dimension; it must be 1")

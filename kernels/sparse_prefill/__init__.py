@@ -1,0 +1,59 @@
+"""Attention of queries at any positions of several sequences to a paged pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels.sparse_prefill import eager
+from kernels.sparse_prefill.rows import SequenceRows, check_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kernels.layout import KvGeometry
+
+__all__ = ["SequenceRows", "sparse_prefill", "write_rows"]
+
+
+def write_rows(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
+    geometry: KvGeometry,
+) -> None:
+    """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot of `layer`.
+
+    The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before anything is
+    written; no sequences return at once.
+    """
+    if not sequences:
+        return
+    check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
+    eager.write_rows(k, v, pool, layer, sequences, geometry)
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
+    geometry: KvGeometry,
+    scale: float,
+) -> torch.Tensor:
+    """Attends each query to positions 0..p of its own sequence, p being its position.
+
+    `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
+    K and V of every position up to a sequence's last query must be in the pool. `scale` multiplies the scores.
+    Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
+    """
+    if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
+        raise ValueError(
+            f"q has shape {list(q.shape)}; [rows, a multiple of {geometry.kv_heads} heads, {geometry.head_dim}] is "
+            "needed"
+        )
+    check_rows({"q": q}, q.shape[1], pool, layer, sequences, geometry)
+    return eager.sparse_prefill(q, pool, layer, sequences, geometry, scale)

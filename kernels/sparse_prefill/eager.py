@@ -1,0 +1,108 @@
+"""sparse_prefill in vectorised torch: K and V gathered once a sequence, queries attended in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.layout import KvGeometry, pool_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.sparse_prefill.rows import SequenceRows
+
+CHUNK_ROWS = 256
+
+
+def write_rows(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
+    geometry: KvGeometry,
+) -> None:
+    """As `kernels.sparse_prefill.write_rows`; the arguments were checked."""
+    # paged has shape [2, blocks, block_size, kv_heads, head_dim]
+    paged = pool_view(pool, geometry)[:, layer].permute(1, 0, 3, 2, 4)
+    for sequence in sequences:
+        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
+        positions, block_ids = sequence.positions.to(pool.device), sequence.block_ids.to(pool.device)
+        blocks = block_ids[positions // geometry.block_size]
+        slots = positions % geometry.block_size
+        paged[0, blocks, slots] = k[rows]
+        paged[1, blocks, slots] = v[rows]
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
+    geometry: KvGeometry,
+    scale: float,
+) -> torch.Tensor:
+    """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked."""
+    output = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for sequence in sequences:
+        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
+        keys, values = _gather(pool, layer, sequence, geometry)
+        output[rows] = _attend(q[rows], keys, values, sequence, scale)
+    return output
+
+
+def _gather(
+    pool: torch.Tensor, layer: int, sequence: SequenceRows, geometry: KvGeometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of positions 0..last_position, each [kv_heads, tokens, head_dim]."""
+    tokens = sequence.last_position + 1
+    blocks = sequence.block_ids[: geometry.blocks_for(tokens)].to(pool.device)
+    # gathered has shape [2, kv_heads, blocks, block_size, head_dim]
+    gathered = pool_view(pool, geometry)[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks)
+    keys, values = gathered.flatten(2, 3)[:, :, :tokens]
+    return keys, values
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequence: SequenceRows, scale: float
+) -> torch.Tensor:
+    """`q`: [rows, heads, head_dim]; returns the same shape."""
+    # queries has shape [1, heads, rows, head_dim]
+    queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
+    grouped = queries.shape[1] != keys.shape[1]
+    whole = sequence.first_position == 0 and sequence.contiguous
+    if sequence.count == 1 or whole:
+        attended = scaled_dot_product_attention(
+            queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped
+        )
+        return attended[0].transpose(0, 1)
+    return torch.cat(
+        [
+            _attend_chunk(queries[:, :, start : start + CHUNK_ROWS], keys, values, positions, scale, grouped)
+            for start, positions in zip(
+                range(0, sequence.count, CHUNK_ROWS),
+                torch.split(sequence.positions.to(q.device), CHUNK_ROWS),
+                strict=True,
+            )
+        ]
+    )
+
+
+def _attend_chunk(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    grouped: bool,
+) -> torch.Tensor:
+    """`queries`: [1, heads, rows, head_dim]; returns [rows, heads, head_dim]."""
+    reach = int(positions[-1]) + 1
+    mask = torch.arange(reach, device=positions.device) <= positions[:, None]
+    attended = scaled_dot_product_attention(
+        queries, keys[:, :, :reach], values[:, :, :reach], attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
+    return attended[0].transpose(0, 1)
