@@ -6,6 +6,7 @@ It takes no decision: plans, drops and save intents arrive in the metadata, so t
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._followed[intent.request_id] = _FollowedRequest(intent)
         for progress in metadata.progress:
             self._follow(progress)
-        for plan in metadata.plans:
-            self._load(plan)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for plan in metadata.plans:
+                self._load(plan)
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` ordered every layer before the forward."""
