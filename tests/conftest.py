@@ -1,0 +1,97 @@
+"""Tiny random models that several test folders share. Weights are seeded, so every run sees the same ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 257  # one token a byte, and the end of text
+EOS_TOKEN_ID = 256
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+    # Far above the usual 0.02: attention must matter, and argmax must not hang on the last float bit.
+    "initializer_range": 0.2,
+}
+
+_FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": False}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"use_sliding_window": False, "head_dim": 16}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: no text is out of its vocabulary and no two texts share their ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {END_OF_TEXT: EOS_TOKEN_ID}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Writes a random model of `family` (qwen2, qwen3, llama, mistral) and its tokenizer; `changes` go to its config."""
+    config_class, model_class, family_fields = _FAMILIES[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(_SHAPE | family_fields | changes)))
+    model.to(torch.float32).eval().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model folder of each supported family."""
+    return {family: save_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family}")) for family in _FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_path(tiny_model_paths: dict[str, Path]) -> Path:
+    return tiny_model_paths["qwen2"]
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_path(tiny_model_paths: dict[str, Path]) -> Path:
+    return tiny_model_paths["qwen3"]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_path(tiny_model_paths: dict[str, Path]) -> Path:
+    return tiny_model_paths["llama"]
+
+
+@pytest.fixture(scope="session")
+def tiny_mistral_path(tiny_model_paths: dict[str, Path]) -> Path:
+    return tiny_model_paths["mistral"]
