@@ -1,0 +1,77 @@
+# Everything runs in an environment of its own (.venv). `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+
+# A GPU counts when its driver answers or its device file is there; `make GPU= ...` forces the CPU set-up.
+GPU := $(shell (nvidia-smi -L || ls /dev/nvidia[0-9]*) >/dev/null 2>&1 && echo 1)
+
+ifeq ($(strip $(GPU)),)
+KIND := cpu
+CONSTRAINTS := -c constraints-cpu.txt
+else
+KIND := gpu
+CONSTRAINTS :=
+comma := ,
+GPU_EXTRA := gpu$(comma)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env validate test lint format types imports check scoreboard wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "SemBlend-TRT needs Python 3.10 or later with venv, and '$(PYTHON)' is not that." >&2; \
+	    echo "On Debian: apt-get install python3 python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for the run-time set and one for the developers': a change of pyproject.toml or of the machine's kind
+# installs again, anything else is answered at once.
+$(VENV)/.installed-%-$(KIND): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "Installing for $(KIND) into $(VENV)"
+	@$(RUN) -m pip install --disable-pip-version-check --progress-bar off --quiet $(CONSTRAINTS) -e '.[$(GPU_EXTRA)$*]' || \
+	  { echo "Installing failed. If the reason above speaks of torch or cuda-toolkit: this machine has no GPU and your" >&2; \
+	    echo "package index offers torch with CUDA only. Point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
+	@touch $@
+
+env: $(VENV)/.installed-dev-$(KIND) ## make the environment
+
+validate: $(VENV)/.installed-validation-$(KIND) ## run the validation on the shipped model
+	$(RUN) -m validation $(ARGS)
+
+test: env ## run the tests
+	$(RUN) -m pytest $(ARGS)
+
+lint: env ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: env ## ruff: repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: env ## mypy, strict
+	$(BIN)/mypy
+
+imports: env ## imports only go down: validation, engine_wrapper, semblend_trt, kernels
+	$(BIN)/lint-imports
+
+check: lint types imports test ## lint, types, imports, test
+
+scoreboard: $(VENV)/.installed-validation-$(KIND) ## print every result under benchmarks/results
+	$(RUN) -m validation scoreboard $(ARGS)
+
+wheel: env ## build the wheel into dist/
+	$(RUN) -m build --wheel
+
+clean: ## remove the environment, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

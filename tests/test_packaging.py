@@ -1,0 +1,201 @@
+"""The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
+IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.materialize import materialize"
+IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    arguments = [str(part) for part in command]
+    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel built from it."""
+    target = tmp_path_factory.mktemp("dist")
+    build = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
+    assert build.returncode == 0, build.stdout + build.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("semblend_trt-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel_files(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+class Environment:
+    """A virtual environment of its own that finds torch and the like where the tests' interpreter has them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.python = root / "bin" / "python"
+        created = run(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
+        assert created.returncode == 0, created.stderr
+        site_packages = next(root.glob("lib/python3*/site-packages"))
+        (site_packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def pip(self, *arguments: str | Path) -> None:
+        done = run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def install(self, wheel: Path) -> None:
+        self.pip("install", "--no-deps", "--ignore-installed", wheel)
+
+    def uninstall(self, *names: str) -> None:
+        self.pip("uninstall", "--yes", *names)
+
+    def executes(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return run(self.python, "-c", code, cwd=self.root, **variables)
+
+    def check(self, code: str) -> None:
+        done = self.executes(code)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def hub_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of Hugging Face's `kernels`."""
+    target = tmp_path_factory.mktemp("hub")
+    got = run(
+        sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "1", "kernels", "-d", target, cwd=target
+    )
+    if got.returncode != 0:
+        pytest.skip("skipped: no package index within reach offers Hugging Face's kernels")
+    return next(target.glob("kernels-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def shared_environment(tmp_path_factory: pytest.TempPathFactory, hub_kernels: Path) -> Environment:
+    """An environment with everything that Hugging Face's `kernels` needs, but not itself."""
+    environment = Environment(tmp_path_factory.mktemp("shared") / "venv")
+    environment.pip("install", hub_kernels)
+    environment.check(IMPORT_THEIRS)
+    environment.uninstall("kernels")
+    return environment
+
+
+@pytest.fixture
+def environment(shared_environment: Environment) -> Environment:
+    shared_environment.uninstall("kernels", "semblend-trt")
+    return shared_environment
+
+
+def test_wheel_ships_the_four_packages_and_nothing_else(wheel_files: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name}
+    assert tops == set(PACKAGES)
+    assert not [name for name in wheel_files if "test" in Path(name).name or "__pycache__" in name]
+
+
+def test_wheel_ships_every_module(wheel_files: set[str]) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert modules <= wheel_files
+
+
+def test_wheel_ships_the_model_and_the_excerpt(wheel_files: set[str]) -> None:
+    assets = {Path(name).name for name in wheel_files if name.startswith("validation/assets/")}
+    assert {"excerpt.txt", "config.json", "model.safetensors", "tokenizer.json"} <= assets
+
+
+def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[str]) -> None:
+    (licence,) = (name for name in wheel_files if name.endswith("/licenses/LICENSE"))
+    (metadata,) = (name for name in wheel_files if name.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert "Apache License" in archive.read(licence).decode()
+        headers = email.message_from_string(archive.read(metadata).decode())
+    assert headers["Requires-Python"] == ">=3.10"
+    extras = {"trtllm", "gpu", "embedder", "onnx", "onnx-gpu", "nats", "validation", "dev"}
+    assert set(headers.get_all("Provides-Extra", [])) == extras
+
+
+def test_sdist_can_be_built_and_tested(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"Makefile", "constraints-cpu.txt", "LICENSE", "tests/test_packaging.py"} <= names
+
+
+def test_kernels_is_a_namespace_package(wheel_files: set[str]) -> None:
+    assert not (ROOT / "kernels/__init__.py").exists()
+    assert "kernels/__init__.py" not in wheel_files
+
+
+def test_no_module_is_shared_with_hugging_face_kernels(wheel_files: set[str], hub_kernels: Path) -> None:
+    def modules(names: list[str]) -> set[str]:
+        return {name.split("/")[1].split(".")[0] for name in names if name.startswith("kernels/")}
+
+    assert modules(list(wheel_files)).isdisjoint(modules(zipfile.ZipFile(hub_kernels).namelist()))
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_both_kernels_work_in_one_environment(
+    environment: Environment, wheel: Path, hub_kernels: Path, ours_first: bool
+) -> None:
+    for distribution in (wheel, hub_kernels) if ours_first else (hub_kernels, wheel):
+        environment.install(distribution)
+    environment.check(f"{IMPORT_OURS}; {IMPORT_THEIRS}")
+    environment.check(f"{IMPORT_THEIRS}; {IMPORT_OURS}")
+
+
+def test_removing_either_leaves_the_other_working(environment: Environment, wheel: Path, hub_kernels: Path) -> None:
+    environment.install(wheel)
+    environment.install(hub_kernels)
+    environment.uninstall("kernels")
+    environment.check(IMPORT_OURS)
+    environment.install(hub_kernels)
+    environment.uninstall("semblend-trt")
+    environment.check(IMPORT_THEIRS)
+
+
+def test_transformers_never_takes_ours_for_theirs(environment: Environment, wheel: Path, hub_kernels: Path) -> None:
+    """Transformers asks for the version of whatever is importable as `kernels`."""
+    question = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
+    environment.install(wheel)
+    assert environment.executes(question).stdout.strip() == "False"
+    environment.install(hub_kernels)
+    with_both = environment.executes(question).stdout
+    environment.uninstall("semblend-trt")
+    assert environment.executes(question).stdout == with_both
+
+
+def test_a_checkout_does_not_hide_hugging_face_kernels(
+    environment: Environment, wheel: Path, hub_kernels: Path
+) -> None:
+    """A regular package wins over a namespace portion: beside a checkout theirs works, and ours needs the wheel."""
+    environment.install(hub_kernels)
+    assert environment.executes(IMPORT_THEIRS, PYTHONPATH=str(ROOT)).returncode == 0
+    ours = environment.executes("import kernels.kv_move", PYTHONPATH=str(ROOT))
+    assert "No module named 'kernels.kv_move'" in ours.stderr
+    environment.install(wheel)
+    assert environment.executes(IMPORT_OURS, PYTHONPATH=str(ROOT)).returncode == 0
+
+
+@pytest.mark.parametrize("target", ["validate", "test"])
+def test_a_machine_without_a_gpu_is_kept_free_of_cuda(tmp_path: Path, target: str) -> None:
+    dry = ("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target)
+    without, with_gpu = run(*dry, "GPU=", cwd=tmp_path).stdout, run(*dry, "GPU=1", cwd=tmp_path).stdout
+    assert re.search(r"pip install .*-c constraints-cpu\.txt -e '\.\[(validation|dev)\]'", without)
+    assert "-e '.[gpu," in with_gpu
+    assert "constraints-cpu.txt" not in with_gpu
+    pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    assert {"torch==2.13.0", "cuda-toolkit<0"} <= set(pins)
