@@ -61,7 +61,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Writes a random model of `family` (qwen2, qwen3, llama, mistral) and its tokenizer; `changes` go to its config."""
+    """Writes a random model of `family` (qwen2, qwen3, llama, mistral) and its tokenizer; `changes` go to config."""
     config_class, model_class, family_fields = _FAMILIES[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
