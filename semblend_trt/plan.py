@@ -116,6 +116,11 @@ class EngineExecution:
             )
         if (self.check_layer is None) != (self.check_threshold is None):
             raise PlanError("check_incomplete", "check_layer and check_threshold are set together or not at all")
+        if self.check_layer is not None and self.mode is EngineMode.STOCK:
+            raise PlanError(
+                "check_needs_wrapper",
+                f"check layer {self.check_layer} needs the engine wrapper; a stock engine compares nothing",
+            )
         if self.check_layer is not None and not 0 <= self.check_layer < self.num_layers:
             raise PlanError(
                 "check_outside_model", f"check layer {self.check_layer} is outside 0..{self.num_layers - 1}"
@@ -172,17 +177,21 @@ class SemanticKvPlan:
 
     @property
     def is_exact(self) -> bool:
-        """True when every block of the request may be published."""
-        return self.publication is PublicationPolicy.EXACT_CACHE
+        """True when every block of the request may be published; a plan that moves nothing changes nothing."""
+        return self.publication is PublicationPolicy.EXACT_CACHE or self.kind is PlanKind.DISCOVERY_ONLY
 
     @property
     def exact_token_count(self) -> int:
-        """Leading tokens whose KV equals a cold run's: everything before the first span that is not exact."""
+        """Leading tokens whose KV equals a cold run's: everything before the first placed span that is not exact."""
+        if self.kind is PlanKind.DISCOVERY_ONLY:
+            return self.prompt_length
         return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
 
     @property
     def holes(self) -> tuple[range, ...]:
         """Ranges below `prefix_end` that no span covers: the wrapper computes them."""
+        if self.kind is PlanKind.DISCOVERY_ONLY:
+            return ()
         holes, position = [], self.num_computed_tokens
         for span in self.spans:
             if span.target_start > position:
@@ -196,7 +205,10 @@ class SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
-        """The same promise kept by computing everything: what remains when a donor cannot be read any more."""
+        """The same promise kept by computing everything: what remains when a donor cannot be read any more.
+
+        Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them.
+        """
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,21 +222,26 @@ class SemanticKvPlan:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SemanticKvPlan:
-        """Reads `to_dict`'s form and checks every invariant again; raises PlanError or KeyError."""
-        values = dict(fields)
-        execution = {k: v for k, v in values["execution"].items() if k != "layers_to_recompute"}
-        execution["mode"] = EngineMode(execution["mode"])
-        execution["attention"] = AttentionMode(execution["attention"])
-        blocks = values["target_block_ids"]
-        values.update(
-            kind=PlanKind(values["kind"]),
-            publication=PublicationPolicy(values["publication"]),
-            spans=tuple(PlanSpan(**span) for span in values["spans"]),
-            prompt_token_ids=tuple(values["prompt_token_ids"]),
-            execution=EngineExecution(**execution),
-            target_block_ids=None if blocks is None else tuple(blocks),
-        )
-        return cls(**values)
+        """Reads `to_dict`'s form and checks every invariant again; PlanError `unreadable` for any other form."""
+        try:
+            values = dict(fields)
+            execution = {k: v for k, v in values["execution"].items() if k != "layers_to_recompute"}
+            execution["mode"] = EngineMode(execution["mode"])
+            execution["attention"] = AttentionMode(execution["attention"])
+            blocks = values["target_block_ids"]
+            values.update(
+                kind=PlanKind(values["kind"]),
+                publication=PublicationPolicy(values["publication"]),
+                spans=tuple(PlanSpan(**span) for span in values["spans"]),
+                prompt_token_ids=tuple(values["prompt_token_ids"]),
+                execution=EngineExecution(**execution),
+                target_block_ids=None if blocks is None else tuple(blocks),
+            )
+            return cls(**values)
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError("unreadable", f"a plan cannot be read back: {type(error).__name__} {error}") from error
 
 
 def _check_counts(plan: SemanticKvPlan) -> None:
@@ -240,7 +257,15 @@ def _check_counts(plan: SemanticKvPlan) -> None:
             f"request {plan.request_id}: computed {plan.num_computed_tokens} <= prefix {plan.prefix_end} <= suffix "
             f"start {plan.execution.suffix_start} does not hold",
         )
-    if plan.kind is not PlanKind.DISCOVERY_ONLY and plan.prefix_end > plan.prompt_length - 1:
+    if plan.kind is PlanKind.DISCOVERY_ONLY:
+        return
+    if plan.execution.suffix_start != plan.prefix_end:
+        raise PlanError(
+            "suffix_not_at_prefix",
+            f"request {plan.request_id}: suffix start {plan.execution.suffix_start} lies behind prefix "
+            f"{plan.prefix_end}; nobody would compute the positions between them",
+        )
+    if plan.prefix_end > plan.prompt_length - 1:
         raise PlanError(
             "no_token_left",
             f"request {plan.request_id}: prefix {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} "
@@ -315,4 +340,8 @@ def _check_blocks(plan: SemanticKvPlan) -> None:
     if min(plan.target_block_ids, default=0) < 0:
         raise PlanError(
             "block_negative", f"request {plan.request_id}: block id {min(plan.target_block_ids)} is negative"
+        )
+    if len(set(plan.target_block_ids)) < len(plan.target_block_ids):
+        raise PlanError(
+            "block_repeated", f"request {plan.request_id}: a block occurs twice and would hold two ranges of the prompt"
         )

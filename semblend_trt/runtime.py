@@ -53,9 +53,18 @@ class Runtime:
     publication_guard: bool = False
     saved: deque[SavedDonor] = field(default_factory=deque)
     failed_loads: deque[int] = field(default_factory=deque)
-    engine: Any = None
     pool: PoolFacts | None = None
     refusal: str | None = None
+    _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def engine(self) -> Any:
+        """The embedded engine, None without one. Held weakly: it holds `llm_args`, whose end ends this runtime."""
+        return None if self._engine is None else self._engine()
+
+    @engine.setter
+    def engine(self, engine: Any) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
 
 
 __all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]

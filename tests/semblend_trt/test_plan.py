@@ -1,0 +1,225 @@
+"""Every invariant of a plan by name, and what a valid plan promises."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.errors import PlanError
+from semblend_trt.plan import (
+    AttentionMode,
+    EngineExecution,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    PublicationPolicy,
+    SemanticKvPlan,
+)
+
+NUM_LAYERS = 4
+
+
+def execution(**changes: Any) -> EngineExecution:
+    fields: dict[str, Any] = {
+        "mode": EngineMode.WRAPPER,
+        "attention": AttentionMode.HOLES_AND_SUFFIX,
+        "num_layers": NUM_LAYERS,
+        "suffix_start": 24,
+    }
+    return EngineExecution(**{**fields, **changes})
+
+
+def plan(**changes: Any) -> SemanticKvPlan:
+    """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
+    fields: dict[str, Any] = {
+        "request_id": 7,
+        "namespace_key": "ns",
+        "kind": PlanKind.REQUEST_LOCAL_SEGMENTED,
+        "publication": PublicationPolicy.REQUEST_LOCAL,
+        "spans": (PlanSpan("d", 30, 10, 10),),
+        "prompt_token_ids": tuple(range(100, 132)),
+        "num_computed_tokens": 8,
+        "matched_tokens": 16,
+        "block_size": 8,
+        "execution": execution(),
+    }
+    return SemanticKvPlan(**{**fields, **changes})
+
+
+def stock(suffix_start: int) -> EngineExecution:
+    return execution(mode=EngineMode.STOCK, attention=AttentionMode.SUFFIX_ONLY, suffix_start=suffix_start)
+
+
+BROKEN: list[tuple[str, Any]] = [
+    ("span_range", lambda: PlanSpan("d", 0, 0, 0)),
+    ("span_range", lambda: PlanSpan("d", -1, 0, 1)),
+    ("span_range", lambda: PlanSpan("d", 0, -1, 1)),
+    ("exact_span_shifted", lambda: PlanSpan("d", 0, 1, 1, exact=True)),
+    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=NUM_LAYERS + 1)),
+    ("boundary_outside_model", lambda: execution(recompute_boundary_layer=-1)),
+    ("boundary_outside_model", lambda: execution(num_layers=0)),
+    ("boundary_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, recompute_boundary_layer=1)),
+    ("check_incomplete", lambda: execution(check_layer=1)),
+    ("check_incomplete", lambda: execution(check_threshold=0.1)),
+    ("check_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, check_layer=1, check_threshold=0.1)),
+    ("check_outside_model", lambda: execution(check_layer=NUM_LAYERS, check_threshold=0.1)),
+    ("suffix_negative", lambda: execution(suffix_start=-1)),
+    ("negative_count", lambda: plan(num_computed_tokens=-1)),
+    ("negative_count", lambda: plan(matched_tokens=-1)),
+    ("negative_count", lambda: plan(block_size=0)),
+    ("computed_beyond_prefix", lambda: plan(execution=execution(suffix_start=23))),
+    ("suffix_not_at_prefix", lambda: plan(execution=execution(suffix_start=25))),
+    ("no_token_left", lambda: plan(matched_tokens=24, execution=execution(suffix_start=32))),
+    ("spans_overlap", lambda: plan(spans=(PlanSpan("d", 0, 10, 5), PlanSpan("e", 0, 14, 2)))),
+    ("spans_overlap", lambda: plan(spans=(PlanSpan("d", 0, 16, 2), PlanSpan("e", 0, 10, 2)))),
+    ("span_outside_prompt", lambda: plan(spans=(PlanSpan("d", 0, 30, 3),))),
+    ("span_below_computed", lambda: plan(spans=(PlanSpan("d", 0, 7, 3),))),
+    ("span_beyond_prefix", lambda: plan(spans=(PlanSpan("d", 0, 20, 5),))),
+    ("request_local_published", lambda: plan(publication=PublicationPolicy.EXACT_CACHE)),
+    (
+        "request_local_published",
+        lambda: plan(kind=PlanKind.REQUEST_LOCAL_PREFIX, publication=PublicationPolicy.EXACT_CACHE),
+    ),
+    ("exact_prefix_with_approximate_span", lambda: plan(kind=PlanKind.EXACT_PREFIX)),
+    ("discovery_promises_tokens", lambda: plan(kind=PlanKind.DISCOVERY_ONLY)),
+    ("hole_needs_wrapper", lambda: plan(execution=stock(24))),
+    ("hole_needs_wrapper", lambda: plan(spans=(PlanSpan("d", 0, 8, 10),), execution=stock(24))),
+    ("blocks_too_few", lambda: plan(target_block_ids=(0, 1))),
+    ("block_negative", lambda: plan(target_block_ids=(0, -1, 2))),
+    ("block_repeated", lambda: plan(target_block_ids=(0, 1, 0))),
+    ("unreadable", lambda: SemanticKvPlan.from_dict({})),
+    ("unreadable", lambda: SemanticKvPlan.from_dict({**plan().to_dict(), "kind": "guess"})),
+    ("unreadable", lambda: SemanticKvPlan.from_dict({**plan().to_dict(), "surplus": 1})),
+]
+
+
+@pytest.mark.parametrize(("invariant", "build"), BROKEN, ids=[f"{i}-{name}" for i, (name, _) in enumerate(BROKEN)])
+def test_broken_plan_is_refused_by_name(invariant: str, build: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        build()
+    assert caught.value.invariant == invariant
+    assert str(caught.value)
+
+
+def test_plan_of_the_example() -> None:
+    example = plan(target_block_ids=(5, 3, 9))
+    assert example.holes == (range(8, 10), range(20, 24))
+    assert (example.prefix_end, example.reused_tokens, example.exact_token_count) == (24, 10, 10)
+    assert not example.is_exact
+    assert (example.spans[0].shift, example.spans[0].donor_end, example.spans[0].target_end) == (-20, 40, 20)
+
+
+def test_boundary_recomputes_the_lowest_layers() -> None:
+    assert execution(recompute_boundary_layer=3).layers_to_recompute == range(3)
+    assert execution().layers_to_recompute == range(0)
+    assert execution(recompute_boundary_layer=NUM_LAYERS).layers_to_recompute == range(NUM_LAYERS)
+
+
+def test_exact_spans_do_not_limit_what_is_exact() -> None:
+    spans = (PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("e", 0, 12, 4))
+    assert plan(spans=spans).exact_token_count == 12
+    exact = plan(kind=PlanKind.EXACT_PREFIX, publication=PublicationPolicy.EXACT_CACHE, spans=spans[:1])
+    assert exact.exact_token_count == exact.prompt_length
+    assert exact.is_exact
+
+
+def test_stock_engine_takes_spans_that_continue_the_prefix() -> None:
+    spans = (PlanSpan("d", 40, 8, 9), PlanSpan("e", 0, 17, 7))
+    assert plan(spans=spans, execution=stock(24)).holes == ()
+
+
+def test_discovery_only_plan_reports_spans_and_changes_nothing() -> None:
+    found = plan(kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0)
+    assert found.reused_tokens == 10
+    assert found.holes == ()
+    assert found.exact_token_count == found.prompt_length
+    assert found.is_exact
+
+
+def test_without_spans_computes_the_whole_promise() -> None:
+    emptied = plan(target_block_ids=(5, 3, 9)).without_spans("gone")
+    assert emptied.holes == (range(8, 24),)
+    assert (emptied.prefix_end, emptied.reused_tokens) == (24, 0)
+    assert emptied.diagnostics == {"dropped": "gone"}
+    with pytest.raises(PlanError) as caught:
+        plan(spans=(PlanSpan("d", 40, 8, 16),), execution=stock(24)).without_spans("gone")
+    assert caught.value.invariant == "hole_needs_wrapper"
+
+
+def test_with_target_blocks_checks_them() -> None:
+    assert plan().with_target_blocks((2, 1, 0)).target_block_ids == (2, 1, 0)
+    with pytest.raises(PlanError, match="3 are needed"):
+        plan().with_target_blocks((2, 1))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SemanticKvPlan:
+    """Valid plans of every kind and mode, spans anywhere between the computed prefix and the promised one."""
+    kind = draw(st.sampled_from(PlanKind))
+    mode = draw(st.sampled_from(EngineMode))
+    computed = draw(st.integers(0, 20))
+    position, spans = computed, []
+    for _ in range(draw(st.integers(0, 4))):
+        position += 0 if mode is EngineMode.STOCK else draw(st.integers(0, 5))
+        length = draw(st.integers(1, 12))
+        exact = kind is PlanKind.EXACT_PREFIX or draw(st.booleans())
+        donor_start = position if exact else draw(st.integers(0, 50))
+        spans.append(PlanSpan(draw(st.sampled_from("abc")), donor_start, position, length, exact))
+        position += length
+    tail_hole = 0 if mode is EngineMode.STOCK else draw(st.integers(0, 5))
+    prompt_length = position + tail_hole + draw(st.integers(1, 10))
+    matched = 0 if kind is PlanKind.DISCOVERY_ONLY else position + tail_hole - computed
+    boundary = 0 if mode is EngineMode.STOCK else draw(st.integers(0, NUM_LAYERS))
+    exact_kind = kind in (PlanKind.EXACT_PREFIX, PlanKind.DISCOVERY_ONLY)
+    block_size = draw(st.integers(1, 16))
+    blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None
+    return SemanticKvPlan(
+        request_id=draw(st.integers(0, 1 << 40)),
+        namespace_key=draw(st.text(max_size=8)),
+        kind=kind,
+        publication=PublicationPolicy.EXACT_CACHE if exact_kind else PublicationPolicy.REQUEST_LOCAL,
+        spans=tuple(spans),
+        prompt_token_ids=tuple(draw(st.lists(st.integers(0, 9), min_size=prompt_length, max_size=prompt_length))),
+        num_computed_tokens=computed,
+        matched_tokens=matched,
+        block_size=block_size,
+        execution=EngineExecution(
+            mode,
+            draw(st.sampled_from(AttentionMode)),
+            NUM_LAYERS,
+            computed + matched,
+            recompute_boundary_layer=boundary,
+        ),
+        target_block_ids=blocks,
+        diagnostics=draw(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4), max_size=2)),
+    )
+
+
+@given(plans())
+def test_plan_survives_json_and_pickle(valid: SemanticKvPlan) -> None:
+    assert SemanticKvPlan.from_dict(valid.to_dict()) == valid
+    assert SemanticKvPlan.from_dict(json.loads(json.dumps(valid.to_dict()))) == valid
+    assert pickle.loads(pickle.dumps(valid)) == valid
+
+
+@given(plans())
+def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
+    spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
+    covered = [range(span.target_start, span.target_end) for span in spans]
+    pieces = sorted([*valid.holes, *covered], key=lambda piece: piece.start)
+    assert [position for piece in pieces for position in piece] == list(
+        range(valid.num_computed_tokens, valid.prefix_end)
+    )
+
+
+@given(plans())
+def test_exact_tokens_end_at_the_first_approximate_one(valid: SemanticKvPlan) -> None:
+    placed = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
+    approximate = {p for span in placed if not span.exact for p in range(span.target_start, span.target_end)}
+    assert valid.exact_token_count == min(approximate, default=valid.prompt_length)
+    assert valid.num_computed_tokens <= valid.exact_token_count or not approximate
