@@ -1,0 +1,297 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
+from engine_wrapper.embedded.radix_tree import RootKey
+from semblend_trt.errors import CapacityError, SemBlendError
+
+KEY = RootKey()
+BLOCK = 4
+
+
+def manager(num_blocks=8, rules=None):
+    copies = []
+    blocks = BlockManager(num_blocks, BLOCK, lambda source, target: copies.append((source, target)), rules)
+    return blocks, copies
+
+
+def admit(blocks, request_id, tokens, total=None, key=KEY):
+    matched = blocks.add_sequence(request_id, key, blocks.match(key, tokens), total or len(tokens))
+    blocks.allocate(request_id, len(tokens))
+    return matched
+
+
+def run(blocks, request_id, tokens, key=KEY):
+    """A request's whole life: admitted, computed, published, released."""
+    matched = admit(blocks, request_id, tokens, key=key)
+    blocks.publish(request_id, tokens)
+    blocks.release(request_id)
+    return matched
+
+
+class Limit:
+    """Publishes the leading `tokens` of each request, and remembers whose blocks were let go of."""
+
+    def __init__(self, tokens):
+        self.tokens, self.gone = tokens, []
+
+    def publishable(self, request_id, tokens):
+        return min(self.tokens, tokens)
+
+    def released(self, request_id):
+        self.gone.append(request_id)
+
+
+def test_a_prefix_is_found_again_and_shared():
+    blocks, _ = manager()
+    tokens = list(range(10))
+    assert run(blocks, 1, tokens) == 0
+    assert admit(blocks, 2, tokens) == 8
+    assert admit(blocks, 3, [*tokens[:8], 70, 71]) == 8
+    assert blocks.block_ids(2)[:2] == blocks.block_ids(3)[:2]
+    assert blocks.block_ids(2)[2] != blocks.block_ids(3)[2]
+
+
+def test_part_of_a_block_is_copied_into_a_fresh_one():
+    blocks, copies = manager()
+    run(blocks, 1, list(range(8)))
+    assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
+    first, second = blocks.block_ids(2)
+    assert copies == [(1, second)]
+    assert first == 0
+
+
+def test_without_copies_the_unread_leaf_itself_is_taken():
+    blocks, copies = manager(rules=ReuseRules(copy_on_partial_reuse=False))
+    run(blocks, 1, list(range(8)))
+    assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
+    assert (copies, blocks.block_ids(2), blocks.num_reusable_blocks) == ([], [0, 1], 1)
+    assert blocks.match(KEY, [0, 1, 2, 70]).partial is None  # block 0 is being read
+
+
+def test_reuse_can_be_turned_off_as_a_whole_or_for_parts():
+    blocks, _ = manager(rules=ReuseRules(enable_block_reuse=False))
+    run(blocks, 1, list(range(8)))
+    assert run(blocks, 2, list(range(8))) == 0
+    blocks, _ = manager(rules=ReuseRules(enable_partial_reuse=False))
+    run(blocks, 1, list(range(8)))
+    assert run(blocks, 2, list(range(8))) == 4
+
+
+def test_the_only_block_left_is_the_source_itself():
+    blocks, copies = manager(num_blocks=1)
+    run(blocks, 1, [0, 1, 2, 3])
+    assert admit(blocks, 2, [0, 1, 70]) == 2
+    assert (blocks.block_ids(2), copies) == ([0], [])
+
+
+def test_admission_counts_what_running_requests_may_still_need():
+    blocks, _ = manager(num_blocks=4)
+    admit(blocks, 1, [0, 1], total=12)
+    match = blocks.match(KEY, [5, 6])
+    assert blocks.num_free_blocks == 3
+    assert blocks.fits(match, 4)
+    assert not blocks.fits(match, 5)
+    with pytest.raises(CapacityError, match="request 2 needs 2 blocks"):
+        blocks.add_sequence(2, KEY, match, 5)
+    with pytest.raises(CapacityError, match="admitted with 3"):
+        blocks.allocate(1, 13)
+    blocks.stop_growing(1)
+    assert blocks.fits(match, 12)
+
+
+def test_shared_blocks_are_not_counted_twice():
+    blocks, _ = manager(num_blocks=3)
+    tokens = list(range(9))
+    admit(blocks, 1, tokens)
+    blocks.publish(1, tokens)
+    assert not blocks.fits(blocks.match(KEY, [70] * 9), 9)
+    assert not blocks.fits(blocks.match(KEY, tokens), 9)  # shares two blocks, and needs a third
+    blocks.release(1)
+    assert blocks.fits(blocks.match(KEY, tokens), 9)
+
+
+def test_an_equal_block_is_published_once():
+    blocks, _ = manager(num_blocks=4)
+    tokens = list(range(4))
+    admit(blocks, 1, tokens)
+    admit(blocks, 2, tokens)
+    blocks.publish(1, tokens)
+    blocks.publish(2, tokens)
+    assert blocks.num_reusable_blocks == 1
+    blocks.release(1)
+    assert blocks.num_free_blocks == 2  # request 2 reads the published block and owns its duplicate
+    blocks.release(2)
+    assert blocks.num_free_blocks == 4
+
+
+def test_an_unread_equal_block_makes_place_for_ours():
+    blocks, _ = manager(num_blocks=4)
+    tokens = list(range(4))
+    admit(blocks, 1, tokens)
+    admit(blocks, 2, tokens)
+    blocks.publish(1, tokens)
+    blocks.release(1)
+    free = blocks.num_free_blocks
+    blocks.publish(2, tokens)
+    assert blocks.num_free_blocks == free
+    assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == blocks.block_ids(2)[0]
+
+
+def test_the_guard_limits_publication_and_hears_of_the_release():
+    blocks, _ = manager()
+    blocks.publication = guard = Limit(6)
+    tokens = list(range(12))
+    admit(blocks, 1, tokens)
+    assert blocks.publish(1, tokens) == 4
+    assert guard.gone == []
+    blocks.release(1)
+    assert guard.gone == [1]
+    assert len(blocks.match(KEY, tokens).nodes) == 1
+
+
+def test_free_blocks_return_to_the_start():
+    blocks, _ = manager()
+    for request_id in range(20):
+        run(blocks, request_id, [request_id, *range(10)])
+        assert blocks.num_free_blocks == 8
+
+
+def test_unknown_and_repeated_requests_are_refused():
+    blocks, _ = manager()
+    admit(blocks, 1, [1, 2])
+    with pytest.raises(SemBlendError, match="request 1 already has blocks"):
+        admit(blocks, 1, [1, 2])
+    with pytest.raises(SemBlendError, match="request 9 has no blocks"):
+        blocks.block_ids(9)
+    blocks.release(9)
+    with pytest.raises(CapacityError, match="both must be >= 1"):
+        BlockManager(0, 4, lambda source, target: None)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Random requests over a small alphabet. A slot's content is the whole prefix it stands for, so a stale, foreign
+    or unwritten slot is seen at once."""
+
+    NUM_BLOCKS = 7
+
+    def __init__(self):
+        super().__init__()
+        self.content = {block: [None] * BLOCK for block in range(self.NUM_BLOCKS)}
+        self.blocks = BlockManager(self.NUM_BLOCKS, BLOCK, self.copy)
+        self.running = {}  # request id -> [key, tokens, written, total, held]
+        self.next_id = 0
+
+    def copy(self, source, target):
+        self.content[target] = list(self.content[source])
+
+    def write(self, request_id, begin, end):
+        key, tokens = self.running[request_id][:2]
+        ids = self.blocks.block_ids(request_id)
+        published = {node.block_id for _, node in self.blocks._tree.walk()}
+        others = {b for r in self.running if r != request_id for b in self.blocks.block_ids(r)}
+        for position in range(begin, end):
+            block = ids[position // BLOCK]
+            assert block not in published, "a shared block is written"
+            assert block not in others, "a block has two writers"
+            self.content[block][position % BLOCK] = (key, tuple(tokens[: position + 1]))
+
+    @rule(
+        salt=st.sampled_from([None, "a"]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        new=st.integers(1, 6),
+    )
+    def admit(self, salt, tokens, new):
+        key = RootKey(cache_salt=salt)
+        match = self.blocks.match(key, tokens)
+        if not self.blocks.fits(match, len(tokens) + new):
+            return
+        self.next_id += 1
+        matched = self.blocks.add_sequence(self.next_id, key, match, len(tokens) + new)
+        assert matched < len(tokens)
+        self.running[self.next_id] = [key, tokens, matched, len(tokens) + new, False]
+        self.blocks.allocate(self.next_id, len(tokens))
+        self.read(self.next_id)
+
+    def active(self):
+        return sorted(r for r, state in self.running.items() if not state[4])
+
+    @precondition(lambda self: self.active())
+    @rule(data=st.data())
+    def compute(self, data):
+        """A chunk of the prompt, or one more token; what is written is published."""
+        request_id = data.draw(st.sampled_from(self.active()))
+        state = self.running[request_id]
+        _, tokens, written, total, _ = state
+        if written == len(tokens):
+            if len(tokens) == total:
+                return
+            tokens.append(data.draw(st.integers(0, 1)))
+            self.blocks.allocate(request_id, len(tokens))
+        end = data.draw(st.integers(written + 1, len(tokens)))
+        self.write(request_id, written, end)
+        state[2] = end
+        if data.draw(st.booleans()):
+            self.blocks.publish(request_id, tokens[:end])
+
+    @precondition(lambda self: self.active())
+    @rule(data=st.data())
+    def hold(self, data):
+        request_id = data.draw(st.sampled_from(self.active()))
+        _, tokens, written, _, _ = self.running[request_id]
+        self.blocks.publish(request_id, tokens[:written])
+        self.blocks.stop_growing(request_id)
+        self.running[request_id][4] = True
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.blocks.release(request_id)
+        del self.running[request_id]
+
+    def read(self, request_id):
+        key, tokens, written = self.running[request_id][:3]
+        ids = self.blocks.block_ids(request_id)
+        for position in range(written):
+            assert self.content[ids[position // BLOCK]][position % BLOCK] == (key, tuple(tokens[: position + 1]))
+
+    @invariant()
+    def every_reader_sees_its_own_prefix(self):
+        for request_id in self.running:
+            self.read(request_id)
+
+    @invariant()
+    def every_block_is_in_one_place(self):
+        tree = {node.block_id for _, node in self.blocks._tree.walk()}
+        private = Counter(b for r in self.running for b in self.blocks.block_ids(r) if b not in tree)
+        assert all(count == 1 for count in private.values())
+        free = list(self.blocks._free)
+        assert sorted([*free, *tree, *private]) == list(range(self.NUM_BLOCKS))
+
+    @invariant()
+    def references_are_the_readers(self):
+        readers = Counter(node for sequence in self.blocks._sequences.values() for node in sequence.path)
+        for _, node in self.blocks._tree.walk():
+            assert node.references == readers[node]
+            assert node.parent is not None
+        unread = {node for _, node in self.blocks._tree.walk() if not node.references}
+        assert unread == set(self.blocks._tree._unreferenced)
+
+    @invariant()
+    def promises_can_be_kept(self):
+        promised = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self.blocks._sequences.values())
+        assert promised <= self.blocks.num_free_blocks
+
+    def teardown(self):
+        for request_id in list(self.running):
+            self.blocks.release(request_id)
+        assert self.blocks.num_free_blocks == self.NUM_BLOCKS
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
