@@ -1,0 +1,218 @@
+"""Audit lines can be parsed and joined; losing them costs a count, never a request."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from semblend_trt.audit import SCHEMA, AuditLog
+from semblend_trt.outcome import Outcome
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "audit.jsonl"
+
+
+def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
+    before = time.time()
+    log = AuditLog(path, rank=3)
+    log.event("lookup", request_id=7, found=True)
+    log.close()
+    (line,) = read(path)
+    assert line.pop("time") == pytest.approx(before, abs=60)
+    assert line == {"schema": SCHEMA, "rank": 3, "event": "lookup", "request_id": 7, "found": True}
+
+
+def test_without_a_path_nothing_happens() -> None:
+    log = AuditLog(None)
+    log.event("lookup", value=object())
+    log.flush()
+    log.close()
+    assert log.dropped == 0
+
+
+def test_lines_wait_for_the_buffer_a_flush_or_the_end(path: Path) -> None:
+    log = AuditLog(path, buffer_bytes=1000)
+    log.event("first")
+    assert not path.exists()
+    log.flush()
+    assert len(read(path)) == 1
+    log.event("second", text="x" * 1000)
+    assert len(read(path)) == 2
+    log.event("third")
+    log.close()
+    log.close()
+    assert [line["event"] for line in read(path)] == ["first", "second", "third"]
+
+
+def test_one_file_stays_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(args[0]) or real(*args))
+    log = AuditLog(path, buffer_bytes=1)
+    for number in range(50):
+        log.event("step", number=number)
+    log.close()
+    assert opened == [path]
+    assert [line["number"] for line in read(path)] == list(range(50))
+
+
+def test_garbage_collected_log_writes_its_lines(path: Path) -> None:
+    log = AuditLog(path)
+    log.event("last")
+    del log
+    gc.collect()
+    assert [line["event"] for line in read(path)] == ["last"]
+
+
+def test_process_that_ends_writes_its_lines(path: Path) -> None:
+    code = "import sys; from semblend_trt.audit import AuditLog; log = AuditLog(sys.argv[1]); log.event('last')"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert [line["event"] for line in read(path)] == ["last"]
+
+
+def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
+    code = (
+        "import sys; from semblend_trt.audit import AuditLog\n"
+        "log = AuditLog(sys.argv[1], rank=int(sys.argv[2]), buffer_bytes=3000)\n"
+        "for number in range(2000): log.event('step', number=number, text='x' * (number % 257))\n"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)]) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    lines = read(path)
+    for rank in range(2):
+        assert [line["number"] for line in lines if line["rank"] == rank] == list(range(2000))
+
+
+def test_threads_share_a_log(path: Path) -> None:
+    log = AuditLog(path, buffer_bytes=500)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: log.event("step", number=number), range(1000)))
+    log.close()
+    assert sorted(line["number"] for line in read(path)) == list(range(1000))
+
+
+def test_values_of_every_kind_become_json(path: Path) -> None:
+    log = AuditLog(path)
+    log.event(
+        "kinds",
+        outcome=Outcome.COLD_FALLBACK,
+        count=np.int32(3),
+        tokens=np.arange(3),
+        path=Path("a/b"),
+        blocks={2, 1},
+        span=(1, 2),
+        nothing=None,
+        text="zeile\nü",
+        ratio=float("nan"),
+        worst=[float("inf")],
+    )
+    log.close()
+    (line,) = read(path)
+    del line["time"]
+    assert line == {
+        "schema": SCHEMA,
+        "rank": 0,
+        "event": "kinds",
+        "outcome": "cold_fallback",
+        "count": 3,
+        "tokens": [0, 1, 2],
+        "path": "a/b",
+        "blocks": [1, 2],
+        "span": [1, 2],
+        "nothing": None,
+        "text": "zeile\nü",
+        "ratio": None,
+        "worst": [None],
+    }
+
+
+def test_fields_cannot_forge_the_heading(path: Path) -> None:
+    log = AuditLog(path, rank=1)
+    log.event("real", rank=9, event="forged", schema=0, name="kept", self="kept")
+    log.close()
+    (line,) = read(path)
+    assert (line["rank"], line["event"], line["schema"], line["name"], line["self"]) == (1, "real", 1, "kept", "kept")
+
+
+def test_value_without_a_json_form_costs_its_line(path: Path) -> None:
+    class Hostile:
+        def tolist(self) -> Any:
+            raise RuntimeError("no")
+
+    log = AuditLog(path)
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (object(), Hostile(), endless, {1: 2, "a": 3}, {1, "a"}, b"bytes"):
+        log.event("bad", value=value)
+    log.event("good")
+    log.close()
+    assert log.dropped == 6
+    assert [line["event"] for line in read(path)] == ["good"]
+
+
+def test_unwritable_path_is_counted_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    log = AuditLog(tmp_path / "file" / "audit.jsonl", buffer_bytes=1)
+    for _ in range(5):
+        log.event("lost")
+    log.flush()
+    log.close()
+    log.event("late")
+    assert log.dropped == 6
+    assert len(caplog.records) == 1
+
+
+def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = AuditLog(path)
+    real = os.write
+    room = 0
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "full")
+        written = real(descriptor, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write)
+    for number in range(3):
+        log.event("step", number=number)
+    log.flush()
+    assert log.dropped == 3
+
+    for number in range(3, 6):
+        log.event("step", number=number)
+    room = 100
+    log.flush()
+    assert log.dropped == 5
+
+    log.event("step", number=6)
+    log.flush()
+    assert log.dropped == 6
+
+    room = 10_000
+    log.event("step", number=7)
+    log.close()
+    lines = path.read_text().splitlines()
+    whole = [json.loads(line)["number"] for line in lines if line.endswith("}")]
+    assert whole == [3, 7]
+    assert len(lines) == 3
+    assert log.dropped == 6

@@ -1,0 +1,165 @@
+"""Every setting: where it is read from, which name wins, and how a wrong value is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from semblend_trt import config
+from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.policy import ReusePolicy
+
+# name: (text, value) that differs from the default
+SAMPLES: dict[str, tuple[str, Any]] = {
+    "enabled": ("0", False),
+    "policy": ("position_fix", ReusePolicy.POSITION_FIX),
+    "recompute_boundary_layer": ("3", 3),
+    "min_span_tokens": ("128", 128),
+    "min_reuse_ratio": ("0.25", 0.25),
+    "discovery_only": ("true", True),
+    "host_bytes": ("1048576", 1048576),
+    "max_donors": ("12", 12),
+    "min_donor_tokens": ("96", 96),
+    "donor_tenant": ("acme", "acme"),
+    "donor_template": ("support", "support"),
+    "model_revision": ("v2", "v2"),
+    "tokenizer_revision": ("t3", "t3"),
+    "adapter_id": ("lora", "lora"),
+    "audit_path": ("/tmp/audit.jsonl", Path("/tmp/audit.jsonl")),
+}
+VARIABLES = [(row.name, variable) for row in settings_table() for variable in row.variables]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(config, "_warned", set())
+
+
+def test_defaults() -> None:
+    settings = load_settings()
+    assert settings.enabled
+    assert settings.policy is ReusePolicy.EXACT
+    assert (settings.recompute_boundary_layer, settings.min_span_tokens, settings.min_reuse_ratio) == (0, 64, 0.5)
+    assert (settings.host_bytes, settings.max_donors, settings.min_donor_tokens) == (4 * 1024**3, 10_000, 64)
+    assert not settings.discovery_only
+    assert settings.audit_path is settings.donor_tenant is settings.model_revision is None
+
+
+def test_every_setting_has_a_sample_a_description_and_bounds() -> None:
+    assert {row.name for row in settings_table()} == set(SAMPLES) == set(Settings.model_fields)
+    for row in settings_table():
+        assert row.description.endswith(".")
+        assert row.allowed
+        assert row.variables[:2] == (f"TRTLLM_{row.variables[1]}", row.variables[1])
+        assert row.variables[1].startswith("SEMBLEND_")
+
+
+def test_names_that_users_know() -> None:
+    variables = {row.name: row.variables for row in settings_table()}
+    assert variables["min_span_tokens"] == (
+        "TRTLLM_SEMBLEND_MIN_SPAN",
+        "SEMBLEND_MIN_SPAN",
+        "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH",
+    )
+    assert variables["recompute_boundary_layer"][2] == "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER"
+    assert variables["audit_path"][1:] == ("SEMBLEND_AUDIT_PATH", "SEMBLEND_TRTLLM_AUDIT_PATH")
+    assert len({variable for _, variable in VARIABLES}) == len(VARIABLES)
+
+
+@pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
+def test_every_variable_is_read(name: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, value = SAMPLES[name]
+    assert getattr(load_settings(), name) != value
+    monkeypatch.setenv(variable, f" {text} ")
+    assert getattr(load_settings(), name) == value
+
+
+def test_trtllm_name_wins_then_the_current_then_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "100")
+    assert load_settings().min_span_tokens == 100
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "101")
+    assert load_settings().min_span_tokens == 101
+    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "102")
+    assert load_settings().min_span_tokens == 102
+    assert load_settings(min_span_tokens=103).min_span_tokens == 103
+
+
+def test_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", " ")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "77")
+    monkeypatch.setenv("SEMBLEND_ADAPTER_ID", "")
+    assert load_settings().min_span_tokens == 77
+    assert load_settings().adapter_id is None
+
+
+def test_field_names_alone_are_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SAMPLES:
+        monkeypatch.setenv(name, "off")
+        monkeypatch.setenv(name.upper(), "off")
+    assert load_settings() == Settings.model_construct()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("SEMBLEND_MIN_SPAN", "0", r"SEMBLEND_MIN_SPAN is '0'; allowed is 1\.\.1048576"),
+        ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "many", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH is 'many'"),
+        (
+            "TRTLLM_SEMBLEND_MIN_REUSE_RATIO",
+            "1.5",
+            r"TRTLLM_SEMBLEND_MIN_REUSE_RATIO is '1.5'; allowed is 0\.0\.\.1\.0",
+        ),
+        ("SEMBLEND_MIN_REUSE_RATIO", "nan", "SEMBLEND_MIN_REUSE_RATIO is 'nan'"),
+        ("SEMBLEND_ENABLED", "perhaps", "SEMBLEND_ENABLED is 'perhaps'; allowed is 0 or 1"),
+        ("SEMBLEND_HOST_BYTES", "-1", "SEMBLEND_HOST_BYTES is '-1'"),
+        ("SEMBLEND_MAX_DONORS", "1e3", "SEMBLEND_MAX_DONORS is '1e3'"),
+        ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "-1", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is '-1'"),
+        ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
+        ("SEMBLEND_POLICY", "verified", "SEMBLEND_POLICY: policy verified is not in this version"),
+        ("SEMBLEND_POLICY", "most", "SEMBLEND_POLICY: policy 'most' is not known; use one of off, exact"),
+    ],
+)
+def test_wrong_value_names_variable_value_and_bound(
+    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=told):
+        load_settings()
+
+
+def test_wrong_override_names_the_setting() -> None:
+    with pytest.raises(ConfigurationError, match="min_span_tokens is '0'; allowed is 1"):
+        load_settings(min_span_tokens=0)
+    with pytest.raises(ConfigurationError, match="host_byte is not a setting; did you mean host_bytes"):
+        load_settings(host_byte=1)
+    with pytest.raises(ConfigurationError, match="1 more settings are wrong"):
+        load_settings(min_span_tokens=0, max_donors=0)
+
+
+def test_settings_cannot_be_changed() -> None:
+    settings = load_settings()
+    with pytest.raises(ValidationError):
+        settings.policy = ReusePolicy.OFF  # type: ignore[misc]
+
+
+def test_unknown_variable_warns_once_with_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SEMBLEND_MIN_SPANS", "secret-value")
+    monkeypatch.setenv("TRTLLM_SEMBLEND_ZZZ", "1")
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1024")
+    with caplog.at_level(logging.WARNING):
+        load_settings()
+        load_settings()
+    assert [record.getMessage() for record in caplog.records] == [
+        "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
+        "TRTLLM_SEMBLEND_ZZZ is not read by this version",
+    ]

@@ -1,0 +1,328 @@
+"""Only equal namespaces share a key; salts are never kept; what is unknown matches nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import pickle
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.errors import NamespaceError
+from semblend_trt.namespace import (
+    MAX_TEXT,
+    NO_SALT,
+    CacheNamespace,
+    is_unknown,
+    salt_digest,
+    tenant_key,
+    unknown_value,
+)
+
+FIELDS: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-0.5B",
+    "model_revision": "sha256:0f3c",
+    "tokenizer": "Qwen/Qwen2.5-0.5B",
+    "tokenizer_revision": "sha256:77aa",
+    "kv_layout": "HND",
+    "block_size": 32,
+    "kv_dtype": "bfloat16",
+    "cache_dtype": "bfloat16",
+    "quantization": None,
+    "adapter": None,
+    "rope_config": {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0},
+    "tensor_parallel": {"tp_size": 2, "pp_size": 1, "cp_size": 1, "tp_rank": 0, "pp_rank": 0, "cp_rank": 0},
+    "backend_cache_layout": "trtllm_pytorch_primary_pool_v1",
+    "extra": {"tenant": "acme", "template": "support"},
+}
+
+# Frozen: donors on disk and in other processes are found by these keys.
+KEY = "8b8b13d2321b499273e0db5e71af9fddc8181f617210978676b2a7cc2fe6f0d7"
+SALTED_KEY = "8e4e014159574d2cc7b2a39aae1a7c61cff1a44f85f0ece7790b684abbad5cd8"
+
+
+def namespace(**changes: Any) -> CacheNamespace:
+    return CacheNamespace(**{**copy.deepcopy(FIELDS), **changes})
+
+
+def parallel(**changes: Any) -> dict[str, Any]:
+    return {**FIELDS["tensor_parallel"], **changes}
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {**FIELDS["rope_config"], **changes}
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("model", "Qwen/Qwen2.5-1.5B"),
+    ("model_revision", "sha256:0f3d"),
+    ("tokenizer", "other"),
+    ("tokenizer_revision", "sha256:77ab"),
+    ("kv_layout", "NHD"),
+    ("block_size", 64),
+    ("kv_dtype", "float16"),
+    ("cache_dtype", "float8_e4m3fn"),
+    ("quantization", "awq"),
+    ("adapter", "lora-1"),
+    ("rope_config", rope(rope_theta=10_000.0)),
+    ("rope_config", rope(rope_type="yarn")),
+    ("rope_config", rope(factor=4.0)),
+    ("rope_config", {}),
+    ("tensor_parallel", parallel(tp_size=4)),
+    ("tensor_parallel", parallel(pp_size=2)),
+    ("tensor_parallel", parallel(cp_size=2)),
+    ("backend_cache_layout", "other"),
+    ("extra", {"tenant": "acme", "template": "sales"}),
+    ("extra", {"tenant": "zeta", "template": "support"}),
+    ("extra", {}),
+]
+
+
+def test_key_is_frozen() -> None:
+    assert namespace().key == KEY
+    assert namespace().for_request("s3cret", "lora-7").key == SALTED_KEY
+
+
+def test_key_is_the_digest_of_canonical_json() -> None:
+    values = namespace().to_dict()
+    values["tensor_parallel"] = {size: values["tensor_parallel"][size] for size in ("tp_size", "pp_size", "cp_size")}
+    values["extra"]["cache_salt"] = NO_SALT
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode("ascii")).hexdigest() == namespace().key
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES, ids=[f"{i}-{name}" for i, (name, _) in enumerate(CHANGES)])
+def test_every_hard_field_changes_the_key(name: str, value: Any) -> None:
+    changed = namespace(**{name: value})
+    assert changed.key != namespace().key
+    assert changed != namespace()
+
+
+def test_every_field_is_among_the_changes() -> None:
+    assert {name for name, _ in CHANGES} == set(FIELDS)
+
+
+def test_ranks_agree_on_the_key() -> None:
+    other_rank = namespace(tensor_parallel=parallel(tp_rank=1))
+    assert other_rank.key == namespace().key
+    assert other_rank != namespace()
+    assert namespace(tensor_parallel={"tp_size": 2, "pp_size": 1, "cp_size": 1}) == namespace()
+
+
+def test_order_and_number_type_do_not_matter() -> None:
+    reordered = dict(reversed(list(FIELDS["rope_config"].items())))
+    assert namespace(rope_config={**reordered, "rope_theta": 1_000_000}) == namespace()
+    assert namespace(rope_config=rope(mscale=True)) != namespace(rope_config=rope(mscale=1))
+
+
+# -- salts ---------------------------------------------------------------------------------------------------------
+
+
+def test_salt_is_bound_by_its_digest_and_never_kept() -> None:
+    bound = namespace().for_request("  s3cret ", None)
+    assert bound.extra["cache_salt"] == "semblend:ns:salt:" + hashlib.sha256(b"s3cret").hexdigest()[:32]
+    assert "s3cret" not in json.dumps(bound.to_dict())
+    assert "s3cret" not in repr(bound)
+    assert b"s3cret" not in pickle.dumps(bound)
+    assert bound.key == namespace().for_request("s3cret", None).key
+
+
+def test_salted_and_unsalted_requests_never_meet() -> None:
+    keys = {namespace().for_request(salt, None).key for salt in (None, "", "a", "b", NO_SALT, "none")}
+    assert len(keys) == 6
+
+
+def test_absent_salt_equals_the_engines_own_key() -> None:
+    unsalted = namespace().for_request(None, None)
+    assert unsalted.key == namespace().key
+    assert "cache_salt" not in unsalted.extra
+    assert namespace(extra={**FIELDS["extra"], "cache_salt": NO_SALT}).key == unsalted.key
+
+
+def test_tenant_key_vectors() -> None:
+    assert tenant_key("tenant-acme") == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
+    assert tenant_key(None) == tenant_key("") == "semblend:tenant:v1:none"
+    assert tenant_key(" a") != tenant_key("a")
+
+
+def test_tenant_key_is_on_the_wire_and_not_in_the_key() -> None:
+    bound = namespace().for_request("tenant-acme", None)
+    assert bound.to_dict()["extra"]["tenant_key"] == tenant_key("tenant-acme")
+    without = dict(bound.extra)
+    del without["tenant_key"]
+    assert namespace(extra=without).key == bound.key
+
+
+@pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (MAX_TEXT + 1), "\ud800"])
+def test_bad_salts_are_refused_without_being_repeated(salt: Any) -> None:
+    for use in (lambda: namespace().for_request(salt, None), lambda: salt_digest(salt), lambda: tenant_key(salt)):
+        with pytest.raises(NamespaceError) as caught:
+            use()
+        assert "xxxx" not in str(caught.value)
+
+
+def test_raw_salt_in_extra_is_refused() -> None:
+    for extra in ({"cache_salt": "s3cret"}, {"cache_salt": 3}, {"tenant_key": "s3cret"}):
+        with pytest.raises(NamespaceError) as caught:
+            namespace(extra=extra)
+        assert "s3cret" not in str(caught.value)
+
+
+def test_adapters_of_the_request_and_of_the_engine() -> None:
+    base, tuned = namespace(), namespace(adapter="merged")
+    bound = [base, tuned, base.for_request(None, "lora-1"), tuned.for_request(None, "lora-1")]
+    assert len({item.key for item in bound}) == 4
+    assert tuned.for_request(None, None).key == tuned.key
+
+
+def test_a_bound_namespace_is_not_bound_again() -> None:
+    with pytest.raises(NamespaceError, match="bound to a request already"):
+        namespace().for_request("a", None).for_request(None, None)
+
+
+# -- unknown fields ------------------------------------------------------------------------------------------------
+
+
+def test_unknown_values_are_all_different() -> None:
+    values = [unknown_value() for _ in range(1000)]
+    assert len(set(values)) == 1000
+    assert all(map(is_unknown, values))
+    assert not is_unknown("Qwen")
+    assert not is_unknown(3)
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("rope_config", "tensor_parallel", "extra")])
+def test_namespaces_with_an_unknown_field_never_meet(name: str) -> None:
+    first, second = namespace(**{name: unknown_value()}), namespace(**{name: unknown_value()})
+    assert first != second
+    assert first.key != second.key
+    assert first.key not in (namespace().key, second.for_request(None, None).key)
+    assert first == first.from_dict(first.to_dict()) == copy.deepcopy(first)
+    assert first.unknown_fields == (name,)
+
+
+def test_unknown_values_inside_mappings_count() -> None:
+    first = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
+    second = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
+    assert first.unknown_fields == ("rope_config", "tensor_parallel")
+    assert first.key != second.key
+    assert namespace().unknown_fields == ()
+
+
+# -- reading back --------------------------------------------------------------------------------------------------
+
+_text = st.text(alphabet=string.ascii_letters + "äß中 \ud800", min_size=1, max_size=12).filter(str.strip)
+_scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _text
+_values = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3), max_leaves=6
+)
+_mappings = st.dictionaries(_text.filter(lambda name: "_" not in name), _values, max_size=3)
+
+
+@st.composite
+def namespaces(draw: st.DrawFn) -> CacheNamespace:
+    texts = {name: draw(_text) for name, value in FIELDS.items() if isinstance(value, str)}
+    sizes = {name: draw(st.integers(1, 8)) for name in ("tp_size", "pp_size", "cp_size")}
+    ranks = {"tp_rank": draw(st.integers(0, sizes["tp_size"] - 1))} if draw(st.booleans()) else {}
+    return CacheNamespace(
+        **texts,
+        block_size=draw(st.integers(1, 256)),
+        quantization=draw(st.none() | _text),
+        adapter=draw(st.none() | _text),
+        rope_config=draw(_mappings),
+        tensor_parallel={**sizes, **ranks},
+        extra=draw(_mappings),
+    )
+
+
+@given(namespaces(), st.none() | st.text(max_size=8, alphabet=string.printable))
+def test_round_trips(base: CacheNamespace, salt: str | None) -> None:
+    for item in (base, base.for_request(salt, None)):
+        for read in (
+            CacheNamespace.from_dict(item.to_dict()),
+            CacheNamespace.from_dict(json.loads(json.dumps(item.to_dict()))),
+            pickle.loads(pickle.dumps(item)),
+            copy.deepcopy(item),
+        ):
+            assert read == item
+            assert hash(read) == hash(item)
+            assert read.key == item.key
+
+
+@given(namespaces(), namespaces())
+def test_equal_keys_mean_equal_hard_fields(first: CacheNamespace, second: CacheNamespace) -> None:
+    hard = [json.dumps(item._key_fields(), sort_keys=True) for item in (first, second)]
+    assert (first.key == second.key) == (hard[0] == hard[1])
+
+
+def test_namespace_cannot_be_changed_behind_its_key() -> None:
+    source = rope()
+    built = namespace(rope_config=source)
+    source["rope_theta"] = 1.0
+    built.to_dict()["rope_config"]["rope_theta"] = 1.0
+    assert built == namespace()
+    with pytest.raises(TypeError):
+        built.rope_config["rope_theta"] = 1.0  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        built.model = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", ""),
+        ("model", "  "),
+        ("model", None),
+        ("model_revision", None),
+        ("kv_dtype", "x" * (MAX_TEXT + 1)),
+        ("quantization", ""),
+        ("adapter", 7),
+        ("block_size", 0),
+        ("block_size", True),
+        ("block_size", "32"),
+        ("block_size", 32.0),
+        ("tensor_parallel", {}),
+        ("tensor_parallel", None),
+        ("tensor_parallel", {"tp_size": 1, "pp_size": 1}),
+        ("tensor_parallel", parallel(tp_rank=2)),
+        ("tensor_parallel", parallel(tp_rank=-1)),
+        ("tensor_parallel", parallel(tp_size=0)),
+        ("tensor_parallel", parallel(rank=0)),
+        ("rope_config", None),
+        ("rope_config", {"rope_theta": math.nan}),
+        ("rope_config", {"rope_theta": math.inf}),
+        ("rope_config", {"rope_theta": object()}),
+        ("rope_config", {1: 2}),
+        ("extra", {"tenant": {1, 2}}),
+        ("extra", "tenant"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(NamespaceError, match=name):
+        namespace(**{name: value})
+
+
+def test_endless_nesting_is_refused() -> None:
+    nested: dict[str, Any] = {}
+    nested["deeper"] = nested
+    with pytest.raises(NamespaceError, match="nested deeper"):
+        namespace(extra=nested)
+
+
+@pytest.mark.parametrize("values", [None, [], "x", {}, {**FIELDS, "surplus": 1}])
+def test_from_dict_refuses_other_forms(values: Any) -> None:
+    with pytest.raises(NamespaceError):
+        CacheNamespace.from_dict(values)
+
+
+def test_from_dict_names_what_is_missing() -> None:
+    values = namespace().to_dict()
+    del values["kv_layout"]
+    with pytest.raises(NamespaceError, match="kv_layout"):
+        CacheNamespace.from_dict(values)
