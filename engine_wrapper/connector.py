@@ -10,7 +10,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine_wrapper.publication import PublicationGuard
-
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.runtime import EngineMode, Runtime
@@ -28,23 +27,22 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         super().register_kv_caches(kv_cache_tensor)
-        if self._runtime.pool is not None:
-            attach(self._runtime)
+        attach(self._runtime)
 
 
 def attach(runtime: Runtime) -> bool:
     """Attaches plan execution and the publication guard to the runtime's engine; False leaves it untouched.
 
-    An engine can be attached to when it has a model runner with a `plan_source` and a block manager with a
+    Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner with a `plan_source` and a block manager with a
     `publication`, as the embedded engine has.
     """
     runner = getattr(runtime.engine, "model_runner", None)
     blocks = getattr(runtime.engine, "block_manager", None)
-    if not hasattr(runner, "plan_source") or not hasattr(blocks, "publication"):
+    if runtime.pool is None or not hasattr(runner, "plan_source") or not hasattr(blocks, "publication"):
         logger.warning("the engine offers no place to attach; only identical text from position 0 is reused")
         return False
     runner.plan_source = runtime.active_plans.take
-    blocks.publication = PublicationGuard(runtime.active_plans)
+    blocks.publication = PublicationGuard(runtime.active_plans, runtime.pool.geometry.block_size)
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER
     return True
