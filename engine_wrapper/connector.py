@@ -33,8 +33,8 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
 def attach(runtime: Runtime) -> bool:
     """Attaches plan execution and the publication guard to the runtime's engine; False leaves it untouched.
 
-    Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner with a `plan_source` and a block manager with a
-    `publication`, as the embedded engine has.
+    Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner
+    with a `plan_source` and a block manager with a `publication`, as the embedded engine has.
     """
     runner = getattr(runtime.engine, "model_runner", None)
     blocks = getattr(runtime.engine, "block_manager", None)
