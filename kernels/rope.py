@@ -52,13 +52,13 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
         return keys
     math_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
     cos, sin = rotation_factors(shift, rotation, math_dtype, keys.device)
-    rotated = keys.clone()
-    first, second = _planes(keys, rotation)
-    first, second = first.to(math_dtype), second.to(math_dtype)
-    to_first, to_second = _planes(rotated, rotation)
-    to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-    to_second.copy_((second * cos).addcmul_(first, sin))
-    return rotated
+    source = keys.to(math_dtype)
+    rotated = source.clone(memory_format=torch.contiguous_format)
+    first, second = _planes(source, rotation)
+    rotated_first, rotated_second = _planes(rotated, rotation)
+    rotated_first.mul_(cos).addcmul_(second, sin, value=-1)
+    rotated_second.mul_(cos).addcmul_(first, sin)
+    return rotated.to(keys.dtype)
 
 
 def _planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,216 @@
+"""What must be known of a model before its KV may be moved: its geometry and its rotation.
+
+Everything is read from the model's own configuration through Transformers, whose RoPE formulas are also the model's.
+Whatever is not known to be safe is refused by name: a wrong rotation is worse than none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.rope import RopeRotation
+from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.model_files import is_local, snapshot, weights_digest
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ModelFacts", "model_facts", "namespace_for", "weights_digest"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A model type whose attention is known. `partial_rotary`: its code honours a partial_rotary_factor."""
+
+    architecture: str
+    partial_rotary: bool = False
+
+
+# All of them rotate half-split (NeoX) pairs and cache K after the rotation.
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM"),
+    "phi3": _Family("Phi3ForCausalLM", partial_rotary=True),
+    "qwen2": _Family("Qwen2ForCausalLM"),
+    "qwen3": _Family("Qwen3ForCausalLM"),
+}
+_SCALED_ROPE = ("linear", "llama3", "yarn")
+_REFUSED_ROPE = {
+    "dynamic": "rope_dynamic",
+    "ntk": "rope_dynamic",
+    "longrope": "rope_longrope",
+    "su": "rope_longrope",
+    "mrope": "rope_multimodal",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    rotation: RopeRotation
+    rope_parameters: dict[str, Any]
+    quantization: str | None
+
+
+def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
+    """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
+
+    Raises ConfigurationError when there is no readable configuration, UnsupportedModelError when the model has a
+    feature whose KV cannot be moved safely.
+    """
+    raw, config = _load_config(model, revision)
+    family = _FAMILIES[raw["model_type"]]
+    _refuse_attention(raw, config, family)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    if kv_heads < 1 or config.num_attention_heads % kv_heads or head_dim % 2:
+        raise UnsupportedModelError(
+            "geometry",
+            f"{config.num_attention_heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a "
+            "grouped attention that can be moved",
+        )
+    return ModelFacts(
+        model_type=raw["model_type"],
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=config.max_position_embeddings,
+        rotation=_rotation(raw, config, head_dim),
+        rope_parameters=dict(config.rope_parameters),
+        quantization=_quantization(raw, snapshot(model, revision)),
+    )
+
+
+def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any], Any]:
+    """Returns the configuration as written and as Transformers understands it."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    options = {"revision": revision, "local_files_only": is_local(model)}
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(str(model), **options)
+        if raw:
+            _refuse_type(raw)
+            return raw, AutoConfig.from_pretrained(str(model), trust_remote_code=False, **options)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n", 1)[0]
+        raise ConfigurationError(
+            f"model {str(model)!r} is neither a directory nor a hub id with a readable configuration: {first_line}"
+        ) from error
+    raise ConfigurationError(f"model {str(model)!r} has no config.json; name a directory or hub id that has one")
+
+
+def _refuse_type(raw: dict[str, Any]) -> None:
+    model_type = raw.get("model_type")
+    if raw.get("kv_lora_rank"):
+        raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
+    if any(name in raw for name in ("vision_config", "audio_config", "text_config", "thinker_config")):
+        raise UnsupportedModelError("multimodal", f"model type {model_type!r} takes more than text")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if "mrope_section" in rope or rope.get("rope_type", rope.get("type")) == "mrope":
+        raise UnsupportedModelError("rope_multimodal", f"model type {model_type!r} uses multimodal RoPE (mrope)")
+    if model_type not in _FAMILIES:
+        raise UnsupportedModelError(
+            "unknown_model_type",
+            f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_FAMILIES)}",
+        )
+    expected = _FAMILIES[model_type].architecture
+    architectures = raw.get("architectures") or [expected]
+    if architectures != [expected] or "AutoModelForCausalLM" in (raw.get("auto_map") or {}):
+        raise UnsupportedModelError(
+            "unknown_architecture",
+            f"architecture {architectures} of model type {model_type!r} is not {expected}, or brings its own code",
+        )
+
+
+def _refuse_attention(raw: dict[str, Any], config: Any, family: _Family) -> None:
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if window is not None and window < config.max_position_embeddings and layer_types != {"full_attention"}:
+        raise UnsupportedModelError(
+            "sliding_window",
+            f"a sliding window of {window} tokens is in use, shorter than the {config.max_position_embeddings} "
+            "positions of the model; KV outside it is dropped by the engine",
+        )
+    if layer_types - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError("attention_layout", f"layer types {sorted(layer_types)} are not all full attention")
+    if not family.partial_rotary and _partial_factor(raw, config) != 1.0:
+        raise UnsupportedModelError(
+            "rope_partial",
+            f"partial_rotary_factor {_partial_factor(raw, config)} is set, but {family.architecture} does not define "
+            "what it means",
+        )
+
+
+def _partial_factor(raw: dict[str, Any], config: Any) -> float:
+    factor = (config.rope_parameters or {}).get("partial_rotary_factor") or raw.get("partial_rotary_factor")
+    return 1.0 if factor is None else float(factor)
+
+
+def _rotation(raw: dict[str, Any], config: Any, head_dim: int) -> RopeRotation:
+    parameters = config.rope_parameters or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(parameters)}")
+    if not parameters.get("rope_theta"):
+        raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type in _SCALED_ROPE:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))[0]
+    elif rope_type == "default":
+        frequencies = _default_frequencies(parameters["rope_theta"], int(head_dim * _partial_factor(raw, config)))
+    else:
+        raise UnsupportedModelError(
+            _REFUSED_ROPE.get(rope_type, "rope_unknown"),
+            f"RoPE type {rope_type!r} cannot be moved; supported are default, {', '.join(_SCALED_ROPE)}",
+        )
+    rotary_dim = 2 * frequencies.numel()
+    if rotary_dim > head_dim or not bool(frequencies.isfinite().all()):
+        raise UnsupportedModelError("rope_unknown", f"RoPE of {rotary_dim} channels does not fit heads of {head_dim}")
+    return RopeRotation(tuple(frequencies.double().tolist()), rotary_dim, interleaved=False)
+
+
+def _default_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
+    """theta^(-2i/rotary_dim) in float32, rounded as Transformers' `compute_default_rope_parameters` rounds it."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+    return 1.0 / torch.pow(theta, exponents)
+
+
+def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
+    """Name and digest of the weights' quantisation. Raises UnsupportedModelError when the KV is quantised too."""
+    declared = dict(raw.get("quantization_config") or {})
+    # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
+    modelopt = None if directory is None else directory / "hf_quant_config.json"
+    if modelopt is not None and modelopt.is_file():
+        try:
+            declared.update(json.loads(modelopt.read_text("utf-8")).get("quantization") or {})
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigurationError(f"{modelopt} cannot be read: {error}") from error
+    if not declared:
+        return None
+    kv_scheme = declared.get("kv_cache_scheme") or declared.get("kv_cache_quant_algo")
+    if kv_scheme:
+        raise UnsupportedModelError("kv_quantized", f"the KV cache is quantised ({kv_scheme}); it cannot be moved")
+    return _described(declared)
+
+
+def _described(quantization: dict[str, Any]) -> str:
+    name = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
+    content = json.dumps(quantization, sort_keys=True, default=str).encode()
+    return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"
