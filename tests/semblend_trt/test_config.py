@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,10 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
         "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
         "TRTLLM_SEMBLEND_ZZZ is not read by this version",
     ]
+
+
+def test_every_setting_is_read_by_the_product() -> None:
+    package = Path(config.__file__).parent
+    sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
+    text = "\n".join(path.read_text() for path in sources)
+    assert [name for name in SAMPLES if not re.search(rf"settings\.{name}\b", text)] == []
