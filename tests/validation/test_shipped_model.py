@@ -1,0 +1,72 @@
+"""The shipped model is small, loads from its directory, and answers cold prompts."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+import validation
+from validation import documents, prompts
+from validation.assets.recipe import evaluate
+
+ASSETS = Path(validation.__file__).parent / "assets"
+MODEL = ASSETS / "model"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    return evaluate.load(MODEL)
+
+
+def test_model_directory_is_at_most_ten_megabytes() -> None:
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 10_000_000
+
+
+def test_weights_are_stored_in_bfloat16() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == "qwen2"
+    assert model.config.max_position_embeddings == 8_192
+    assert set(model.generation_config.eos_token_id) == {0, 5}
+
+
+def test_tokenizer_adds_nothing_and_knows_the_marks(loaded: tuple[Any, Any]) -> None:
+    _, tokenizer = loaded
+    prompt = prompts.render(
+        "Answer briefly.", [documents.excerpt(random.Random(1), 2_000).text], "How many bolts are in Depot Oslo?"
+    )
+    ids = tokenizer(prompt).input_ids
+    assert ids[0] == 1
+    assert ids[-1] == 4
+    assert [token for token in ids if token < 6] == [1, 2, 3, 4]
+    assert tokenizer.decode(ids) == prompt
+    assert ids == Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(prompt).ids
+    assert len(tokenizer("231").input_ids) == 3
+
+
+def test_cold_stock_answers_are_exact(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    cases = evaluate.cases("stock_1k", tokenizer, 24)
+    assert evaluate.exact_match(model, tokenizer, cases) >= 0.90
+
+
+def test_generation_gives_the_same_answers_as_the_forward_pass(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    for case in evaluate.cases("recency_2k", tokenizer, 4):
+        inputs = tokenizer(case.prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        matched = tokenizer.decode(output) == case.answer + prompts.END_MARK
+        assert matched == (evaluate.exact_match(model, tokenizer, [case]) == 1.0)
+
+
+def test_log_names_its_run_and_its_figures() -> None:
+    lines = [json.loads(line) for line in (ASSETS / "training_log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"seed", "torch", "device", "arguments", "text_sha256"} <= lines[0].keys()
+    assert lines[-1]["questions_per_suite"] >= 200
+    for suite in ("stock_1k", "stock_2k", "stock_4k"):
+        assert lines[-1]["exact_match"][suite] >= 0.90

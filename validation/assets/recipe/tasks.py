@@ -1,0 +1,214 @@
+"""Training rows: many documents under one instruction, then many questions with answers, as arrays of token ids."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from validation import documents, prompts
+
+from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+# Weights of predicted tokens in quarters, so that they fit into a byte.
+TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32
+
+_MIXTURES: tuple[tuple[float, tuple[float, float, float]], ...] = (
+    # share of prompts, then shares of stock lists, fact sheets and prose among its documents
+    (0.45, (1.0, 0.0, 0.0)),
+    (0.30, (0.6, 0.2, 0.2)),
+    (0.15, (0.7, 0.0, 0.3)),
+    (0.10, (0.0, 0.9, 0.1)),
+)
+_UNKNOWN_SHARE = 0.04
+_RECENCY_SHARE = 0.2
+
+
+@dataclass
+class _Knowledge:
+    """What the documents so far answer; a later document of a place replaces the earlier ones."""
+
+    answers: dict[str, str] = field(default_factory=dict)
+    by_place: dict[str, documents.Document] = field(default_factory=dict)
+
+    def learn(self, document: documents.Document) -> None:
+        place = _place(document)
+        if place and place in self.by_place:
+            for question in self.by_place[place].questions:
+                self.answers.pop(question.text, None)
+        if place:
+            self.by_place[place] = document
+        self.answers.update((question.text, question.answer) for question in document.questions)
+
+    def ask(self, rng: random.Random, recent: documents.Document | None = None) -> documents.Question:
+        """Return a question of any document so far, or of `recent`, or now and then one on a place never named."""
+        if not self.answers or rng.random() < _UNKNOWN_SHARE:
+            question = documents.missing_stock_question(rng)
+            return documents.Question(question.text, self.answers.get(question.text, question.answer))
+        if recent is not None and recent.questions:
+            text = rng.choice(recent.questions).text
+            return documents.Question(text, self.answers[text]) if text in self.answers else self.ask(rng)
+        text = rng.choice(tuple(self.answers))
+        return documents.Question(text, self.answers[text])
+
+
+class TaskWriter:
+    """Writes training rows of a fixed length; equal seeds write equal rows."""
+
+    def __init__(self, tokenizer: Tokenizer, books: Sequence[str], corpus: NDArray[np.uint16], seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._books = books
+        self._corpus = corpus
+        self._rng = random.Random(seed)
+        self._sentences = [
+            sentence
+            for text in (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS)
+            for sentence in re.split(r"(?<=\.) ", text)
+        ]
+
+    def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+        """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
+        written = [self._row(length, text_share) for _ in range(rows)]
+        return np.stack([ids for ids, _ in written]), np.stack([weights for _, weights in written])
+
+    def _row(self, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+        rng = self._rng
+        if rng.random() < text_share:
+            ids = self._prose_row(length)
+            return ids, np.full(length, TEXT_WEIGHT, dtype=np.uint8)
+        row: list[int] = []
+        alone = rng.random() < 0.5
+        while len(row) < length:
+            left = length - len(row)
+            budget = left if alone or left < 400 else min(left, int(200 * (length / 200) ** rng.random()))
+            if row:
+                row.append(END_OF_TEXT_ID)
+            row.extend(self._dialogue(budget) if rng.random() < 0.4 else self._examination(budget))
+        ids = np.asarray(row[:length], dtype=np.uint16)
+        return ids, answer_weights(ids)
+
+    def _prose_row(self, length: int) -> NDArray[np.uint16]:
+        rng = self._rng
+        if rng.random() < 0.6:
+            start = rng.randrange(len(self._corpus) - length)
+            return self._corpus[start : start + length]
+        row: list[int] = []
+        while len(row) < length:
+            texts = [self._passage(rng.randint(300, 4_000)) for _ in range(rng.randint(1, 6))]
+            row.extend(self._encode(self._opening() + "".join(prompts.DOCUMENT_MARK + text for text in texts)))
+        return np.asarray(row[:length], dtype=np.uint16)
+
+    def _examination(self, budget: int) -> list[int]:
+        """Documents in random order, then questions on all of them, in about `budget` tokens."""
+        rng = self._rng
+        row = self._encode(self._opening())
+        shown, tokens = self._documents(budget - len(row) - max(50, budget // 5))
+        knowledge = _Knowledge()
+        for document, ids in zip(shown, tokens, strict=True):
+            knowledge.learn(document)
+            row.extend(ids)
+        while True:
+            row.extend(self._exchange(knowledge.ask(rng)))
+            if len(row) >= budget:
+                return row
+
+    def _documents(self, budget: int) -> tuple[list[documents.Document], list[list[int]]]:
+        """Return shuffled documents of about `budget` tokens; some places may have an earlier and a later list."""
+        rng = self._rng
+        shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE
+        shown: list[tuple[float, documents.Document, list[int]]] = []
+        used = 0
+        while used < budget or not shown:
+            document, position = self._document(shares), rng.random()
+            made = [(position, document)]
+            if renewed and _place(document) and rng.random() < 0.4:
+                made.append((rng.uniform(position, 1.0), self._later_list(document)))
+            for place_in_order, each in made:
+                ids = self._encode(prompts.DOCUMENT_MARK + each.text)
+                shown.append((place_in_order, each, ids))
+                used += len(ids)
+        shown.sort(key=lambda entry: entry[0])
+        return [document for _, document, _ in shown], [ids for _, _, ids in shown]
+
+    def _dialogue(self, budget: int) -> list[int]:
+        """Turns of documents, question and answer, in about `budget` tokens."""
+        rng = self._rng
+        row = self._encode(self._opening())
+        shares, renewed = self._mixture(), rng.random() < _RECENCY_SHARE * 1.5
+        chatty = rng.uniform(0.3, 0.8)
+        knowledge, recent = _Knowledge(), None
+        while len(row) < budget:
+            for _ in range(rng.randint(1, 3) if recent is None or rng.random() > chatty else 0):
+                recent = self._document(shares)
+                if renewed and knowledge.by_place and rng.random() < 0.4:
+                    recent = self._later_list(rng.choice(tuple(knowledge.by_place.values())))
+                knowledge.learn(recent)
+                row.extend(self._encode(prompts.DOCUMENT_MARK + recent.text))
+            row.extend(self._exchange(knowledge.ask(rng, recent if rng.random() < 0.3 else None)))
+        return row
+
+    def _mixture(self) -> tuple[float, float, float]:
+        return self._rng.choices([shares for _, shares in _MIXTURES], [share for share, _ in _MIXTURES])[0]
+
+    def _document(self, shares: tuple[float, float, float]) -> documents.Document:
+        rng = self._rng
+        kind = rng.choices(("stock", "facts", "prose"), shares)[0]
+        if kind == "stock":
+            return documents.stock_list(rng, rows=self._rows())
+        if kind == "facts":
+            return documents.fact_sheet(rng, people=rng.randint(1, 6))
+        return documents.Document(self._passage(rng.randint(150, 1_500)), ())
+
+    def _rows(self) -> int:
+        return self._rng.randint(13, 24) if self._rng.random() < 0.15 else self._rng.randint(2, 12)
+
+    def _later_list(self, earlier: documents.Document) -> documents.Document:
+        rng = self._rng
+        if rng.random() < 0.7:
+            return documents.restock(rng, earlier)
+        return documents.stock_list(rng, rows=self._rows(), place=_place(earlier))
+
+    def _opening(self) -> str:
+        rng = self._rng
+        kind = rng.random()
+        if kind < 0.5:
+            text = rng.choice((*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS))
+        elif kind < 0.8:
+            text = " ".join(rng.sample(self._sentences, rng.randint(1, 6)))
+        else:
+            text = self._passage(rng.randint(10, 450))
+        return prompts.INSTRUCTION_MARK + text
+
+    def _passage(self, characters: int) -> str:
+        return documents.passage(self._rng, self._rng.choice(self._books), characters)
+
+    def _exchange(self, question: documents.Question) -> list[int]:
+        marks = (prompts.QUESTION_MARK, question.text, prompts.ANSWER_MARK, question.answer, prompts.END_MARK)
+        return self._encode("".join(marks))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+
+def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """Return a weight for each token as a target: answers and their `<|end|>` count most, in one row of ids."""
+    ended = np.concatenate(([False], ids[:-1] == END_ID))
+    inside = np.cumsum(ids == ANSWER_ID) - np.cumsum(ended) > 0
+    return np.where(inside & (ids != ANSWER_ID), ANSWER_WEIGHT, PROMPT_WEIGHT).astype(np.uint8)
+
+
+def _place(document: documents.Document) -> str | None:
+    """Return the place of a stock list, or None for other documents."""
+    header = document.text.partition("\n")[0]
+    prefix = "Stock list of "
+    return header.removeprefix(prefix).removesuffix(".") if header.startswith(prefix) else None

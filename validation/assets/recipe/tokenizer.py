@@ -1,0 +1,87 @@
+"""The tokenizer of the shipped model: byte-level BPE in which every digit is its own token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from validation import documents, prompts
+
+from . import corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+END_OF_TEXT = corpus.SEPARATOR
+SPECIAL_TOKENS = (END_OF_TEXT, *prompts.MARKS)
+END_OF_TEXT_ID = 0
+ANSWER_ID = SPECIAL_TOKENS.index(prompts.ANSWER_MARK)
+END_ID = SPECIAL_TOKENS.index(prompts.END_MARK)
+# Qwen2's own splitting rule: transformers puts it in place of any other when it loads a tokenizer beside a Qwen2 model.
+SPLIT_RULE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer:
+    """Return a tokenizer of `size` tokens, trained on a sample of the books and on generated documents.
+
+    Raises ValueError if `size` leaves no room beside 256 bytes and the special tokens.
+    """
+    if size < 256 + len(SPECIAL_TOKENS):
+        raise ValueError(f"A vocabulary of {size} tokens cannot hold 256 bytes and {len(SPECIAL_TOKENS)} marks.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_RULE), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(books, random.Random(seed)), trainer)
+    return tokenizer
+
+
+def packaged(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in Hugging Face form: no token is added to a prompt, special tokens are recognised."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=list(prompts.MARKS),
+        model_max_length=8_192,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
+    """Return all books as one array of token ids, each book followed by `<|endoftext|>`."""
+    encodings = tokenizer.encode_batch(corpus.paragraphs(books, characters=20_000))
+    return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
+
+
+def _sample(books: list[str], rng: random.Random) -> Iterator[str]:
+    pieces = corpus.paragraphs(books, characters=5_000)
+    rng.shuffle(pieces)
+    yield from (piece.removesuffix(END_OF_TEXT) for piece in itertools.islice(pieces, 2_000))
+    # The generated words must become short tokens too, or names would fill the context.
+    for _ in range(4_000):
+        for document in (documents.stock_list(rng), documents.fact_sheet(rng, people=1)):
+            yield document.text
+            yield from (question.text for question in document.questions)

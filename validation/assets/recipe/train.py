@@ -1,0 +1,216 @@
+"""Train the shipped model: text, then tasks at 4,096 tokens, then tasks at 8,192.
+
+`python -m validation.assets.recipe.train --text FILE --out DIR --seed N [--minutes M]`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from . import corpus, evaluate
+from .arguments import heading, parse
+from .stream import BatchStream, Source
+from .tasks import TEXT_WEIGHT
+from .tokenizer import END_ID, END_OF_TEXT_ID, encode_books, packaged, train_tokenizer
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of the run: it lasts until `until` of the run's time, on rows of `length` tokens."""
+
+    until: float
+    length: int
+    text_share: float
+    worker_share: float
+
+
+STAGES = (Stage(0.15, 2_048, 1.0, 0.15), Stage(0.80, 4_096, 1 / 6, 0.55), Stage(1.0, 8_192, 1 / 6, 0.30))
+CONTINUED_STAGES = (Stage(0.70, 4_096, 1 / 6, 0.65), Stage(1.0, 8_192, 1 / 6, 0.35))
+WARM_UP_STEPS = 150
+
+
+def build_model(arguments: argparse.Namespace, vocabulary: int) -> Qwen2ForCausalLM:
+    """Return a fresh float32 model, or the one in `--resume`."""
+    if arguments.resume:
+        return Qwen2ForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.mlp,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=max(1, arguments.heads // 2),
+        max_position_embeddings=8_192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=END_OF_TEXT_ID,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def build_optimizer(model: Qwen2ForCausalLM, device: str) -> torch.optim.AdamW:
+    """Return AdamW with decay on matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return [weighted loss, mean loss of answer tokens, share of answer tokens that are the likeliest].
+
+    hidden: (rows, length, width); embedding: (vocabulary, width); ids and weights: (rows, length).
+    """
+    logits = functional.linear(hidden[:, :-1], embedding).float().flatten(0, 1)
+    targets, scale = ids[:, 1:].flatten(), weights[:, 1:].flatten().float()
+    each = functional.cross_entropy(logits, targets, reduction="none")
+    answers = (scale > TEXT_WEIGHT).float()
+    count = answers.sum().clamp(min=1.0)
+    hits = ((logits.argmax(-1) == targets).float() * answers).sum() / count
+    return torch.stack([(each * scale).sum() / scale.sum(), (each * answers).sum() / count, hits])
+
+
+class Trainer:
+    """Runs the stages by the share of minutes or steps gone, and writes the log."""
+
+    def __init__(self, arguments: argparse.Namespace, model: Qwen2ForCausalLM, log: IO[str]) -> None:
+        self._arguments = arguments
+        self._device = arguments.device
+        self._model = model.to(self._device).train()
+        self._optimizer = build_optimizer(model, self._device)
+        self._losses = losses
+        self._log = log
+        self.step = 0
+        if arguments.compile:
+            # Layer by layer: the layers share their code, so one compilation serves all of them.
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+            self._losses = torch.compile(losses, dynamic=False)
+
+    def run(self, stages: tuple[Stage, ...], streams: list[BatchStream]) -> None:
+        """Train until the minutes or steps are used up."""
+        # Every shape is compiled before the clock starts.
+        for stream in streams if self._arguments.compile else []:
+            self._update(stream.next(), rate=0.0)
+        started = marked = time.monotonic()
+        tokens = 0
+        while (progress := self._progress(started)) < 1.0:
+            stream = streams[next(number for number, stage in enumerate(stages) if progress < stage.until)]
+            batch = stream.next()
+            values = self._update(batch, self._rate(progress))
+            self.step += 1
+            tokens += batch[0].size
+            if self.step % self._arguments.log_every == 0:
+                loss, answer_loss, answer_hits = values.tolist()
+                now = time.monotonic()
+                self._write(
+                    step=self.step,
+                    length=stream.length,
+                    loss=round(loss, 4),
+                    answer_loss=round(answer_loss, 4),
+                    answer_hits=round(answer_hits, 4),
+                    tokens_per_second=round(tokens / (now - marked)),
+                    wall_seconds=round(now - started, 1),
+                    repeats=stream.repeats,
+                )
+                tokens, marked = 0, now
+
+    def _update(self, batch: tuple[NDArray[np.uint16], NDArray[np.uint8]], rate: float) -> torch.Tensor:
+        ids = torch.from_numpy(batch[0]).to(self._device, non_blocking=True).long()
+        weights = torch.from_numpy(batch[1]).to(self._device, non_blocking=True)
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
+            hidden = self._model.model(input_ids=ids, use_cache=False).last_hidden_state
+            values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
+        torch.autograd.backward(values[0])
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return values.detach()
+
+    def _progress(self, started: float) -> float:
+        if self._arguments.steps:
+            return float(self.step / self._arguments.steps)
+        return float((time.monotonic() - started) / (60.0 * self._arguments.minutes))
+
+    def _rate(self, progress: float) -> float:
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        warm_up = min(1.0, (self.step + 1) / WARM_UP_STEPS)
+        return float(self._arguments.rate * warm_up * (0.02 + 0.98 * cosine))
+
+    def _write(self, **entry: object) -> None:
+        line = json.dumps(entry)
+        self._log.write(line + "\n")
+        self._log.flush()
+        print(line, flush=True)
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: Any, directory: Path) -> None:
+    """Write weights in bfloat16, configuration and tokenizer."""
+    model.config.dtype = torch.bfloat16
+    model.generation_config = GenerationConfig(
+        bos_token_id=END_OF_TEXT_ID, eos_token_id=[END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID
+    )
+    model.to(torch.bfloat16).save_pretrained(directory)
+    packaged(tokenizer).save_pretrained(directory)
+
+
+def main(values: list[str] | None = None) -> None:
+    """Train, save, evaluate and log."""
+    arguments = parse(values)
+    try:
+        books = corpus.read_books(arguments.text)
+    except corpus.CorpusError as error:
+        sys.exit(str(error))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(arguments.seed)
+    tokenizer = train_tokenizer(books, arguments.seed)
+    source = Source(tokenizer, books, encode_books(tokenizer, books), arguments.seed + (1 if arguments.resume else 0))
+    stages = CONTINUED_STAGES if arguments.resume else STAGES
+    streams = [
+        BatchStream(
+            source,
+            rows=arguments.batch_tokens // stage.length,
+            length=stage.length,
+            text_share=stage.text_share,
+            workers=max(1, round(arguments.workers * stage.worker_share)),
+            ahead=256,
+        )
+        for stage in stages
+    ]
+    torch.set_float32_matmul_precision("high")
+    model = build_model(arguments, tokenizer.get_vocab_size())
+    with (arguments.out / "training_log.jsonl").open("w", encoding="utf-8") as log:
+        log.write(json.dumps(heading(arguments)) + "\n")
+        Trainer(arguments, model, log).run(stages, streams)
+        for stream in streams:
+            stream.close()
+        save(model, tokenizer, arguments.out / "model")
+        torch.set_float32_matmul_precision("highest")
+        figures = evaluate.evaluate(*evaluate.load(arguments.out / "model", arguments.device), arguments.questions)
+        line = json.dumps({"exact_match": figures, "questions_per_suite": arguments.questions})
+        log.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
