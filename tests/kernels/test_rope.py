@@ -1,0 +1,175 @@
+"""A rotated key moved by a shift is the key that the model's own rotary module would have produced there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GlmConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.glm import modeling_glm
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from kernels.rope import RopeRotation, rotate_keys
+
+HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+MODELS: dict[str, tuple[Any, type[torch.nn.Module], PretrainedConfig]] = {
+    "qwen2": (
+        modeling_qwen2,
+        modeling_qwen2.Qwen2RotaryEmbedding,
+        Qwen2Config(**HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    ),
+    "qwen3_yarn": (
+        modeling_qwen3,
+        modeling_qwen3.Qwen3RotaryEmbedding,
+        Qwen3Config(**HEADS, rope_parameters=YARN, max_position_embeddings=16384),
+    ),
+    "llama3": (modeling_llama, modeling_llama.LlamaRotaryEmbedding, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),
+    "llama_linear": (
+        modeling_llama,
+        modeling_llama.LlamaRotaryEmbedding,
+        LlamaConfig(**HEADS, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    ),
+    "phi3_partial": (
+        modeling_phi3,
+        modeling_phi3.Phi3RotaryEmbedding,
+        Phi3Config(
+            **{name: size for name, size in HEADS.items() if name != "head_dim"},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            pad_token_id=0,
+        ),
+    ),
+    "glm_partial_interleaved": (
+        modeling_glm,
+        modeling_glm.GlmRotaryEmbedding,
+        GlmConfig(
+            **HEADS,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            pad_token_id=0,
+        ),
+    ),
+}
+
+
+class RotaryModel:
+    """A model's own rotary module and the function that applies it."""
+
+    def __init__(self, name: str) -> None:
+        modeling, rotary_class, config = MODELS[name]
+        self.rotary = rotary_class(config)
+        self.apply = modeling.apply_rotary_pos_emb
+        frequencies = tuple(self.rotary.inv_freq.double().tolist())
+        self.rotation = RopeRotation(frequencies, 2 * len(frequencies), interleaved="interleaved" in name)
+
+    def keys_at(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """`keys` [1, heads, tokens, head_dim] rotated to positions start.. by the model's code, in float32."""
+        cos, sin = self.rotary(keys, torch.arange(start, start + keys.shape[2])[None])
+        return self.apply(keys, keys, cos, sin)[1]
+
+    def exact_keys_at(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """The same with exact angles: the module itself rounds position * frequency to float32."""
+        positions = torch.arange(start, start + keys.shape[2], dtype=torch.float64)
+        angles = positions[:, None] * self.rotary.inv_freq.double()
+        angles = torch.cat((angles, angles), dim=-1)[None]
+        cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
+        return self.apply(keys.double(), keys.double(), cos, sin)[1].float()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def sample_keys(tokens: int = 80) -> torch.Tensor:
+    return torch.randn(1, 2, tokens, 64, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("start", "shift"), [(0, 37), (3, 512), (11, 4000), (900, -37), (600, -512), (4100, -4000)])
+def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int, shift: int) -> None:
+    model, keys = RotaryModel(name), sample_keys()
+    moved = rotate_keys(model.exact_keys_at(keys, start), shift, model.rotation)
+    assert relative_error(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("start", "shift"), [(0, 37), (3, 512), (11, 4000), (600, -512)])
+def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name: str, start: int, shift: int) -> None:
+    model, keys = RotaryModel(name), sample_keys()
+    before, after = model.keys_at(keys, start), model.keys_at(keys, start + shift)
+    own_rounding = relative_error(before, model.exact_keys_at(keys, start))
+    own_rounding += relative_error(after, model.exact_keys_at(keys, start + shift))
+    error = relative_error(rotate_keys(before, shift, model.rotation), after)
+    assert error <= own_rounding + 1e-6
+    if start + abs(shift) < 600:
+        assert error <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_missing_rotation_is_visible(name: str) -> None:
+    model, keys = RotaryModel(name), sample_keys()
+    assert relative_error(model.keys_at(keys, 3), model.keys_at(keys, 515)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_shift_zero_returns_the_keys_bit_for_bit(dtype: torch.dtype) -> None:
+    keys = sample_keys().to(dtype)
+    assert rotate_keys(keys, 0, RotaryModel("qwen2").rotation) is keys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
+    keys, rotation = sample_keys().to(dtype), RotaryModel("qwen2").rotation
+    rotated = rotate_keys(keys, 1234, rotation)
+    assert rotated.dtype == dtype
+    assert torch.equal(rotated, rotate_keys(keys.float(), 1234, rotation).to(dtype))
+
+
+@settings(max_examples=50, deadline=None)
+@given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
+def test_rotations_compose(first: int, second: int, interleaved: bool) -> None:
+    rotation = RopeRotation(tuple(1e4 ** (-i / 16) for i in range(16)), 32, interleaved)
+    keys = sample_keys(5)
+    twice = rotate_keys(rotate_keys(keys, first, rotation), second, rotation)
+    assert relative_error(twice, rotate_keys(keys, first + second, rotation)) <= 1e-6
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved: bool) -> None:
+    rotation = RopeRotation((1.0, 0.25), 4, interleaved)
+    keys = sample_keys(9)
+    copy = keys.clone()
+    rotated = rotate_keys(keys, 5, rotation)
+    assert torch.equal(rotated[..., 4:], keys[..., 4:])
+    assert not torch.equal(rotated[..., :4], keys[..., :4])
+    assert torch.equal(keys, copy)
+
+
+def test_strided_keys_rotate_as_contiguous_ones() -> None:
+    rotation = RopeRotation((1.0, 0.1), 4)
+    keys = torch.randn(3, 7, 8)[:, ::2, 1:7]
+    assert torch.equal(rotate_keys(keys, -3, rotation), rotate_keys(keys.contiguous(), -3, rotation))
+
+
+@pytest.mark.parametrize(("frequencies", "rotary_dim"), [((1.0,), 4), ((), 0), ((1.0, 0.5), 3)])
+def test_frequencies_and_rotary_dim_must_agree(frequencies: tuple[float, ...], rotary_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"rotary_dim {rotary_dim}"):
+        RopeRotation(frequencies, rotary_dim)
+
+
+def test_keys_narrower_than_the_rotary_dim_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim 2, below the rotary_dim 4"):
+        rotate_keys(torch.zeros(1, 2), 1, RopeRotation((1.0, 0.5), 4))
