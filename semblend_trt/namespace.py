@@ -38,11 +38,11 @@ def is_unknown(value: object) -> bool:
 
 
 def salt_digest(salt: str) -> str:
-    """The form in which a cache salt is kept: surrounding white space does not count, and the salt cannot be read back.
+    """The form in which a cache salt is kept, every character of it counting; the salt cannot be read back.
 
     An empty salt is a salt: it never meets requests without one. Raises NamespaceError.
     """
-    return SALT_PREFIX + _digest(_checked_salt(salt).strip())
+    return SALT_PREFIX + _digest(_checked_salt(salt))
 
 
 def tenant_key(salt: str | None) -> str:

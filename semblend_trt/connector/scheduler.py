@@ -22,8 +22,9 @@ from semblend_trt.connector.model_facts import model_facts, namespace_for
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.errors import SemBlendError, UnsupportedModelError
+from semblend_trt.errors import NamespaceError, SemBlendError, UnsupportedModelError
 from semblend_trt.outcome import Outcome, OutcomeLedger
+from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -73,7 +74,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return tracked.matched_tokens, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Learns the request's blocks. A plan they do not fit is replaced by computing what was promised."""
+        """Learns the request's blocks. If its plan does not fit them, the wrapper computes what was promised.
+
+        A stock engine cannot; the plan then stays without blocks, and the load fails alike on every rank.
+        """
         tracked = self._requests.get(int(request.request_id))
         if tracked is None or tracked.plan is None:
             return
@@ -81,7 +85,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             tracked.plan = tracked.plan.with_target_blocks(tuple(block_ids))
         except SemBlendError:
             logger.exception("request %d: blocks do not fit its plan", tracked.request_id)
-            tracked.plan, tracked.load_failed = tracked.plan.without_spans("target_blocks"), True
+            tracked.load_failed = True
+            if tracked.plan.execution.mode is EngineMode.WRAPPER:
+                tracked.plan = tracked.plan.without_spans("target_blocks")
         self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
@@ -133,8 +139,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         try:
             check_eligible(request)
             namespace = base.for_request(cache_salt_of(request), adapter_of(request))
-        except IneligibleRequest as refusal_of_request:
-            return _refused(request_id, num_computed_tokens, refusal_of_request.reason)
+        except IneligibleRequest as ineligible:
+            return _refused(request_id, num_computed_tokens, ineligible.reason)
+        except NamespaceError as error:
+            logger.warning("request %d is served cold: %s", request_id, error)
+            return _refused(request_id, num_computed_tokens, "salt_invalid")
         prompt = np.asarray(request.get_tokens(0), dtype=np.int32)[: request.prompt_len]
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         planned, tracked.leases = library.plan(

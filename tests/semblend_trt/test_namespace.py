@@ -125,17 +125,19 @@ def test_order_and_number_type_do_not_matter() -> None:
 
 
 def test_salt_is_bound_by_its_digest_and_never_kept() -> None:
-    bound = namespace().for_request("  s3cret ", None)
+    bound = namespace().for_request("s3cret", None)
     assert bound.extra["cache_salt"] == "semblend:ns:salt:" + hashlib.sha256(b"s3cret").hexdigest()[:32]
     assert "s3cret" not in json.dumps(bound.to_dict())
     assert "s3cret" not in repr(bound)
     assert b"s3cret" not in pickle.dumps(bound)
     assert bound.key == namespace().for_request("s3cret", None).key
+    # White space sets tenants apart too: the engine does not trim salts either.
+    assert bound.key != namespace().for_request(" s3cret ", None).key
 
 
 def test_salted_and_unsalted_requests_never_meet() -> None:
-    keys = {namespace().for_request(salt, None).key for salt in (None, "", "a", "b", NO_SALT, "none")}
-    assert len(keys) == 6
+    keys = {namespace().for_request(salt, None).key for salt in (None, "", " ", "a", "a ", " a", "b", NO_SALT, "none")}
+    assert len(keys) == 9
 
 
 def test_absent_salt_equals_the_engines_own_key() -> None:
