@@ -1,0 +1,256 @@
+"""Calls the connector in TensorRT-LLM's order and holds it to the contract.
+
+Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py), for one rank. Metadata
+still makes the round trip through pickle that a broadcast to other ranks would need.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.embedded.request import LlmRequestState
+from semblend_trt.connector.contract import RequestData, SchedulerOutput
+from semblend_trt.errors import SemBlendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+    from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+    from engine_wrapper.embedded.request import LlmRequest
+
+
+class ConnectorContractError(SemBlendError, RuntimeError):
+    """The connector broke `rule`, the contract's short name for it. The engine cannot go on."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"connector contract, {rule}: {message}")
+        self.rule = rule
+
+
+@dataclass(slots=True)
+class _Reported:
+    """How much of a request the connector has been told."""
+
+    tokens: int = 0
+    blocks: int = 0
+
+
+class KvCacheConnectorManager:
+    """One connector: `scheduler` decides, `worker` moves. Every request is keyed by its id."""
+
+    def __init__(self, worker: Any, scheduler: Any) -> None:
+        self.worker = worker
+        self.scheduler = scheduler
+        self._asked: set[int] = set()
+        self._reported: dict[int, _Reported] = {}
+        self._synchronous_loads: dict[int, int] = {}
+        self._new_loading: dict[int, LlmRequest] = {}
+        self._new_saving: dict[int, LlmRequest] = {}
+        self._loading: dict[int, LlmRequest] = {}
+        self._saving: dict[int, LlmRequest] = {}
+        self._scheduler_output = SchedulerOutput()
+        self._forward_pass_callable: Callable[[], None] | None = None
+
+    def register(self, pool: torch.Tensor) -> None:
+        """Registers the pool and finishes initialisation. Call once, before the first request."""
+        register_callable = getattr(self.worker, "register_forward_pass_callable", None)
+        self._forward_pass_callable = None if register_callable is None else register_callable()
+        self.worker.register_kv_caches(pool)
+        wait_for_initialization = getattr(self.scheduler, "wait_for_initialization", None)
+        if wait_for_initialization is not None:
+            wait_for_initialization()
+
+    # -- a new request --------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
+        """Asks once how many tokens beyond `num_computed_tokens` the connector provides.
+
+        The request counts as loading from now on when the connector provides them asynchronously.
+        """
+        request_id = request.request_id
+        if request_id in self._asked:
+            raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
+        self._asked.add(request_id)
+        answer = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        matched, asynchronous = _matched_pair(request_id, answer)
+        if matched < 0:
+            raise ConnectorContractError(
+                "matched_not_negative", f"request {request_id} was offered {matched} tokens; the least is 0"
+            )
+        if asynchronous and not matched:
+            raise ConnectorContractError(
+                "asynchronous_needs_tokens", f"request {request_id} was answered with (0, True); nothing can be awaited"
+            )
+        if num_computed_tokens + matched > request.prompt_len - 1:
+            raise ConnectorContractError(
+                "one_token_left",
+                f"request {request_id} was offered {matched} tokens beyond {num_computed_tokens} of a prompt of "
+                f"{request.prompt_len}; at least one must stay uncomputed",
+            )
+        if asynchronous:
+            self._new_loading[request_id] = request
+        elif matched:
+            self._synchronous_loads[request_id] = matched
+        return matched
+
+    def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
+        self.scheduler.update_state_after_alloc(request, list(block_ids))
+
+    # -- an iteration ---------------------------------------------------------------------------------------------
+
+    def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
+        """Describes the batch to the connector: new requests in full, known ones as deltas, loading ones not at all."""
+        output = SchedulerOutput()
+        for request in batch.requests:
+            if request.request_id in self._new_loading:
+                continue
+            known = request.request_id in self._reported
+            data = self._request_data(request, block_ids_of(request.request_id))
+            (output.cached_requests if known else output.new_requests).append(data)
+        self._synchronous_loads.clear()
+        self._scheduler_output = output
+
+    def take_scheduled_requests_pending_load(self, batch: ScheduledBatch) -> None:
+        """Takes the requests that wait for an asynchronous load out of the batch."""
+        for request in self._new_loading.values():
+            request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+        batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._new_loading]
+
+    def handle_metadata(self) -> None:
+        """Has the metadata built, sends it through pickle as a broadcast would, and binds it."""
+        metadata = self.scheduler.build_connector_meta(self._scheduler_output)
+        try:
+            received = pickle.loads(pickle.dumps(metadata))
+        except Exception as error:
+            raise ConnectorContractError(
+                "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
+            ) from error
+        self.worker.bind_connector_meta(received)
+
+    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
+        self.worker.start_load_kv(stream)
+
+    def layer_pre_hook(self, layer: int, stream: torch.cuda.Stream | None) -> None:
+        self.worker.wait_for_layer_load(layer, stream)
+
+    def layer_post_hook(self, layer: int, stream: torch.cuda.Stream | None) -> None:
+        self.worker.save_kv_layer(layer, stream)
+
+    def after_forward(self, stream: torch.cuda.Stream | None) -> None:
+        if self._forward_pass_callable is not None:
+            self._forward_pass_callable()
+        self.worker.wait_for_save(stream)
+
+    # -- the end of a request -------------------------------------------------------------------------------------
+
+    def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
+        """Tells the connector that the request is over; True when its blocks must be held for a save."""
+        self._forget(request.request_id)
+        saving = self.scheduler.request_finished(request, list(block_ids))
+        if not isinstance(saving, bool):
+            raise ConnectorContractError(
+                "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
+            )
+        if saving:
+            self._new_saving[request.request_id] = request
+        return saving
+
+    def is_loading(self, request_id: int) -> bool:
+        return request_id in self._new_loading or request_id in self._loading
+
+    def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Hands in new transfers and returns (saved, loaded) requests. Called in every iteration, idle ones too."""
+        new_saving, new_loading = list(self._new_saving), list(self._new_loading)
+        self._saving.update(self._new_saving)
+        self._loading.update(self._new_loading)
+        self._new_saving.clear()
+        self._new_loading.clear()
+        answer = self.worker.get_finished(new_saving, new_loading)
+        try:
+            saved_ids, loaded_ids = answer
+        except (TypeError, ValueError):
+            raise ConnectorContractError(
+                "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
+            ) from None
+        saved = _extract(self._saving, saved_ids, "saving")
+        loaded = _extract(self._loading, loaded_ids, "loading")
+        for request in loaded:
+            request.state = LlmRequestState.CONTEXT_INIT
+        return saved, loaded
+
+    def reuse_of(self, request_id: int) -> Any:
+        """The connector's report on a request's reuse; None where it offers none."""
+        report = getattr(self.scheduler, "reuse_of", None)
+        return None if report is None else report(request_id)
+
+    def close(self) -> None:
+        """Closes scheduler and worker where they can be closed."""
+        for part in (self.scheduler, self.worker):
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
+
+    @property
+    def has_pending_transfers(self) -> bool:
+        return bool(self.pending_transfers)
+
+    @property
+    def pending_transfers(self) -> list[int]:
+        """Ids of the requests being loaded or saved."""
+        groups = (self._new_loading, self._loading, self._new_saving, self._saving)
+        return sorted(request_id for group in groups for request_id in group)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestData:
+        reported = self._reported.setdefault(request.request_id, _Reported())
+        num_tokens = request.get_num_tokens(0)
+        in_context = request.state is LlmRequestState.CONTEXT_INIT
+        position = request.context_current_position if in_context else num_tokens - 1
+        data = RequestData(
+            request_id=request.request_id,
+            new_tokens=list(request.tokens(reported.tokens, num_tokens)),
+            new_block_ids=block_ids[reported.blocks :],
+            # A synchronous load is still to come: the position points at its first token.
+            computed_position=position - self._synchronous_loads.get(request.request_id, 0),
+            num_scheduled_tokens=request.context_chunk_size if in_context else 1,
+            cache_salt=request.cache_salt,
+        )
+        reported.tokens, reported.blocks = num_tokens, len(block_ids)
+        return data
+
+    def _forget(self, request_id: int) -> None:
+        self._asked.discard(request_id)
+        self._reported.pop(request_id, None)
+        self._synchronous_loads.pop(request_id, None)
+
+
+def _matched_pair(request_id: int, answer: Any) -> tuple[int, bool]:
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise ConnectorContractError(
+            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (tokens, asynchronous) is needed"
+        )
+    matched, asynchronous = answer
+    if isinstance(matched, bool) or not isinstance(matched, int) or not isinstance(asynchronous, bool):
+        raise ConnectorContractError(
+            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
+        )
+    return matched, asynchronous
+
+
+def _extract(pending: dict[int, LlmRequest], ids: Iterable[int], what: str) -> list[LlmRequest]:
+    requests = []
+    for request_id in ids:
+        request = pending.pop(request_id, None)
+        if request is None:
+            raise ConnectorContractError(
+                "finished_id_handed_in",
+                f"get_finished reported request {request_id} as done {what}, but it was never handed in for that "
+                "or has been reported before",
+            )
+        requests.append(request)
+    return requests

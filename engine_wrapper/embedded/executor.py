@@ -1,0 +1,305 @@
+"""The iteration loop: schedule, ask and feed the connector, run, sample, finish, publish, poll transfers.
+
+The order within an iteration is TensorRT-LLM's (`PyExecutor._executor_loop`, without overlap), so that a connector sees
+here what it would see there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_wrapper.embedded.batch_scheduler import BatchScheduler
+from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
+from engine_wrapper.embedded.connector_loading import load_connector
+from engine_wrapper.embedded.decoding import finish_reason, next_token
+from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_seq_len
+from engine_wrapper.embedded.pool import KvPool, pool_blocks
+from engine_wrapper.embedded.request import LlmRequestState
+from engine_wrapper.embedded.sampler import Sampler
+from engine_wrapper.layer_schedule import SequenceSlice
+from kernels.layout import KvGeometry
+from semblend_trt.errors import SemBlendError
+from semblend_trt.runtime import runtime_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+    from engine_wrapper.embedded.llm_args import LlmArgs
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from engine_wrapper.embedded.request import LlmRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Executor:
+    """One engine: a model, its KV pool, and the requests in it. All methods are thread safe; a step runs in the
+    thread that calls it.
+
+    The connector, where `llm_args` names one, finds the executor as `runtime_for(llm_args).engine` and may set
+    `model_runner.plan_source` and `block_manager.publication`. `runner`'s weights are shared, its pool is not.
+
+    Raises ConfigurationError or CapacityError when the arguments do not fit the model or the connector cannot be
+    built.
+    """
+
+    def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
+        self.llm_args = llm_args
+        self.model_runner = runner.share()
+        self.max_seq_len = max_seq_len(llm_args, runner.facts.max_positions)
+        cache = llm_args.kv_cache_config
+        geometry = KvGeometry(
+            runner.facts.num_layers, runner.facts.kv_heads, runner.facts.head_dim, cache.tokens_per_block
+        )
+        check_cache_dtype(cache.dtype, runner.dtype)
+        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
+        self.pool = KvPool(blocks, geometry, runner.dtype, runner.device)
+        self.model_runner.attach_pool(self.pool.tensor, geometry)
+        rules = ReuseRules(cache.enable_block_reuse, cache.enable_partial_reuse, cache.copy_on_partial_reuse)
+        self.block_manager = BlockManager(blocks, cache.tokens_per_block, self.pool.copy_block, rules)
+        self._scheduler = BatchScheduler(
+            llm_args.max_batch_size,
+            llm_args.max_num_tokens,
+            cache.tokens_per_block,
+            enable_chunked_prefill=llm_args.enable_chunked_prefill,
+        )
+        self._sampler = Sampler()
+        self._eos_token_ids = runner.eos_token_ids
+        self._lock = threading.RLock()
+        self._waiting: deque[LlmRequest] = deque()
+        self._active: dict[int, LlmRequest] = {}
+        self._failure: str | None = None
+        self._closed = False
+        runtime_for(llm_args).engine = self
+        self.connector = load_connector(llm_args)
+        if self.connector is not None:
+            self.connector.register(self.pool.tensor)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def enqueue(self, requests: list[LlmRequest]) -> None:
+        """Takes all of `requests`, or none: CapacityError when one of them can never fit."""
+        with self._lock:
+            self._check_alive()
+            for request in requests:
+                check_fits(request, self.llm_args, self.max_seq_len, self.block_manager)
+            for request in requests:
+                request.generator = self._sampler.generator(request.sampling_params)
+                request.arrival_time = perf_counter()
+                self._waiting.append(request)
+
+    def abort(self, request: LlmRequest) -> bool:
+        """Ends an unfinished request; False when it has finished already.
+
+        Its blocks are free at once, unless a load into them is under way: then as soon as the connector reports it.
+        """
+        with self._lock:
+            if request.is_finished:
+                return False
+        with self._guarded():
+            if request in self._waiting:
+                self._waiting.remove(request)
+                _complete(request, "cancelled")
+            elif self.connector is not None and self.connector.is_loading(request.request_id):
+                request.finish_reason = "cancelled"
+            else:
+                self._finish(request, "cancelled", publish=False)
+            return True
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._waiting) + sum(not request.is_finished for request in self._active.values())
+
+    @property
+    def pending_transfers(self) -> list[int]:
+        """Ids of requests whose KV the connector is loading or saving."""
+        return [] if self.connector is None else self.connector.pending_transfers
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Runs one iteration; True when a forward ran, False when there was nothing to run.
+
+        A request that fails ends with finish reason "error". An error of the connector or of the forward ends all
+        requests and the engine, and is raised.
+        """
+        with self._guarded():
+            return self._iterate()
+
+    def poll_transfers(self) -> None:
+        """An idle iteration: asks the connector which transfers have ended."""
+        with self._guarded():
+            self._finish_transfers()
+
+    def shutdown(self) -> None:
+        """Aborts what is left and closes the connector. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                for request in [*self._waiting, *self._active.values()]:
+                    self.abort(request)
+            finally:
+                self._failure = self._failure or "it was shut down"
+                if self.connector is not None:
+                    self.connector.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """One thread at a time; whatever is raised inside ends the engine."""
+        with self._lock:
+            self._check_alive()
+            try:
+                yield
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _iterate(self) -> bool:
+        batch = self._scheduler.schedule(self._active.values(), self._waiting, self.block_manager)
+        self._prepare(batch)
+        stream = self._stream()
+        if len(batch):
+            self._start_batch(batch, stream)
+        ran = len(batch) > 0
+        if ran:
+            self._update(batch, self._forward(batch, stream))
+        self._finish_transfers()
+        return ran
+
+    def _prepare(self, batch: ScheduledBatch) -> None:
+        """Gives every request of the batch its blocks; asks the connector once about each new one."""
+        for request in batch.admitted:
+            self._active[request.request_id] = request
+        for request in batch.admitted:
+            # With block reuse off TensorRT-LLM does not ask: what was loaded would not be skipped.
+            if self.connector is not None and self.llm_args.kv_cache_config.enable_block_reuse:
+                matched = self.connector.get_num_new_matched_tokens(request, request.cached_tokens)
+                request.set_prepopulated_prompt_len(request.cached_tokens, matched)
+                self._scheduler.resize_chunk(request)
+            block_ids = self.block_manager.allocate(request.request_id, request.prompt_len)
+            if self.connector is not None:
+                self.connector.update_state_after_alloc(request, block_ids)
+        for request in batch.generation_requests:
+            self.block_manager.allocate(request.request_id, request.get_num_tokens())
+        if self.connector is not None:
+            self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
+
+    def _start_batch(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> None:
+        if self.connector is not None:
+            self.connector.take_scheduled_requests_pending_load(batch)
+            self.connector.handle_metadata()
+            self.connector.start_load_kv(stream)
+
+    def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """Returns logits, float32 [requests, vocabulary], of each request's last row."""
+        if self.connector is not None and self.llm_args.layer_hooks:
+            self.model_runner.before_layer = partial(self.connector.layer_pre_hook, stream=stream)
+            self.model_runner.after_layer = partial(self.connector.layer_post_hook, stream=stream)
+        logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
+        if self.connector is not None:
+            self.connector.after_forward(stream)
+        return logits
+
+    def _slice(self, request: LlmRequest) -> SequenceSlice:
+        if request.state is LlmRequestState.CONTEXT_INIT:
+            begin, end = request.context_current_position, request.context_current_position + request.context_chunk_size
+        else:
+            begin, end = request.get_num_tokens() - 1, request.get_num_tokens()
+        block_ids = tuple(self.block_manager.block_ids(request.request_id))
+        return SequenceSlice(request.request_id, begin, request.tokens(begin, end), block_ids)
+
+    def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
+        """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks."""
+        for request, row in zip(batch.requests, logits, strict=True):
+            if request.state is LlmRequestState.CONTEXT_INIT:
+                request.context_current_position += request.context_chunk_size
+                if request.context_remaining_length:
+                    continue
+                request.state = LlmRequestState.GENERATION_IN_PROGRESS
+            self._add_token(request, row)
+        for request in batch.context_requests:
+            if not request.is_finished:
+                written = min(request.context_current_position, request.prompt_len - 1)
+                self.block_manager.publish(request.request_id, request.tokens(0, written))
+
+    def _add_token(self, request: LlmRequest, logits: torch.Tensor) -> None:
+        try:
+            token = next_token(request, logits, self._sampler)
+        except Exception as error:
+            logger.exception("request %d failed", request.request_id)
+            request.error = f"request {request.request_id} failed while its next token was chosen: {error}"
+            self._finish(request, "error", publish=False)
+            return
+        request.add_new_token(token)
+        if request.first_token_time is None:
+            request.first_token_time = perf_counter()
+            if self.connector is not None:
+                request.reuse_report = self.connector.reuse_of(request.request_id)
+        reason = finish_reason(request, token, self._eos_token_ids)
+        if reason is not None:
+            self._finish(request, reason, publish=True)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
+        """Ends a running request: its blocks are published, then freed, or held while the connector saves them."""
+        request_id = request.request_id
+        request.finish_reason = reason
+        del self._active[request_id]
+        if publish:
+            self.block_manager.publish(request_id, request.tokens(0, request.num_written_tokens))
+        if self.connector is not None and self.connector.request_finished(
+            request, self.block_manager.block_ids(request_id)
+        ):
+            request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
+            self.block_manager.stop_growing(request_id)
+            return
+        self.block_manager.release(request_id)
+        _complete(request, reason)
+
+    def _finish_transfers(self) -> None:
+        if self.connector is None:
+            return
+        saved, loaded = self.connector.get_finished()
+        for request in saved:
+            self.block_manager.release(request.request_id)
+            request.state = LlmRequestState.GENERATION_COMPLETE
+        for request in loaded:
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason, publish=False)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+        for request in [*self._waiting, *self._active.values()]:
+            if not request.is_finished:
+                request.error = f"the engine stopped: {self._failure}"
+                _complete(request, "error")
+            self.block_manager.release(request.request_id)
+        self._waiting.clear()
+        self._active.clear()
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise SemBlendError(f"this engine has stopped ({self._failure}); build a new one")
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        device = self.model_runner.device
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _complete(request: LlmRequest, reason: str) -> None:
+    request.finish_reason = reason
+    request.state = LlmRequestState.GENERATION_COMPLETE

@@ -1,0 +1,219 @@
+"""LLM: the embedded engine's public face, with the names of TensorRT-LLM's LLM API."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.embedded.executor import Executor
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput, output_of
+from engine_wrapper.embedded.prompts import Prompt, as_prompts, checked_salt, one_each, token_ids_of
+from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.stream import RequestStream
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from engine_wrapper.embedded.block_manager import BlockManager
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "KvCacheConfig",
+    "KvCacheConnectorConfig",
+    "LlmArgs",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+
+
+class LLM:
+    """One engine and its requests.
+
+    Takes every field of `LlmArgs` by name. `runner` lends the weights of a model loaded before, so that several
+    engines of one model share them. Use it as a context manager, or call `shutdown`.
+
+    Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence.
+    """
+
+    def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
+        self.llm_args = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
+        args = self.llm_args
+        if runner is None:
+            runner = ModelRunner(args.model, args.dtype, args.device, tokenizer=args.tokenizer, revision=args.revision)
+        self._runner = runner
+        self._executor = Executor(args, runner)
+        self._ids = count(1)
+        self._live: dict[int, LlmRequest] = {}
+        self._finalizer = weakref.finalize(self, self._executor.shutdown)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
+        lora_request: str | None = None,
+    ) -> list[RequestOutput]:
+        """Runs one prompt (text or token ids) or several together; returns one output for each, in their order.
+
+        `sampling_params` and `cache_salt` are one for all or one each. Nothing is enqueued when one prompt is empty or
+        can never fit. A request that fails alone has finish reason "error" and says why in `error`.
+        """
+        texts = as_prompts(prompts)
+        params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
+        salts = one_each("cache_salt", cache_salt, len(texts), str)
+        requests = [
+            self._request(prompt, param, salt, lora_request)
+            for prompt, param, salt in zip(texts, params, salts, strict=True)
+        ]
+        self._enqueue(requests)
+        try:
+            self.run_until(lambda: all(request.is_finished for request in requests))
+        finally:
+            for request in requests:
+                self.forget(request)
+        return [
+            output_of(request, self._runner.tokenizer, prompt if isinstance(prompt, str) else None)
+            for request, prompt in zip(requests, texts, strict=True)
+        ]
+
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        streaming: bool = True,
+        cache_salt: str | None = None,
+        lora_request: str | None = None,
+    ) -> RequestStream:
+        """Enqueues a prompt and returns an iterator over its partial outputs, one for every new token.
+
+        Without `streaming` the iterator gives the final output only. Taking from one iterator moves every running
+        request on. An iterator that is closed or dropped before its end aborts its request.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams(), checked_salt(cache_salt), lora_request)
+        self._enqueue([request])
+        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
+        request = self._live.get(request_id)
+        return request is not None and self._executor.abort(request)
+
+    def settle(self) -> None:
+        """Waits until the connector has ended every transfer, so that what was served is a donor.
+
+        Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
+        """
+        deadline = time.monotonic() + self.llm_args.transfer_timeout
+        self._executor.poll_transfers()
+        while self._executor.pending_transfers:
+            self._pause(deadline)
+            self._executor.poll_transfers()
+
+    def shutdown(self) -> None:
+        """Aborts what is running and closes the connector; the engine takes no more requests."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._runner.tokenizer
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    @property
+    def block_manager(self) -> BlockManager:
+        return self._executor.block_manager
+
+    @property
+    def connector_scheduler(self) -> Any:
+        """The connector's scheduler half, None without a connector."""
+        return None if self._executor.connector is None else self._executor.connector.scheduler
+
+    @property
+    def connector_worker(self) -> Any:
+        """The connector's worker half, None without a connector."""
+        return None if self._executor.connector is None else self._executor.connector.worker
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None
+    ) -> LlmRequest:
+        vocabulary = int(self._runner.config.vocab_size)
+        forced = params.forced_token_ids
+        if forced is not None and max(forced) >= vocabulary:
+            raise ConfigurationError(
+                f"forced_token_ids holds {max(forced)}; the model's token ids end at {vocabulary - 1}"
+            )
+        return LlmRequest(
+            next(self._ids),
+            token_ids_of(prompt, self._runner.tokenizer, vocabulary),
+            params,
+            max_new_tokens=params.max_tokens if forced is None else len(forced),
+            cache_salt=cache_salt,
+            lora_task_id=self._lora_task_id(lora_request),
+            lora_path=lora_request,
+        )
+
+    def _lora_task_id(self, lora_request: str | None) -> int | None:
+        if lora_request is None:
+            return None
+        adapters = self.llm_args.lora_config or {}
+        if lora_request not in adapters:
+            raise ConfigurationError(
+                f"lora_request {lora_request} is not in lora_config, which names {', '.join(adapters) or 'no adapter'}"
+            )
+        return adapters[lora_request]
+
+    def _enqueue(self, requests: list[LlmRequest]) -> None:
+        self._executor.enqueue(requests)
+        self._live.update((request.request_id, request) for request in requests)
+
+    def forget(self, request: LlmRequest) -> None:
+        """Drops a request that nobody will ask about again, ending it first where it still runs."""
+        self._executor.abort(request)
+        self._live.pop(request.request_id, None)
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Runs iterations until `done`; waits for the connector where nothing else can run."""
+        deadline: float | None = None
+        while not done():
+            if self._executor.step():
+                deadline = None
+                continue
+            deadline = deadline or time.monotonic() + self.llm_args.transfer_timeout
+            if not done():
+                self._pause(deadline)
+
+    def _pause(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            pending = ", ".join(map(str, self._executor.pending_transfers))
+            raise SemBlendError(
+                f"the connector has not ended the transfers of requests {pending or 'none'} within "
+                f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
+            )
+        time.sleep(_IDLE_PAUSE)

@@ -1,0 +1,110 @@
+"""The engine's arguments, named as in TensorRT-LLM's `llmapi/llm_args.py`. Unknown fields are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from semblend_trt.errors import ConfigurationError
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields and wrong values with one ConfigurationError sentence."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigurationError(_sentence(type(self).__name__, error)) from None
+
+
+class KvCacheConfig(StrictModel):
+    """The KV pool. `max_tokens` is its size; without it, it holds `max_batch_size` sequences of `max_seq_len`, at most
+    `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`."""
+
+    tokens_per_block: int = Field(default=32, ge=1, le=1024)
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    max_tokens: int | None = Field(default=None, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    host_cache_size: int = Field(default=0, ge=0)
+
+    @field_validator("host_cache_size")
+    @classmethod
+    def _no_host_cache(cls, size: int) -> int:
+        # After a swap to host memory a block id is no longer its row in the pool, which the contract relies on.
+        if size:
+            raise ValueError(f"is {size}, but a KV cache connector needs every block in the primary pool; set 0")
+        return size
+
+
+class KvCacheConnectorConfig(StrictModel):
+    """Where the connector's classes are found. Both are built with one positional argument, the LlmArgs."""
+
+    connector_module: str = Field(min_length=1)
+    connector_scheduler_class: str = Field(min_length=1)
+    connector_worker_class: str = Field(min_length=1)
+
+
+class LlmArgs(StrictModel):
+    """Everything that describes one engine.
+
+    `model` and `tokenizer` are local folders or hub ids, `revision` belongs to `model`. `max_seq_len` is the most
+    tokens of a sequence, by default the model's context. `max_num_tokens` bounds the rows of one iteration.
+    `lora_config` maps adapter names to task ids: the engine holds no adapter weights, a name only keeps the KV of its
+    requests apart. `layer_hooks` off behaves as CUDA-graph replay does, which skips the connector's layer hooks.
+    `transfer_timeout` is how long, in seconds, the engine waits for a connector's asynchronous
+    transfers when nothing else can run.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_seq_len: int | None = Field(default=None, ge=2)
+    max_num_tokens: int = Field(default=8192, ge=1)
+    max_batch_size: int = Field(default=8, ge=1)
+    enable_chunked_prefill: bool = True
+    tensor_parallel_size: Literal[1] = 1
+    pipeline_parallel_size: Literal[1] = 1
+    context_parallel_size: Literal[1] = 1
+    lora_config: dict[str, int] | None = None
+    speculative_config: None = None
+    kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
+    kv_connector_config: KvCacheConnectorConfig | None = None
+    layer_hooks: bool = True
+    transfer_timeout: float = Field(default=60.0, gt=0)
+
+    @field_validator("model", "tokenizer", mode="before")
+    @classmethod
+    def _path_to_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @model_validator(mode="after")
+    def _budget_holds_a_batch(self) -> LlmArgs:
+        block = self.kv_cache_config.tokens_per_block
+        if self.max_num_tokens < self.max_batch_size:
+            raise ValueError(
+                f"max_num_tokens {self.max_num_tokens} is below max_batch_size {self.max_batch_size}; "
+                "every running request needs one row"
+            )
+        if self.enable_chunked_prefill and self.max_num_tokens < block:
+            raise ValueError(
+                f"max_num_tokens {self.max_num_tokens} is below tokens_per_block {block}; "
+                "a chunk of a prompt ends on a block boundary"
+            )
+        return self
+
+
+def _sentence(owner: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{owner}{'.' + where if where else ''}: {first['msg'].removeprefix('Value error, ')}" + (
+        f" (given: {first['input']!r})" if where else ""
+    )

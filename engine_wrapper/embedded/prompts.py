@@ -1,0 +1,58 @@
+"""From what a caller hands in to checked token ids, salts and settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Prompt = Union[str, "Sequence[int]"]
+
+T = TypeVar("T")
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list. A sequence that starts with an integer is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise ConfigurationError("the prompt is empty; give text, token ids, or a list with at least one of them")
+    if hasattr(items[0], "__index__"):
+        return [cast("Sequence[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
+    """Token ids of a prompt, checked against the vocabulary. Raises ConfigurationError."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids or prompt == "":
+        raise ConfigurationError("the prompt is empty; at least one token is needed")
+    try:
+        tokens = [token.__index__() for token in ids]
+    except AttributeError:
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ConfigurationError(f"the prompt holds token id {token}; the model's ids are 0..{vocabulary - 1}")
+    return tokens
+
+
+def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
+    """`values`, one of `kind` (or None) for all or a sequence with one each, as a list of `number`."""
+    if values is None or isinstance(values, kind):
+        return [cast("T", values)] * number
+    if not isinstance(values, (list, tuple)) or not all(value is None or isinstance(value, kind) for value in values):
+        raise ConfigurationError(f"{name} is {values!r}; give one {kind.__name__}, or a list with one for each prompt")
+    if len(values) != number:
+        raise ConfigurationError(f"{name} has {len(values)} entries for {number} prompts; give one for each")
+    return list(values)
+
+
+def checked_salt(cache_salt: Any) -> str | None:
+    """The salt of a single request. Raises ConfigurationError when it is not text."""
+    salt: str | None = one_each("cache_salt", cache_salt, 1, str)[0]
+    return salt
