@@ -1,0 +1,122 @@
+"""Runs the slices that the executor schedules, and the reuse plans that are pending for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from engine_wrapper.embedded.models import load_model
+from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.sparse_forward import LayerHook, SparseForward
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kernels.layout import KvGeometry
+    from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.plan import SemanticKvPlan
+
+PlanSource = Callable[[int], "SemanticKvPlan | None"]
+
+
+class ModelRunner:
+    """One model over one pool.
+
+    `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet.
+    `before_layer` and `after_layer` are called with the layer's index around every layer of every forward.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        *,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+    ) -> None:
+        """Loads the model; see `load_model` for the settings and errors."""
+        self._loaded = load_model(model_path, dtype, device, tokenizer, revision)
+        self._forward: SparseForward | None = None
+        self.plan_source: PlanSource | None = None
+        self.before_layer: LayerHook | None = None
+        self.after_layer: LayerHook | None = None
+
+    @property
+    def model(self) -> Any:
+        """The Transformers model; called directly, it runs plain SDPA and touches no pool."""
+        return self._loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._loaded.tokenizer
+
+    @property
+    def config(self) -> Any:
+        return self._loaded.config
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._loaded.facts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden rows and pool."""
+        return self._loaded.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._loaded.device
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a generation by the model's generation settings or its tokenizer."""
+        found: set[int] = set()
+        for ids in (self.model.generation_config.eos_token_id, self.config.eos_token_id, self.tokenizer.eos_token_id):
+            found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+        return frozenset(found)
+
+    def share(self) -> ModelRunner:
+        """A runner with the same weights for another engine: without pool, plan source and hooks."""
+        runner = copy.copy(self)
+        runner._forward = None
+        runner.plan_source = runner.before_layer = runner.after_layer = None
+        return runner
+
+    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]. Raises ConfigurationError."""
+        self._forward = SparseForward(self.model, pool, geometry)
+
+    @overload
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[True]) -> list[torch.Tensor]: ...
+
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor | list[torch.Tensor]:
+        """Runs one iteration and returns logits.
+
+        float32 [len(slices), vocabulary], of each slice's last row; with `all_rows` one [tokens, vocabulary] a slice.
+        Raises PlanError when a plan does not fit its slice, ConfigurationError without a pool.
+        """
+        if self._forward is None:
+            raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
+        planned = [self._with_plan(piece) for piece in slices]
+        schedule = build_schedule(planned, self.facts.num_layers, self.device)
+        lengths = [len(piece.token_ids) for piece in slices]
+        if not all_rows:
+            last_rows = torch.tensor(lengths).cumsum(0).sub(1).to(self.device, non_blocking=True)
+            schedule = replace(schedule, output_rows=schedule.output_rows.index_select(0, last_rows))
+        logits = self._forward.logits(self._forward(schedule, self.before_layer, self.after_layer))
+        return list(logits.split(lengths)) if all_rows else logits
+
+    def _with_plan(self, piece: SequenceSlice) -> SequenceSlice:
+        if piece.plan is not None or self.plan_source is None:
+            return piece
+        plan = self.plan_source(piece.request_id)
+        return piece if plan is None else replace(piece, plan=plan)

@@ -1,0 +1,121 @@
+"""Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.connector.model_facts import ModelFacts
+
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for inference, with what the engine has to know about it."""
+
+    model: Any
+    tokenizer: Any
+    config: Any
+    facts: ModelFacts
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(
+    model: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
+
+    Raises ConfigurationError when something cannot be read or a setting is unknown, and UnsupportedModelError when
+    the model's architecture or positions are not supported.
+    """
+    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    facts = model_facts(model, revision)
+    if facts.model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            "engine_model_type",
+            f"model {model} is of type {facts.model_type}; the embedded engine runs {', '.join(SUPPORTED_MODEL_TYPES)}",
+        )
+    words = _load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    weights = _load_weights(str(model), target_dtype, revision)
+    weights.to(target_device).eval().requires_grad_(False)
+    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device)
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch dtype of a setting; None for "auto". Raises ConfigurationError."""
+    if dtype == "auto":
+        return None
+    resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ConfigurationError(f"dtype {dtype} is not supported; use auto, {', '.join(_DTYPES)}")
+    return resolved
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The torch device of a setting; "auto" is CUDA where there is one, else the CPU. Raises ConfigurationError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {device} is not supported; use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device {device} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return resolved
+
+
+def _load_tokenizer(name: str, revision: str | None) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ConfigurationError(f"tokenizer {name} cannot be read: {_reason(error)}") from error
+    # Without its files Transformers makes an empty tokenizer of the model's type.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ConfigurationError(f"tokenizer {name} has no vocabulary; the folder lacks its tokenizer files")
+    return tokenizer
+
+
+def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) -> Any:
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype or "auto",
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with their names
+        )
+    except Exception as error:  # safetensors, hub and torch each raise their own types
+        raise ConfigurationError(f"model {name}: its weights cannot be read: {_reason(error)}") from error
+    for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
+        names = sorted(key if isinstance(key, str) else key[0] for key in keys)
+        if names:
+            raise ConfigurationError(
+                f"model {name}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
+            )
+    return model
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's message: the others are advice to its own users."""
+    return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,214 @@
+"""The model runner: loading or refusing a model, and running slices with the plans that are pending for them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.layer_schedule import SequenceSlice
+from kernels.layout import KvGeometry
+from semblend_trt.active_plans import ActivePlans
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.plan import SemanticKvPlan
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 20
+TOLERANCE = 1e-4
+
+PlanMaker = Callable[..., SemanticKvPlan]
+
+
+def attach_pool(runner: ModelRunner) -> torch.Tensor:
+    facts = runner.facts
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
+    shape = (NUM_BLOCKS, facts.num_layers, 2, geometry.row_elements)
+    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
+    runner.attach_pool(pool, geometry)
+    return pool
+
+
+@pytest.fixture
+def runner(tiny_qwen2_path: Path) -> ModelRunner:
+    runner = ModelRunner(tiny_qwen2_path, device="cpu")
+    attach_pool(runner)
+    return runner
+
+
+def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_every_family_runs_and_equals_the_plain_forward(tiny_model_paths: dict[str, Path], family: str) -> None:
+    runner = ModelRunner(tiny_model_paths[family], device="cpu")
+    attach_pool(runner)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tiny_model_paths[family])
+    first, second = tokens_of(30), tokens_of(17, 1)
+    slices = [SequenceSlice(1, 0, first, tuple(range(4))), SequenceSlice(2, 0, second, tuple(range(4, 8)))]
+    logits = runner.forward(slices)
+    with torch.inference_mode():
+        wanted = [plain(torch.tensor([tokens])).logits[0] for tokens in (first, second)]
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.stack([rows[-1] for rows in wanted]), atol=TOLERANCE, rtol=0)
+    for rows, expected in zip(runner.forward(slices, all_rows=True), wanted, strict=True):
+        torch.testing.assert_close(rows, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMaker) -> None:
+    tokens, block_ids = tokens_of(40), tuple(range(5))
+    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
+    plan = make_plan(tokens, [(4, 24)], num_layers=3, block_size=BLOCK_SIZE, boundary=1)
+    plans = ActivePlans()
+    plans.put(plan)
+    runner.plan_source = plans.take
+    rows: list[int] = []
+    handle = runner.model.model.layers[-1].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    piece = SequenceSlice(1, 24, tokens[24:], block_ids)
+    torch.testing.assert_close(runner.forward([piece]), whole, atol=TOLERANCE, rtol=0)
+    assert len(plans) == 0
+    runner.forward([piece])
+    handle.remove()
+    assert rows == [4 + 16, 16]
+
+
+def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner: ModelRunner) -> None:
+    runner.plan_source = ActivePlans().take
+    runner.before_layer = runner.after_layer = lambda layer: None
+    other = runner.share()
+    assert other.model is runner.model
+    assert (other.plan_source, other.before_layer, other.after_layer) == (None, None, None)
+    with pytest.raises(ConfigurationError, match="no pool"):
+        other.forward([SequenceSlice(1, 0, (1, 2), (0,))])
+    pool = attach_pool(other)
+    tokens = tokens_of(12)
+    logits = runner.forward([SequenceSlice(1, 0, tokens, (2, 3))])
+    assert pool.isnan().all()
+    torch.testing.assert_close(other.forward([SequenceSlice(1, 0, tokens, (5, 1))]), logits, atol=TOLERANCE, rtol=0)
+    assert not pool[5].isnan().any()
+
+
+def test_hooks_are_called_around_every_layer(runner: ModelRunner) -> None:
+    calls: list[tuple[str, int]] = []
+    runner.before_layer = lambda layer: calls.append(("before", layer))
+    runner.after_layer = lambda layer: calls.append(("after", layer))
+    runner.forward([SequenceSlice(1, 0, tokens_of(3), (0,))])
+    assert calls == [(when, layer) for layer in range(3) for when in ("before", "after")]
+
+
+def test_blocks_that_do_not_hold_the_slice_are_refused(runner: ModelRunner) -> None:
+    with pytest.raises(ValueError, match=r"hold 0\.\.7"):
+        runner.forward([SequenceSlice(1, 0, tokens_of(9), (0,))])
+    with pytest.raises(ValueError, match="blocks of the pool"):
+        runner.forward([SequenceSlice(1, 0, tokens_of(9), (0, NUM_BLOCKS))])
+
+
+def test_what_the_engine_needs_to_know(runner: ModelRunner) -> None:
+    assert runner.facts.num_layers == runner.config.num_hidden_layers == 3
+    assert runner.device == torch.device("cpu")
+    assert runner.dtype == torch.float32
+    assert runner.eos_token_ids == frozenset({256})
+    assert runner.tokenizer.decode(runner.tokenizer.encode("a donor")) == "a donor"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.bfloat16])
+def test_other_dtypes(tiny_qwen2_path: Path, dtype: str | torch.dtype) -> None:
+    runner = ModelRunner(tiny_qwen2_path, dtype, "cpu")
+    attach_pool(runner)
+    assert runner.dtype in (torch.bfloat16, torch.float16)
+    logits = runner.forward([SequenceSlice(1, 0, tokens_of(11), (0, 1))])
+    assert logits.dtype == torch.float32
+    assert logits.isfinite().all()
+
+
+# -- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_folder(tiny_qwen2_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_qwen2_path, tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    fields = json.loads(path.read_text("utf-8")) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}), "utf-8")
+
+
+def check_refusal(folder: str | Path, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        ModelRunner(folder, device="cpu")
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_path_is_refused(tmp_path: Path) -> None:
+    check_refusal(tmp_path / "nowhere", ConfigurationError, "neither a directory")
+    check_refusal(tmp_path, ConfigurationError, "no config.json")
+
+
+def test_an_unreadable_config_is_refused(model_folder: Path) -> None:
+    (model_folder / "config.json").write_text("{", "utf-8")
+    check_refusal(model_folder, ConfigurationError, "not a valid JSON file")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("gpt2", "GPT2LMHeadModel", "unknown_model_type"),
+        ("phi3", "Phi3ForCausalLM", "engine_model_type"),
+        ("qwen2", "Qwen2ForTokenClassification", "unknown_architecture"),
+    ],
+)
+def test_an_unsupported_architecture_is_refused(
+    model_folder: Path, model_type: str, architecture: str, reason: str
+) -> None:
+    change_config(model_folder, model_type=model_type, architectures=[architecture])
+    with pytest.raises(UnsupportedModelError) as refusal:
+        ModelRunner(model_folder, device="cpu")
+    assert refusal.value.reason == reason
+
+
+def test_damaged_or_missing_weights_are_refused(model_folder: Path) -> None:
+    weights = model_folder / "model.safetensors"
+    weights.write_bytes(b"not weights")
+    check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
+    weights.unlink()
+    check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
+
+
+def test_weights_that_would_be_random_are_refused(model_folder: Path) -> None:
+    change_config(model_folder, num_hidden_layers=4, layer_types=None)
+    check_refusal(model_folder, ConfigurationError, "12 weights are missing, the first is model.layers.3")
+    change_config(model_folder, num_hidden_layers=3, vocab_size=300)
+    check_refusal(model_folder, ConfigurationError, "2 weights are of another shape, the first is lm_head.weight")
+
+
+def test_a_missing_tokenizer_is_refused(model_folder: Path) -> None:
+    (model_folder / "tokenizer.json").unlink()
+    check_refusal(model_folder, ConfigurationError, r"tokenizer .* (has no vocabulary|cannot be read)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "dtype int8 is not supported; use auto, float32"),
+        ({"dtype": torch.float64}, "dtype torch.float64 is not supported"),
+        ({"device": "abacus"}, "device abacus is unknown"),
+        ({"device": "mps"}, "device mps is not supported"),
+        ({"device": "cuda:99"}, "device cuda:99 was asked for"),
+    ],
+)
+def test_unknown_settings_are_refused(tiny_qwen2_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelRunner(tiny_qwen2_path, **settings)
