@@ -1,0 +1,53 @@
+"""Requests whose KV may not be shared are refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from semblend_trt.connector.eligibility import IneligibleRequest, adapter_of, cache_salt_of, check_eligible
+
+
+def request(**attributes):
+    return SimpleNamespace(**attributes)
+
+
+def test_plain_request_is_eligible():
+    check_eligible(request(sampling_config=SimpleNamespace(beam_width=1), is_generation_only_request=lambda: False))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"is_dummy_request": True}, "dummy_request"),
+        ({"is_generation_only_request": True}, "generation_only"),
+        ({"is_generation_only_request": lambda: True}, "generation_only"),
+        ({"sampling_config": SimpleNamespace(beam_width=2)}, "beam_search"),
+        ({"multimodal_hashes": [[1, 2]]}, "multimodal"),
+        ({"py_multimodal_data": {"image": 1}}, "multimodal"),
+        ({"draft_tokens": [5]}, "speculative_decoding"),
+        ({"py_return_context_logits": True}, "context_logits"),
+    ],
+)
+def test_refusals(attributes, reason):
+    with pytest.raises(IneligibleRequest) as refusal:
+        check_eligible(request(**attributes))
+    assert refusal.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("attributes", "salt"),
+    [({"cache_salt": "a"}, "a"), ({"cache_salt": None}, None), ({"cache_salt_id": 7}, "7"), ({"cache_salt": ""}, "")],
+)
+def test_salt_of_either_name(attributes, salt):
+    assert cache_salt_of(request(**attributes)) == salt
+
+
+def test_engine_without_salt_attribute_is_refused():
+    with pytest.raises(IneligibleRequest) as refusal:
+        cache_salt_of(request())
+    assert refusal.value.reason == "salt_unknown"
+
+
+def test_adapter_identity():
+    assert adapter_of(request(lora_task_id=None)) is None
+    assert adapter_of(request(lora_task_id=3)) != adapter_of(request(lora_task_id=4))
