@@ -25,7 +25,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def is_local(model: str | Path) -> bool:
     """True for a directory, False for a hub id. Raises ConfigurationError for what can be neither."""
-    if Path(model).is_dir():
+    if str(model) and Path(model).is_dir():
         return True
     if isinstance(model, str) and not Path(model).exists() and _HUB_ID.fullmatch(model):
         return False

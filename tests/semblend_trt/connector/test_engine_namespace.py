@@ -1,0 +1,132 @@
+"""The namespace changes with everything that changes KV; what is unknown matches nobody."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from semblend_trt.config import Settings
+from semblend_trt.connector.model_facts import model_facts, namespace_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.namespace import CacheNamespace
+
+
+def llm_args(model: Any, **changes: Any) -> SimpleNamespace:
+    """The fields of TensorRT-LLM's llm_args that a namespace is made from."""
+    fields: dict[str, Any] = {
+        "model": str(model),
+        "tokenizer": None,
+        "revision": None,
+        "dtype": "auto",
+        "attn_backend": "TRTLLM",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 1,
+        "kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32),
+        "quant_config": None,
+        "load_format": "auto",
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def namespace_of(
+    model: Path,
+    settings: dict[str, Any] | None = None,
+    block_size: int = 32,
+    pool_dtype: torch.dtype = torch.bfloat16,
+    **args: Any,
+) -> CacheNamespace:
+    facts = model_facts(model)
+    return namespace_for(llm_args(model, **args), facts, Settings(**(settings or {})), block_size, pool_dtype)
+
+
+def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_path: Path) -> None:
+    first, second = namespace_of(tiny_qwen2_path), namespace_of(tiny_qwen2_path)
+    assert first.unknown_fields == ()
+    assert first == second
+    assert first.kv_dtype == "bfloat16"
+    assert first.rope_config["rope_type"] == "default"
+
+
+def test_a_copy_at_another_place_is_the_same_model(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / tiny_qwen2_path.name
+    shutil.copytree(tiny_qwen2_path, copy)
+    assert namespace_of(copy).key == namespace_of(tiny_qwen2_path).key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 16},
+        {"pool_dtype": torch.float16},
+        {"settings": {"donor_tenant": "t"}},
+        {"settings": {"donor_template": "t"}},
+        {"settings": {"adapter_id": "a"}},
+        {"settings": {"model_revision": "r"}},
+        {"settings": {"tokenizer_revision": "r"}},
+        {"dtype": "float16"},
+        {"attn_backend": "FLASHINFER"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"kv_cache_config": SimpleNamespace(dtype="fp8")},
+        {"quant_config": SimpleNamespace(quant_algo="FP8")},
+    ],
+    ids=str,
+)
+def test_each_field_makes_another_namespace(tiny_qwen2_path: Path, changes: dict[str, Any]) -> None:
+    base, other = namespace_of(tiny_qwen2_path), namespace_of(tiny_qwen2_path, **changes)
+    assert other.unknown_fields == ()
+    assert other.key != base.key
+
+
+def test_other_weights_or_another_tokenizer_make_another_namespace(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    base, tuned = namespace_of(tiny_qwen2_path), tmp_path / tiny_qwen2_path.name
+    shutil.copytree(tiny_qwen2_path, tuned)
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    model.save_pretrained(tuned)
+    other = namespace_of(tuned)
+    assert other.model_revision != base.model_revision
+    assert other.tokenizer_revision == base.tokenizer_revision
+    (tuned / "tokenizer.json").write_text((tuned / "tokenizer.json").read_text() + "\n")
+    assert namespace_of(tuned).tokenizer_revision != base.tokenizer_revision
+
+
+@pytest.mark.parametrize(
+    ("changes", "unknown"),
+    [
+        ({"load_format": "dummy"}, "model_revision"),
+        ({"tokenizer": object()}, "tokenizer"),
+        ({"tokenizer": "/no/such/tokenizer"}, "tokenizer_revision"),
+        ({"tokenizer": "semblend-test-org/no-such-model-on-this-machine"}, "tokenizer_revision"),
+        ({"tensor_parallel_size": None}, "tensor_parallel"),
+        ({"kv_cache_config": None}, "cache_dtype"),
+        ({"dtype": None}, "extra"),
+    ],
+)
+def test_what_is_unknown_matches_nobody(tiny_qwen2_path: Path, changes: dict[str, Any], unknown: str) -> None:
+    facts, args = model_facts(tiny_qwen2_path), llm_args(tiny_qwen2_path, **changes)
+    first, second = (namespace_for(args, facts, Settings(), 32, torch.float32) for _ in range(2))
+    assert unknown in first.unknown_fields
+    assert first.key != second.key
+
+
+def test_a_model_without_weights_or_tokenizer_matches_nobody(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_qwen2_path / "config.json", tmp_path)
+    assert set(namespace_of(tmp_path).unknown_fields) == {"model_revision", "tokenizer_revision"}
+
+
+def test_a_tokenizer_object_is_known_by_where_it_came_from(tiny_qwen2_path: Path) -> None:
+    by_object = namespace_of(tiny_qwen2_path, tokenizer=SimpleNamespace(name_or_path=str(tiny_qwen2_path)))
+    assert by_object.key == namespace_of(tiny_qwen2_path).key

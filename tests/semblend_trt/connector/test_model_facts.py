@@ -1,0 +1,230 @@
+"""Facts equal what the model itself uses; whatever cannot be moved safely is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+
+YARDSTICK = Path(__file__).resolve().parents[4] / "shared" / "models" / "yardstick-22m"
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 64,
+    "max_position_embeddings": 4096,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def rope(rope_type: str, theta: float = 1e6, **more: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": theta, **more}
+
+
+SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
+    "qwen2": (Qwen2Config(**SMALL, rope_parameters=rope("default")), Qwen2RotaryEmbedding),
+    "qwen2_yarn": (Qwen2Config(**SMALL, rope_parameters=rope("yarn", **YARN)), Qwen2RotaryEmbedding),
+    "qwen3": (Qwen3Config(**SMALL, head_dim=128, rope_parameters=rope("default")), Qwen3RotaryEmbedding),
+    "qwen3_yarn": (Qwen3Config(**SMALL, head_dim=32, rope_parameters=rope("yarn", **YARN)), Qwen3RotaryEmbedding),
+    "llama": (LlamaConfig(**SMALL, rope_parameters=rope("default", 1e4)), LlamaRotaryEmbedding),
+    "llama3": (LlamaConfig(**SMALL, rope_parameters=rope("llama3", 5e5, **LLAMA3)), LlamaRotaryEmbedding),
+    "llama_linear": (LlamaConfig(**SMALL, rope_parameters=rope("linear", 1e4, factor=4.0)), LlamaRotaryEmbedding),
+    "mistral": (
+        MistralConfig(**SMALL, sliding_window=None, rope_parameters=rope("default")),
+        MistralRotaryEmbedding,
+    ),
+    "phi3_partial": (
+        Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
+        Phi3RotaryEmbedding,
+    ),
+}
+
+
+def write_config(folder: Path, config: PretrainedConfig, **changes: Any) -> Path:
+    """Saves `config` and then lays `changes` over its file; a change of None removes the key."""
+    config.save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        fields.pop(name, None) if value is None else fields.update({name: value})
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
+    config, rotary_class = SUPPORTED[name]
+    facts = model_facts(write_config(tmp_path, config))
+    own = rotary_class(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    assert facts.rotation.inverse_frequencies == tuple(own.double().tolist())
+    assert facts.rotation.rotary_dim == 2 * own.numel()
+    assert not facts.rotation.interleaved
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
+    config = SUPPORTED[name][0]
+    facts = model_facts(str(write_config(tmp_path, config)))
+    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
+    assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
+    assert facts.model_type == config.model_type
+    assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
+    assert facts.quantization is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "hidden", "head_dim"),
+    [(12, 2, 1536, 128), (28, 4, 3584, 128), (32, 8, 4096, 128), (32, 8, 2048, 64)],
+    ids=["Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3-8B", "Llama-3.2-1B"],
+)
+def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
+    tmp_path: Path, heads: int, kv_heads: int, hidden: int, head_dim: int
+) -> None:
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden)
+    facts = model_facts(write_config(tmp_path, config))
+    assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
+
+
+def test_a_configuration_in_the_old_form_is_read_as_the_new_one(tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL, rope_parameters=rope("llama3", 5e5, **LLAMA3))
+    new = model_facts(write_config(tmp_path / "new", config))
+    old_rope = {"type": "llama3", "rope_type": "llama3", **LLAMA3}
+    old = model_facts(
+        write_config(tmp_path / "old", config, rope_parameters=None, rope_theta=5e5, rope_scaling=old_rope)
+    )
+    assert old.rotation == new.rotation
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_a_saved_models_facts_are_its_modules(tiny_model_paths: dict[str, Path], family: str) -> None:
+    facts = model_facts(tiny_model_paths[family])
+    assert (facts.model_type, facts.num_layers, facts.kv_heads, facts.head_dim) == (family, 3, 2, 16)
+
+
+def test_the_yardstick_model() -> None:
+    if not YARDSTICK.is_dir():
+        pytest.skip("../shared not present")
+    facts = model_facts(YARDSTICK)
+    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.head_dim) == (12, 6, 2, 64)
+    assert facts.rotation.inverse_frequencies[1] == pytest.approx(1e5 ** (-1 / 32))
+
+
+QWEN2, QWEN3, LLAMA, MISTRAL, PHI3 = (
+    SUPPORTED[name][0] for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial")
+)
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1, "layer_types": None}
+LONGROPE = rope("longrope", partial_rotary_factor=1.0, short_factor=[1.0] * 32, long_factor=[2.0] * 32)
+PER_LAYER = {"full_attention": rope("default"), "sliding_attention": rope("default")}
+FP8_KV = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+OWN_CODE = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
+    ("unknown_model_type", LLAMA, {"model_type": "gemma"}),
+    ("unknown_model_type", LLAMA, {"model_type": "no_such_model"}),
+    ("unknown_model_type", LLAMA, {"model_type": None}),
+    ("unknown_architecture", LLAMA, {"architectures": ["OtherForCausalLM"]}),
+    ("unknown_architecture", LLAMA, {"auto_map": OWN_CODE}),
+    ("mla", LLAMA, {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
+    ("multimodal", QWEN2, {"model_type": "qwen2_vl", "vision_config": {}}),
+    ("sliding_window", MISTRAL, {"sliding_window": 1024}),
+    ("sliding_window", QWEN2, WINDOW),
+    ("sliding_window", QWEN3, WINDOW),
+    ("sliding_window", PHI3, {"sliding_window": 2047}),
+    ("attention_layout", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+    ("rope_dynamic", LLAMA, {"rope_parameters": rope("dynamic", factor=2.0)}),
+    ("rope_longrope", PHI3, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}),
+    ("rope_multimodal", QWEN2, {"rope_parameters": rope("default", mrope_section=[16, 8, 8])}),
+    ("rope_multimodal", QWEN2, {"rope_parameters": None, "rope_scaling": {"type": "mrope"}}),
+    ("rope_per_layer", LLAMA, {"rope_parameters": PER_LAYER}),
+    ("rope_partial", LLAMA, {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
+    ("rope_partial", LLAMA, {"partial_rotary_factor": 0.5}),
+    ("geometry", LLAMA, {"num_key_value_heads": 3}),
+    ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
+]
+
+
+@pytest.mark.parametrize(("reason", "config", "changes"), REFUSED)
+def test_what_cannot_be_moved_is_refused_by_name(
+    tmp_path: Path, reason: str, config: PretrainedConfig, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        model_facts(write_config(tmp_path, config, **changes))
+    assert refused.value.reason == reason
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("window", [{"use_sliding_window": False, "sliding_window": 512}, {"sliding_window": None}])
+def test_a_sliding_window_that_is_not_in_use_is_no_obstacle(tmp_path: Path, window: dict[str, Any]) -> None:
+    assert model_facts(write_config(tmp_path, QWEN2, **window)).num_layers == 3
+
+
+def test_a_window_as_long_as_the_context_is_no_obstacle(tmp_path: Path) -> None:
+    assert model_facts(write_config(tmp_path, MISTRAL, sliding_window=4096)).num_layers == 3
+
+
+def test_quantised_weights_are_told_apart(tmp_path: Path) -> None:
+    kinds = [
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "awq", "bits": 8},
+        {"quant_method": "gptq", "bits": 4},
+    ]
+    found = {
+        model_facts(write_config(tmp_path / str(index), LLAMA, quantization_config=kind)).quantization
+        for index, kind in enumerate(kinds)
+    }
+    assert len(found) == 3
+    assert None not in found
+
+
+def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path: Path) -> None:
+    write_config(tmp_path, LLAMA)
+    own = tmp_path / "hf_quant_config.json"
+    own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}))
+    assert (model_facts(tmp_path).quantization or "").startswith("FP8:")
+    own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}))
+    with pytest.raises(UnsupportedModelError, match="KV cache is quantised") as refused:
+        model_facts(tmp_path)
+    assert refused.value.reason == "kv_quantized"
+    own.write_text("not json")
+    with pytest.raises(ConfigurationError, match=r"hf_quant_config\.json cannot be read"):
+        model_facts(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "a/b/c", "", "../x"])
+def test_an_unknown_path_is_one_clear_sentence(model: str) -> None:
+    with pytest.raises(ConfigurationError, match="neither a directory that exists nor a hub id") as refused:
+        model_facts(model)
+    assert repr(model) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ConfigurationError, match="neither a directory"):
+        model_facts(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "llama", "hidden_size": "wide"}'])
+def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigurationError) as refused:
+        model_facts(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
