@@ -32,25 +32,24 @@ class Sampler:
         if params.is_greedy:
             return int(logits.argmax())
         probabilities, tokens = candidates(logits, params)
-        # Double precision: the last of many candidates must not be lost to rounding.
-        reach = probabilities.double().cumsum(0)
+        reach = probabilities.cumsum(0)
         drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
-        index = torch.searchsorted(reach, drawn, right=True).clamp(max=len(reach) - 1)
-        return int(tokens[index])
+        # The first candidate whose reach is not below the draw: one of probability 0 is never it.
+        return int(tokens[torch.searchsorted(reach, drawn)])
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that may be drawn, most probable first, with their probabilities: float32 [n] and int64 [n].
+    """The tokens that may be drawn, most probable first, with their probabilities: float64 [n] and int64 [n].
 
     Top-p keeps the smallest set whose probability reaches it, after top-k; the probabilities sum to 1 before top-p.
     """
     ordered, tokens = logits.float().sort(descending=True, stable=True)
     if params.top_k:
         ordered, tokens = ordered[: params.top_k], tokens[: params.top_k]
-    # Differences before the division: a tiny temperature must not overflow.
-    probabilities = ((ordered - ordered[0]) / params.temperature).softmax(0)
+    # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
+    probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
     if params.top_p < 1.0:
-        before = probabilities.double().cumsum(0) - probabilities
+        before = probabilities.cumsum(0) - probabilities
         kept = int((before < params.top_p).sum())
         probabilities, tokens = probabilities[:kept], tokens[:kept]
     return probabilities, tokens

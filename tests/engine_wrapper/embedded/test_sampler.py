@@ -68,7 +68,7 @@ def test_the_bounds_themselves_are_allowed() -> None:
 @given(seed=st.integers(0, 1000))
 def test_greedy_takes_the_largest(seed: int) -> None:
     logits = logits_of(seed)
-    for params in (SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=1e-30)):
+    for params in (SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=5e-324)):
         assert draw(params, [logits]) == [int(logits.argmax())]
 
 
@@ -118,7 +118,7 @@ def test_candidates_are_the_most_probable_and_reach_top_p(seed: int, top_k: int,
     logits = logits_of(seed)
     probabilities, tokens = candidates(logits, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p))
     allowed = min(top_k, 50) or 50
-    kept = (logits / 0.8).sort(descending=True).values[:allowed].softmax(0)
+    kept = (logits / 0.8).sort(descending=True).values[:allowed].double().softmax(0)
     assert 1 <= len(tokens) <= allowed
     assert len(set(tokens.tolist())) == len(tokens)
     torch.testing.assert_close(probabilities, kept[: len(tokens)])
@@ -131,3 +131,11 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((20,), -torch.inf)
     logits[3], logits[11] = 1.0, 1.0
     assert set(draw(SamplingParams(temperature=5.0, seed=0), [logits] * 200)) == {3, 11}
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(uniform, dtype=torch.float64))
+    logits = torch.full((20,), -torch.inf)
+    logits[3], logits[11] = 2.0, 1.0
+    assert draw(SamplingParams(temperature=1.0, seed=0), [logits]) == [11 if uniform else 3]
