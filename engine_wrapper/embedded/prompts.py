@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 from semblend_trt.errors import ConfigurationError
@@ -21,24 +22,23 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if not items:
         raise ConfigurationError("the prompt is empty; give text, token ids, or a list with at least one of them")
-    if hasattr(items[0], "__index__"):
+    if isinstance(items[0], Integral):
         return [cast("Sequence[int]", items)]
     return cast("list[Prompt]", items)
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     """Token ids of a prompt, checked against the vocabulary. Raises ConfigurationError."""
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not ids or prompt == "":
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    # A tokenizer may begin even an empty text with a token of its own.
+    if len(prompt) == 0 or not tokens:
         raise ConfigurationError("the prompt is empty; at least one token is needed")
-    try:
-        tokens = [token.__index__() for token in ids]
-    except AttributeError:
-        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
+    if not all(isinstance(token, Integral) for token in tokens):
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed")
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise ConfigurationError(f"the prompt holds token id {token}; the model's ids are 0..{vocabulary - 1}")
-    return tokens
+    return [int(token) for token in tokens]
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:

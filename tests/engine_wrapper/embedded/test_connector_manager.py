@@ -1,0 +1,218 @@
+import pytest
+
+from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager
+from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
+from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
+
+
+class Scheduler(KvCacheConnectorScheduler):
+    """Answers what it was told to answer."""
+
+    def __init__(self, answer=(0, False), saving=False, metadata=None):
+        super().__init__(None)
+        self.answer, self.saving, self.metadata = answer, saving, metadata
+        self.outputs = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return self.answer
+
+    def update_state_after_alloc(self, request, block_ids):
+        block_ids.clear()  # the list is the connector's own
+
+    def build_connector_meta(self, scheduler_output):
+        self.outputs.append(scheduler_output)
+        return self.metadata
+
+    def request_finished(self, request, cache_block_ids):
+        return self.saving
+
+
+class Worker(KvCacheConnectorWorker):
+    def __init__(self, finished=([], [])):
+        super().__init__(None)
+        self.finished, self.polls = finished, []
+
+    def register_kv_caches(self, kv_cache_tensor):
+        pass
+
+    def start_load_kv(self, stream):
+        pass
+
+    def wait_for_layer_load(self, layer_idx, stream):
+        pass
+
+    def save_kv_layer(self, layer_idx, stream):
+        pass
+
+    def wait_for_save(self, stream):
+        pass
+
+    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
+        self.polls.append((finished_gen_req_ids, started_loading_req_ids))
+        return self.finished
+
+
+def request(request_id=1, prompt_len=10):
+    made = LlmRequest(request_id, list(range(prompt_len)), SamplingParams(), max_new_tokens=4, cache_salt="s")
+    made.state = LlmRequestState.CONTEXT_INIT
+    return made
+
+
+def broken(rule):
+    return pytest.raises(ConnectorContractError, match=f"connector contract, {rule}: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule"),
+    [
+        ((0, True), "asynchronous_needs_tokens"),
+        ((-1, False), "matched_not_negative"),
+        ((8, False), "one_token_left"),
+        (3, "matched_is_pair"),
+        ((3,), "matched_is_pair"),
+        ((3.0, False), "matched_is_pair"),
+        ((True, False), "matched_is_pair"),
+        ((3, None), "matched_is_pair"),
+    ],
+)
+def test_answers_to_the_query_that_break_a_rule(answer, rule):
+    manager = KvCacheConnectorManager(Worker(), Scheduler(answer))
+    with broken(rule) as caught:
+        manager.get_num_new_matched_tokens(request(), 2)
+    assert caught.value.rule == rule
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_the_largest_offer_leaves_one_token():
+    manager = KvCacheConnectorManager(Worker(), Scheduler((7, False)))
+    assert manager.get_num_new_matched_tokens(request(), 2) == 7
+
+
+def test_a_request_is_asked_about_once_until_it_has_finished():
+    manager = KvCacheConnectorManager(Worker(), Scheduler())
+    manager.get_num_new_matched_tokens(request(), 0)
+    with broken("asked_once"):
+        manager.get_num_new_matched_tokens(request(), 0)
+    manager.request_finished(request(), [])
+    assert manager.get_num_new_matched_tokens(request(), 0) == 0
+
+
+def test_metadata_travels_as_a_copy_and_must_pickle():
+    metadata = {"plans": [1, 2]}
+    worker = Worker()
+    manager = KvCacheConnectorManager(worker, Scheduler(metadata=metadata))
+    manager.handle_metadata()
+    assert worker.get_connector_meta() == metadata
+    assert worker.get_connector_meta() is not metadata
+    with broken("metadata_picklable"):
+        KvCacheConnectorManager(Worker(), Scheduler(metadata=lambda: None)).handle_metadata()
+
+
+def test_the_connector_gets_its_own_list_of_blocks():
+    block_ids = [3, 4]
+    KvCacheConnectorManager(Worker(), Scheduler()).update_state_after_alloc(request(), block_ids)
+    assert block_ids == [3, 4]
+
+
+def test_new_requests_are_told_in_full_and_known_ones_as_deltas():
+    scheduler = Scheduler((3, False))
+    manager = KvCacheConnectorManager(Worker(), scheduler)
+    running = request()
+    matched = manager.get_num_new_matched_tokens(running, 2)
+    running.set_prepopulated_prompt_len(2, matched)
+    running.context_chunk_size = 3
+    blocks = [5, 6, 7]
+
+    def tell(*, context):
+        batch = ScheduledBatch([running], []) if context else ScheduledBatch([], [running])
+        manager.build_scheduler_output(batch, lambda request_id: list(blocks))
+        manager.handle_metadata()
+        return scheduler.outputs[-1]
+
+    (data,) = tell(context=True).new_requests
+    assert (data.request_id, data.new_tokens, data.new_block_ids) == (1, list(range(10)), [5, 6, 7])
+    assert (data.computed_position, data.num_scheduled_tokens, data.cache_salt) == (2, 3, "s")
+
+    running.context_current_position, running.context_chunk_size = 8, 2
+    (data,) = tell(context=True).cached_requests
+    assert (data.new_tokens, data.new_block_ids) == ([], [])
+    assert (data.computed_position, data.num_scheduled_tokens) == (8, 2)
+
+    running.context_current_position = 10
+    running.state = LlmRequestState.GENERATION_IN_PROGRESS
+    running.add_new_token(77)
+    blocks.append(8)
+    (data,) = tell(context=False).cached_requests
+    assert (data.new_tokens, data.new_block_ids) == ([77], [8])
+    assert (data.computed_position, data.num_scheduled_tokens) == (10, 1)
+
+
+def test_an_asynchronous_load_is_parked_and_appears_once_loaded():
+    scheduler, worker = Scheduler((4, True)), Worker()
+    manager = KvCacheConnectorManager(worker, scheduler)
+    loading = request()
+    loading.set_prepopulated_prompt_len(0, manager.get_num_new_matched_tokens(loading, 0))
+    batch = ScheduledBatch([loading], [], [loading])
+    manager.build_scheduler_output(batch, lambda request_id: [5])
+    manager.take_scheduled_requests_pending_load(batch)
+    manager.handle_metadata()
+    assert (len(batch), scheduler.outputs[-1].new_requests) == (0, [])
+    assert loading.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+
+    assert manager.get_finished() == ([], [])
+    assert manager.get_finished() == ([], [])
+    assert worker.polls == [([], [1]), ([], [])]  # an id is handed in once
+    assert (manager.pending_transfers, manager.is_loading(1)) == ([1], True)
+    worker.finished = ([], [1])
+    assert manager.get_finished() == ([], [loading])
+    assert loading.state is LlmRequestState.CONTEXT_INIT
+    assert not manager.has_pending_transfers
+
+    loading.context_chunk_size = 6
+    manager.build_scheduler_output(ScheduledBatch([loading], []), lambda request_id: [5])
+    manager.handle_metadata()
+    (data,) = scheduler.outputs[-1].new_requests
+    assert data.computed_position == 4  # the loaded tokens are included
+
+
+def test_a_save_is_pending_until_it_is_reported():
+    worker = Worker()
+    manager = KvCacheConnectorManager(worker, Scheduler(saving=True))
+    finished = request()
+    assert manager.request_finished(finished, [1]) is True
+    assert manager.pending_transfers == [1]
+    manager.get_finished()
+    worker.finished = ([1], [])
+    assert manager.get_finished() == ([finished], [])
+    assert worker.polls == [([1], []), ([], [])]
+
+
+@pytest.mark.parametrize("finished", [([1], []), ([], [1])])
+def test_only_ids_handed_in_may_be_reported(finished):
+    manager = KvCacheConnectorManager(Worker(finished), Scheduler())
+    with broken("finished_id_handed_in"):
+        manager.get_finished()
+
+
+def test_an_id_is_reported_once_and_as_what_it_was():
+    manager = KvCacheConnectorManager(Worker(([1, 1], [])), Scheduler(saving=True))
+    manager.request_finished(request(), [])
+    with broken("finished_id_handed_in"):
+        manager.get_finished()
+    manager = KvCacheConnectorManager(Worker(([], [1])), Scheduler(saving=True))
+    manager.request_finished(request(), [])
+    with broken("finished_id_handed_in"):
+        manager.get_finished()
+
+
+@pytest.mark.parametrize("finished", [None, 1, ([],)])
+def test_get_finished_returns_two_lists(finished):
+    with broken("finished_returns_pair"):
+        KvCacheConnectorManager(Worker(finished), Scheduler()).get_finished()
+
+
+def test_request_finished_says_true_or_false():
+    with broken("finished_returns_bool"):
+        KvCacheConnectorManager(Worker(), Scheduler(saving=None)).request_finished(request(), [])

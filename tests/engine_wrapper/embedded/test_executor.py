@@ -1,0 +1,428 @@
+"""The loop as a connector sees it, and what must not change an answer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from engine_wrapper.embedded.connector_manager import ConnectorContractError
+from engine_wrapper.embedded.llm import SamplingParams
+from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.runtime import runtime_for
+
+# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
+from tests.engine_wrapper.embedded.conftest import BLOCK, ShelfScheduler, ShelfWorker, shelf_of
+
+LAYERS = 3
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
+SIX = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def prompt(length, seed=0):
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answer(output):
+    return output.outputs[0].token_ids
+
+
+def answers(outputs):
+    return [answer(output) for output in outputs]
+
+
+# -- the order and number of calls ------------------------------------------------------------------------------------
+
+
+def test_calls_come_in_the_contracts_order(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    assert shelf.names() == ["register_kv_caches", "wait_for_initialization"]
+    shelf.calls.clear()
+    llm.generate([prompt(5)], TWO)
+    layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
+    forward = ["build_connector_meta", "start_load_kv", *layers, "forward_pass_callable", "wait_for_save"]
+    assert shelf.names() == [
+        *["get_num_new_matched_tokens", "update_state_after_alloc", *forward, "get_finished"],
+        *[*forward, "request_finished", "get_finished"],
+    ]
+    assert [layer for name, *layer in shelf.calls if name == "save_kv_layer"] == [[0], [1], [2]] * 2
+
+
+def test_the_pool_is_registered_whole(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    assert shelf.calls[0] == ("register_kv_caches", (128, LAYERS, 2, 2 * BLOCK * 16))
+    assert runtime_for(llm.llm_args).engine is llm.executor
+
+
+def test_call_counts_over_chunks(make_shelf_llm):
+    llm, shelf = make_shelf_llm(max_num_tokens=16)
+    llm.generate([prompt(40)], TWO)
+    forwards = 3 + 1
+    for name, times in {
+        "get_num_new_matched_tokens": 1,
+        "update_state_after_alloc": 1,
+        "build_connector_meta": forwards,
+        "start_load_kv": forwards,
+        "wait_for_save": forwards,
+        "get_finished": forwards,
+        "wait_for_layer_load": forwards * LAYERS,
+        "request_finished": 1,
+    }.items():
+        assert shelf.count(name) == times, name
+    first, *cached = [output.new_requests + output.cached_requests for output in shelf.outputs]
+    assert [(d.computed_position, d.num_scheduled_tokens) for d in first] == [(0, 16)]
+    assert [[(d.computed_position, d.num_scheduled_tokens) for d in each] for each in cached] == [
+        [(16, 16)],
+        [(32, 8)],
+        [(40, 1)],
+    ]
+    assert [len(d.new_block_ids) for d in first] == [5]
+    assert [[len(d.new_block_ids) for d in each] for each in cached] == [[0], [0], [1]]
+
+
+def test_layer_hooks_can_be_left_out(make_shelf_llm):
+    llm, shelf = make_shelf_llm(layer_hooks=False)
+    llm.generate([prompt(5)], TWO)
+    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
+
+
+def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    shelf.calls.clear()
+    assert llm.executor.step() is False
+    llm.executor.poll_transfers()
+    assert shelf.names() == ["get_finished"] * 2
+
+
+def test_the_local_match_is_told_to_the_connector(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    tokens = prompt(20)
+    llm.generate([tokens, prompt(7, 1)], TWO)
+    llm.generate([tokens[:15]], TWO)
+    queries = [call[1:] for call in shelf.calls if call[0] == "get_num_new_matched_tokens"]
+    assert queries == [(1, 0), (2, 0), (3, 14)]
+
+
+def test_with_block_reuse_off_the_connector_is_not_asked(make_shelf_llm):
+    llm, shelf = make_shelf_llm(cache={"enable_block_reuse": False})
+    (output,) = llm.generate([prompt(20)], TWO)
+    assert shelf.count("get_num_new_matched_tokens") == 0
+    assert shelf.count("update_state_after_alloc") == shelf.count("request_finished") == 1
+    assert output.cached_tokens == 0
+
+
+# -- loads and saves --------------------------------------------------------------------------------------------------
+
+
+def saved(llm, shelf, tokens, salt="donor"):
+    """Serves `tokens` once so that they are a donor; the salt keeps the exact cache out of it."""
+    shelf.saves = True
+    llm.generate([tokens], TWO, cache_salt=salt)
+    llm.settle()
+    shelf.saves = False
+    shelf.calls.clear()
+    shelf.outputs.clear()
+    shelf.polls.clear()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("common", [BLOCK, 21, 39])
+def test_matched_tokens_are_skipped_and_the_answer_is_the_same(make_shelf_llm, make_llm, asynchronous, common):
+    tokens = [*prompt(common), *prompt(40 - common, 1)]
+    (cold,) = make_llm().generate([tokens], SIX)
+    llm, shelf = make_shelf_llm()
+    saved(llm, shelf, prompt(common))
+    shelf.asynchronous, shelf.polls_a_load_takes = asynchronous, 3
+    (warm,) = llm.generate([tokens], SIX)
+    assert answer(warm) == answer(cold)
+    assert (warm.cached_tokens, warm.reused_tokens, warm.computed_tokens) == (0, common, 40 - common)
+
+
+def test_a_synchronous_load_is_announced_at_its_first_token(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    saved(llm, shelf, prompt(30))
+    llm.generate([prompt(40)], TWO)
+    (data,) = shelf.outputs[0].new_requests
+    assert (data.computed_position, data.num_scheduled_tokens) == (0, 10)
+    assert (data.new_tokens, len(data.new_block_ids)) == (prompt(40), 5)
+
+
+def test_an_asynchronous_load_parks_its_request_while_others_run(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    saved(llm, shelf, prompt(30))
+    shelf.asynchronous, shelf.polls_a_load_takes = True, 4
+    parked = llm.generate_async(prompt(40), TWO)
+    other = prompt(12, 1)
+    llm.generate([other], TWO)
+    assert llm.executor.pending_transfers == [parked.request_id]
+    assert [len(list(parked)), llm.executor.pending_transfers] == [2, []]
+    first_seen = [data.request_id for output in shelf.outputs for data in output.new_requests]
+    assert first_seen == [parked.request_id + 1, parked.request_id]
+    assert [loads for _, loads in shelf.polls if loads] == [[parked.request_id]]
+    (data,) = [d for output in shelf.outputs for d in output.new_requests if d.request_id == parked.request_id]
+    assert (data.computed_position, data.num_scheduled_tokens) == (30, 10)
+
+
+def test_an_iteration_that_parks_everything_runs_no_forward(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    saved(llm, shelf, prompt(30))
+    shelf.asynchronous, shelf.polls_a_load_takes = True, 1
+    stream = llm.generate_async(prompt(40), TWO)
+    assert llm.executor.step() is False
+    assert shelf.names() == [
+        *["get_num_new_matched_tokens", "update_state_after_alloc"],
+        *["build_connector_meta", "start_load_kv", "get_finished"],
+    ]
+    stream.close()
+
+
+def test_blocks_are_held_until_the_save_is_reported(make_shelf_llm):
+    llm, shelf = make_shelf_llm(cache={"max_tokens": 8 * BLOCK})
+    shelf.saves, shelf.polls_a_save_takes = True, 2
+    free = llm.block_manager.num_free_blocks
+    llm.generate([prompt(20)], TWO)
+    assert llm.block_manager.num_free_blocks == free - 3
+    assert llm.executor.pending_transfers == [1]
+    llm.executor.poll_transfers()
+    assert llm.block_manager.num_free_blocks == free - 3
+    llm.executor.poll_transfers()
+    assert llm.block_manager.num_free_blocks == free
+    assert [saves for saves, _ in shelf.polls if saves] == [[1]]
+
+
+def test_held_blocks_keep_their_content_under_pressure(make_shelf_llm, make_llm):
+    tokens = prompt(30)
+    (cold,) = make_llm().generate([[*tokens, 1, 2]], SIX)
+    llm, shelf = make_shelf_llm(cache={"max_tokens": 10 * BLOCK})
+    shelf.saves, shelf.polls_a_save_takes = True, 12
+    llm.generate([tokens], TWO, cache_salt="donor")
+    shelf.saves = False
+    for seed in range(1, 7):
+        llm.generate([prompt(40, seed)], TWO)
+    llm.settle()
+    (warm,) = llm.generate([[*tokens, 1, 2]], SIX)
+    assert (warm.reused_tokens, answer(warm)) == (30, answer(cold))
+
+
+def test_a_request_waits_for_blocks_that_a_save_holds(make_shelf_llm):
+    llm, shelf = make_shelf_llm(cache={"max_tokens": 4 * BLOCK})
+    shelf.saves, shelf.polls_a_save_takes = True, 5
+    llm.generate([prompt(20)], TWO)
+    assert len(answer(llm.generate([prompt(20, 1)], TWO)[0])) == 2
+
+
+def test_a_transfer_that_never_ends_is_named(make_shelf_llm):
+    llm, shelf = make_shelf_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
+    shelf.saves, shelf.polls_a_save_takes = True, 10**9
+    llm.generate([prompt(20)], TWO)
+    with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
+        llm.settle()
+    with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
+        llm.generate([prompt(20, 1)], TWO)
+
+
+# -- connectors that break the contract -------------------------------------------------------------------------------
+
+
+class OffersEverything(ShelfScheduler):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return request.prompt_len - num_computed_tokens, False
+
+
+class AwaitsNothing(ShelfScheduler):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, True
+
+
+class SendsAFunction(ShelfScheduler):
+    def build_connector_meta(self, scheduler_output):
+        return lambda: None
+
+
+class Raises(ShelfScheduler):
+    def update_state_after_alloc(self, request, block_ids):
+        raise OSError("the disk is gone")
+
+
+class ReportsStrangers(ShelfWorker):
+    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
+        return [12345], []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "rule"),
+    [
+        ("OffersEverything", "ShelfWorker", "one_token_left"),
+        ("AwaitsNothing", "ShelfWorker", "asynchronous_needs_tokens"),
+        ("SendsAFunction", "ShelfWorker", "metadata_picklable"),
+        ("ShelfScheduler", "ReportsStrangers", "finished_id_handed_in"),
+    ],
+)
+def test_a_broken_rule_is_named_and_ends_the_engine(make_llm, scheduler, worker, rule):
+    llm = make_llm(scheduler, worker, module=__name__)
+    free = llm.block_manager.num_free_blocks
+    with pytest.raises(ConnectorContractError, match=rule):
+        llm.generate([prompt(20), prompt(9, 1)], TWO)
+    assert llm.block_manager.num_free_blocks == free
+    with pytest.raises(SemBlendError, match=r"has stopped .*build a new one"):
+        llm.generate([prompt(5)], TWO)
+
+
+def test_an_error_of_the_connector_ends_every_request(make_llm):
+    llm = make_llm("Raises", module=__name__)
+    stream = llm.generate_async(prompt(5), TWO)
+    with pytest.raises(OSError, match="the disk is gone"):
+        llm.generate([prompt(20)], TWO)
+    output = next(stream)
+    assert (output.outputs[0].finish_reason, output.finished) == ("error", True)
+    assert "the engine stopped: OSError: the disk is gone" in output.error
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("no.such.module", "A", "B"), "cannot be imported"),
+        (("json", "NoScheduler", "JSONDecoder"), "has no class NoScheduler"),
+        (("semblend_trt.connector.contract", "KvCacheConnectorScheduler", "KvCacheConnectorWorker"), "lacks"),
+    ],
+)
+def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, message):
+    fields = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    with pytest.raises(ConfigurationError, match=message):
+        make_llm(kv_connector_config=dict(zip(fields, names, strict=True)))
+
+
+# -- aborts and failures ----------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_shelf_llm):
+    llm, shelf = make_shelf_llm(max_num_tokens=16)
+    free = llm.block_manager.num_free_blocks
+    running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
+    next(running)
+    waiting = llm.generate_async(prompt(9, 2), SIX)
+    assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
+    assert llm.block_manager.num_free_blocks == free
+    assert [call[1] for call in shelf.calls if call[0] == "request_finished"] == [1, 2]
+    assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
+    assert llm.abort(running.request_id) is False
+    assert llm.executor.num_unfinished == 0
+
+
+def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    saved(llm, shelf, prompt(30))
+    free = llm.block_manager.num_free_blocks
+    shelf.asynchronous, shelf.polls_a_load_takes = True, 2
+    stream = llm.generate_async(prompt(40), TWO)
+    llm.executor.step()
+    assert llm.abort(stream.request_id) is True
+    assert llm.block_manager.num_free_blocks == free - 5
+    assert shelf.count("request_finished") == 0
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == free
+    assert shelf.count("request_finished") == 1
+    assert next(stream).outputs[0].finish_reason == "cancelled"
+    (cold,) = llm.generate([prompt(40)], TWO)
+    assert cold.cached_tokens == 0  # nothing of the abandoned load was published
+
+
+def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
+    poisoned = ModelRunner(tiny_qwen2_path, device="cpu")
+    with torch.no_grad():
+        poisoned.model.model.embed_tokens.weight[7] = float("nan")
+    llm = make_llm(cache={"max_tokens": 9 * BLOCK})
+    clean = [token for token in prompt(30) if token != 7]
+    (cold,) = llm.generate([clean], SIX)
+    llm = type(llm)(model=tiny_qwen2_path, runner=poisoned, kv_cache_config=llm.llm_args.kv_cache_config.model_copy())
+    free = llm.block_manager.num_free_blocks
+    bad, good = llm.generate([[1, 7, 2], clean], SIX)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+    assert "request 1 failed" in bad.error
+    assert "not finite" in bad.error
+    assert answer(good) == answer(cold)
+    assert llm.block_manager.num_free_blocks == free
+    for seed in range(4):  # the poisoned block comes round again
+        again = [token for token in prompt(30 + seed, seed) if token != 7]
+        assert llm.generate([again], SIX)[0].outputs[0].finish_reason == "length"
+    llm.shutdown()
+
+
+# -- what must not change an answer -----------------------------------------------------------------------------------
+
+
+def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
+    shared = prompt(29, 9)
+    prompts = [[*shared, *prompt(length, length)] for length in (1, 5, 19, 60)] + [prompt(3), shared]
+    alone = make_llm(cache={"enable_block_reuse": False}, max_batch_size=1)
+    expected = answers(alone.generate(prompts, SIX))
+    for llm in (
+        make_llm(),
+        make_llm(max_num_tokens=16),
+        make_llm(max_batch_size=2, enable_chunked_prefill=False),
+        make_llm(cache={"enable_partial_reuse": False}),
+        make_llm(cache={"copy_on_partial_reuse": False}),
+        make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
+    ):
+        free = llm.block_manager.num_free_blocks
+        assert answers(llm.generate(prompts, SIX)) == expected
+        assert answers(llm.generate(prompts, SIX)) == expected
+        assert llm.block_manager.num_free_blocks == free
+
+
+def test_prefixes_are_shared_within_a_salt_only(make_llm):
+    llm = make_llm(lora_config={"red": 1})
+    tokens = prompt(20)
+    cached = [
+        llm.generate([tokens], TWO, cache_salt=salt, lora_request=adapter)[0].cached_tokens
+        for salt, adapter in [(None, None), ("a", None), (None, "red"), ("", None), ("a", None), (None, None)]
+    ]
+    assert cached == [0, 0, 0, 0, 16, 16]
+
+
+def test_generated_tokens_are_reusable_but_for_the_last(make_llm):
+    llm = make_llm()
+    first = prompt(12)
+    (output,) = llm.generate([first], SamplingParams(max_tokens=13, ignore_eos=True))
+    (follow_up,) = llm.generate([[*first, *answer(output), 1, 2]], TWO)
+    assert follow_up.cached_tokens == 24  # 12 + 13 tokens, of which the newest was never written
+
+
+class HalfGuard:
+    """Publishes nothing beyond the first block of any request."""
+
+    def __init__(self):
+        self.gone = []
+
+    def publishable(self, request_id, tokens):
+        return min(tokens, BLOCK)
+
+    def released(self, request_id):
+        self.gone.append(request_id)
+
+
+def test_the_publication_guard_is_asked_for_every_block(make_llm):
+    llm = make_llm(max_num_tokens=16)
+    llm.block_manager.publication = guard = HalfGuard()
+    tokens = prompt(40)
+    llm.generate([tokens], SIX)
+    assert (llm.block_manager.num_reusable_blocks, guard.gone) == (1, [1])
+    assert llm.generate([tokens], SIX)[0].cached_tokens == BLOCK
+
+
+def test_an_engine_and_its_pool_are_collected(make_shelf_llm, runner, tiny_qwen2_path):
+    llm = type(make_shelf_llm()[0])(model=tiny_qwen2_path, runner=runner)
+    llm.generate([prompt(5)], TWO)
+    pool = weakref.ref(llm.executor.pool)
+    del llm
+    gc.collect()
+    assert pool() is None
+
+
+def test_shelves_belong_to_one_engine(make_shelf_llm):
+    first, second = make_shelf_llm(), make_shelf_llm()
+    assert first[1] is not second[1]
+    assert shelf_of(first[0].llm_args) is first[1]

@@ -1,0 +1,305 @@
+"""The public face: prompts in, outputs and streams out, bad input refused at the door."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from engine_wrapper.embedded.llm import (
+    LLM,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    LlmArgs,
+    SamplingParams,
+)
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.pool import DEFAULT_POOL_BYTES, pool_blocks
+from kernels.layout import KvGeometry
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+WARM = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+def tokens_of(output):
+    return output.outputs[0].token_ids
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_output_for_each_prompt_in_order(make_llm):
+    llm = make_llm()
+    ids = llm.tokenizer.encode(TEXT)
+    text, tokens, array = llm.generate([TEXT, ids, np.array(ids)], FOUR)
+    assert tokens_of(text) == tokens_of(tokens) == tokens_of(array)
+    assert (text.prompt, tokens.prompt) == (TEXT, None)
+    assert text.prompt_token_ids == tokens.prompt_token_ids == ids
+    assert [output.request_id for output in (text, tokens, array)] == [1, 2, 3]
+    for prompts in (TEXT, ids, np.array(ids), [np.array(ids)], tuple(ids)):
+        assert [tokens_of(output) for output in llm.generate(prompts, FOUR)] == [tokens_of(text)]
+
+
+def test_greedy_equals_the_models_own_generation(make_llm, runner):
+    ids = runner.tokenizer.encode(TEXT)
+    expected = runner.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    (output,) = make_llm().generate([ids], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert tokens_of(output) == expected[0, len(ids) :].tolist()
+
+
+def test_the_record_of_a_request(make_llm):
+    llm = make_llm()
+    (cold,) = llm.generate([TEXT], FOUR)
+    (again,) = llm.generate([TEXT], FOUR)
+    length = len(cold.prompt_token_ids)
+    assert (cold.cached_tokens, cold.reused_tokens, cold.computed_tokens) == (0, 0, length)
+    assert (again.cached_tokens, again.computed_tokens) == (40, length - 40)
+    assert cold.finished
+    assert cold.time_to_first_token > 0
+    assert (cold.outputs[0].finish_reason, cold.error, cold.reuse_outcome) == ("length", None, None)
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(make_llm):
+    llm = make_llm()
+    whole = llm.generate([TEXT], SamplingParams(max_tokens=8, ignore_eos=True))[0].outputs[0]
+    stop = whole.token_ids[3]
+    first = whole.token_ids.index(stop)
+    (output,) = llm.generate([TEXT], SamplingParams(max_tokens=8, stop_token_ids=(stop,), ignore_eos=True))
+    assert output.outputs[0].token_ids == whole.token_ids[: first + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text == llm.tokenizer.decode(whole.token_ids[:first])
+
+
+def test_the_models_end_token_stops_unless_ignored(tiny_qwen2_path):
+    runner = ModelRunner(tiny_qwen2_path, device="cpu")
+    eos = runner.tokenizer.eos_token_id
+    with torch.no_grad():
+        hidden = runner.model.lm_head.weight
+        hidden[eos] = 0
+    with LLM(model=tiny_qwen2_path, runner=runner) as llm:
+        plain = tokens_of(llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))[0])
+        with torch.no_grad():
+            hidden[eos] = hidden[plain[2]] * 1.5
+        (stopped,) = llm.generate([TEXT], SamplingParams(max_tokens=6))
+        (ignored,) = llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert (stopped.outputs[0].finish_reason, tokens_of(stopped)[-1]) == ("stop", eos)
+    assert len(tokens_of(stopped)) <= 3
+    assert len(tokens_of(ignored)) == 6
+
+
+def test_a_seed_fixes_the_tokens_whatever_runs_beside(make_llm):
+    llm = make_llm()
+    (alone,) = llm.generate([TEXT], WARM)
+    beside = llm.generate(["something else", TEXT, "and more"], [FOUR, WARM, WARM])
+    assert tokens_of(beside[1]) == tokens_of(alone)
+    different = [tokens_of(llm.generate([TEXT], SamplingParams(8, 1.0, seed=seed))[0]) for seed in range(4)]
+    assert len(set(map(tuple, different))) > 1
+
+
+def test_settings_for_each_prompt(make_llm):
+    llm = make_llm()
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 2)]
+    outputs = llm.generate([TEXT] * 3, lengths, cache_salt=["a", None, "b"])
+    assert [len(tokens_of(output)) for output in outputs] == [1, 3, 2]
+    assert llm.generate([TEXT], FOUR, cache_salt="b")[0].cached_tokens > 0
+    assert llm.generate([TEXT], FOUR, cache_salt="c")[0].cached_tokens == 0
+
+
+def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner):
+    ids = runner.tokenizer.encode(TEXT)
+    forced = (5, 6, 7)
+    params = SamplingParams(max_tokens=3, forced_token_ids=forced, return_generation_logits=True)
+    (output,) = make_llm().generate([ids], params)
+    with torch.no_grad():
+        plain = runner.model(torch.tensor([[*ids, *forced]])).logits[0, len(ids) - 1 : -1]
+    assert tokens_of(output) == list(forced)
+    assert output.outputs[0].generation_logits.shape == (3, 257)
+    assert (output.outputs[0].generation_logits - plain).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
+    with LLM(model=tiny_model_paths[family], dtype=dtype, device="cpu", max_num_tokens=32) as llm:
+        (cold,) = llm.generate([TEXT], FOUR)
+        assert (len(tokens_of(cold)), llm.executor.pool.tensor.dtype) == (4, getattr(torch, dtype))
+        if dtype == "float32":
+            assert tokens_of(llm.generate([TEXT], FOUR)[0]) == tokens_of(cold)
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_one_output_for_every_token(make_llm):
+    llm = make_llm()
+    (whole,) = llm.generate([TEXT], FOUR)
+    parts = list(llm.generate_async(TEXT, FOUR))
+    assert [tokens_of(part) for part in parts] == [tokens_of(whole)[: n + 1] for n in range(4)]
+    assert [part.finished for part in parts] == [False, False, False, True]
+    assert [part.outputs[0].finish_reason for part in parts] == [None, None, None, "length"]
+    assert parts[-1].outputs[0].text == whole.outputs[0].text
+    (final,) = llm.generate_async(TEXT, FOUR, streaming=False)
+    assert tokens_of(final) == tokens_of(whole)
+
+
+def test_streams_run_together_and_beside_generate(make_llm):
+    llm = make_llm()
+    expected = [tokens_of(output) for output in llm.generate([TEXT, "another prompt"], FOUR)]
+    first, second = llm.generate_async(TEXT, FOUR), llm.generate_async("another prompt", FOUR)
+    next(first)
+    next(second)
+    assert llm.executor.num_unfinished == 2
+    assert tokens_of(llm.generate([TEXT], FOUR)[0]) == expected[0]
+    assert [tokens_of(list(first)[-1]), tokens_of(list(second)[-1])] == expected
+
+
+def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
+    llm = make_llm()
+    free = llm.block_manager.num_free_blocks
+    stream = llm.generate_async(TEXT, FOUR)
+    next(stream)
+    assert llm.block_manager.num_free_blocks < free
+    stream.close()
+    assert (list(stream), llm.block_manager.num_free_blocks) == ([], free)
+    llm.generate_async(TEXT, FOUR)  # dropped at once
+    assert llm.executor.num_unfinished == 0
+
+
+def test_an_aborted_stream_ends_with_what_it_has(make_llm):
+    llm = make_llm()
+    stream = llm.generate_async(TEXT, FOUR)
+    next(stream)
+    assert llm.abort(stream.request_id)
+    (last,) = stream
+    assert (len(tokens_of(last)), last.outputs[0].finish_reason, last.finished) == (1, "cancelled", True)
+    assert not llm.abort(stream.request_id)
+    assert not llm.abort(999)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_engines_share_weights_and_nothing_else(make_llm):
+    first, second = make_llm(), make_llm(cache={"tokens_per_block": 16})
+    assert first.executor.model_runner.model is second.executor.model_runner.model
+    (cold,) = first.generate([TEXT], FOUR)
+    (other,) = second.generate([TEXT], FOUR)
+    assert (other.cached_tokens, tokens_of(other)) == (0, tokens_of(cold))
+    first.executor.model_runner.plan_source = lambda request_id: None
+    assert second.executor.model_runner.plan_source is None
+
+
+def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
+    with LLM(model=tiny_qwen2_path, runner=runner) as llm:
+        stream = llm.generate_async(TEXT, FOUR)
+    assert next(stream).outputs[0].finish_reason == "cancelled"
+    llm.shutdown()
+    with pytest.raises(SemBlendError, match="shut down"):
+        llm.generate([TEXT], FOUR)
+
+
+def test_parts_are_reachable(make_llm, make_shelf_llm):
+    plain, (shelved, _) = make_llm(), make_shelf_llm()
+    assert plain.connector_scheduler is plain.connector_worker is None
+    assert type(shelved.connector_scheduler).__name__ == "ShelfScheduler"
+    assert type(shelved.connector_worker).__name__ == "ShelfWorker"
+    plain.settle()
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ("", ConfigurationError, "prompt is empty"),
+        ([], ConfigurationError, "prompt is empty"),
+        ([[]], ConfigurationError, "prompt is empty"),
+        ([TEXT, ""], ConfigurationError, "prompt is empty"),
+        ([[1, 2, 257]], ConfigurationError, r"token id 257; the model's ids are 0\.\.256"),
+        ([[1, -1]], ConfigurationError, "token id -1"),
+        ([[1, "a"]], ConfigurationError, "nothing mixed"),
+        ([TEXT, [1] * 1021], CapacityError, "1021 tokens with 4 new ones exceeds max_seq_len 1024"),
+        ([TEXT, [1] * 510], CapacityError, "needs 65 blocks of 8 tokens, the KV pool has 64"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused_with_its_whole_list(make_llm, prompts, error, message):
+    llm = make_llm(cache={"max_tokens": 512})
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, FOUR)
+    assert llm.executor.num_unfinished == 0
+    assert len(llm.generate([TEXT], FOUR)) == 1
+
+
+def test_without_chunks_a_prompt_must_fit_an_iteration(make_llm):
+    llm = make_llm(enable_chunked_prefill=False, max_num_tokens=16)
+    with pytest.raises(CapacityError, match="exceeds the 16 rows of max_num_tokens"):
+        llm.generate([[1] * 17], FOUR)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling_params": [FOUR]}, "1 entries for 2 prompts"),
+        ({"sampling_params": {"max_tokens": 3}}, "give one SamplingParams"),
+        ({"cache_salt": 5}, "give one str"),
+        ({"cache_salt": ["a", 5]}, "give one str"),
+        ({"lora_request": "red"}, "red is not in lora_config"),
+        ({"sampling_params": SamplingParams(2, forced_token_ids=(1, 300))}, "forced_token_ids holds 300"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
+    llm = make_llm()
+    with pytest.raises(ConfigurationError, match=message):
+        llm.generate([TEXT, TEXT], **arguments)
+    assert llm.executor.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"colour": "red"}, r"LlmArgs\.colour: Extra inputs are not permitted"),
+        ({"max_batch_size": 0}, r"LlmArgs\.max_batch_size: .*\(given: 0\)"),
+        ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
+        ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
+        ({"tensor_parallel_size": 2}, r"LlmArgs\.tensor_parallel_size"),
+        ({"max_seq_len": 2000}, "exceeds the model's context of 1024"),
+        ({"kv_cache_config": KvCacheConfig(max_tokens=16)}, "holds no block of 32 tokens"),
+        ({"kv_cache_config": KvCacheConfig(dtype="bfloat16")}, "differs from the model's torch.float32"),
+        ({"kv_connector_config": {"connector_module": "x"}}, "connector_scheduler_class: Field required"),
+    ],
+)
+def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields, message):
+    with pytest.raises((ConfigurationError, CapacityError), match=message) as caught:
+        LLM(model=tiny_qwen2_path, runner=runner, **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_configurations_refuse_unknown_fields():
+    names = {"connector_module": "m", "connector_scheduler_class": "S", "connector_worker_class": "W"}
+    with pytest.raises(ConfigurationError, match=r"KvCacheConnectorConfig\.extra"):
+        KvCacheConnectorConfig(**names, extra=1)
+    with pytest.raises(ConfigurationError, match=r"KvCacheConfig\.block"):
+        KvCacheConfig(block=1)
+    with pytest.raises(ConfigurationError, match="host_cache_size: is 5, but a KV cache connector"):
+        KvCacheConfig(host_cache_size=5)
+
+
+def test_arguments_can_be_referenced_weakly():
+    args = LlmArgs(model="some/model")
+    assert weakref.ref(args)() is args
+
+
+def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
+    small, large = KvGeometry(2, 2, 16, 32), KvGeometry(28, 2, 128, 32)
+    args = LlmArgs(model="m", max_batch_size=4)
+    assert pool_blocks(args, 1000, small, torch.float32) == 4 * 32
+    blocks = pool_blocks(args, 32768, large, torch.bfloat16)
+    block_bytes = large.bytes_per_token(torch.bfloat16) * 32
+    assert DEFAULT_POOL_BYTES - block_bytes < blocks * block_bytes <= DEFAULT_POOL_BYTES
+    asked = LlmArgs(model="m", kv_cache_config=KvCacheConfig(max_tokens=100))
+    assert pool_blocks(asked, 1000, small, torch.float32) == 3
