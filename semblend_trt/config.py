@@ -175,6 +175,8 @@ def _variable_in_use(field: FieldInfo) -> str | None:
 def _shown(value: object) -> str:
     if value is None:
         return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
     return value.value if isinstance(value, ReusePolicy) else str(value)
 
 
