@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +63,7 @@ def check_schedule(slices: list[SequenceSlice], schedule: LayerSchedule) -> None
     for index, piece in enumerate(slices):
         layers = positions_by_layer(schedule, index)
         assert layers == [expected_positions(piece, layer) for layer in range(NUM_LAYERS)]
-        assert all(set(above) <= set(below) for below, above in zip(layers, layers[1:], strict=False))
+        assert all(set(above) <= set(below) for below, above in itertools.pairwise(layers))
     rows = list(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
     for stage in schedule.stages:
         if stage.keep is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 BLOCK_SIZE = 8
