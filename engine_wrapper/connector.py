@@ -7,7 +7,7 @@ Where the engine offers no place to attach, the connector stays as it is on a st
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.connector import SemBlendKvConnectorScheduler
@@ -36,8 +36,8 @@ def attach(runtime: Runtime) -> bool:
     Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner
     with a `plan_source` and a block manager with a `publication`, as the embedded engine has.
     """
-    runner = getattr(runtime.engine, "model_runner", None)
-    blocks = getattr(runtime.engine, "block_manager", None)
+    runner: Any = getattr(runtime.engine, "model_runner", None)
+    blocks: Any = getattr(runtime.engine, "block_manager", None)
     if runtime.pool is None or not hasattr(runner, "plan_source") or not hasattr(blocks, "publication"):
         logger.warning("the engine offers no place to attach; only identical text from position 0 is reused")
         return False
