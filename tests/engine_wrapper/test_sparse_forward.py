@@ -32,14 +32,17 @@ PlanMaker = Callable[..., SemanticKvPlan]
 class Bench:
     """One tiny model twice: plain, and ours over a pool whose unwritten KV is NaN."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.device = device
         self.plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.plain.to(device)
+        self.model.to(device)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
-        self.pool = torch.full(shape, float("nan"), dtype=dtype)
+        self.pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
         self.forward = SparseForward(self.model, self.pool, self.geometry)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
@@ -59,12 +62,12 @@ class Bench:
 
     def run(self, *slices: SequenceSlice) -> list[torch.Tensor]:
         """Logits of each slice, [tokens, vocabulary]."""
-        hidden = self.forward(build_schedule(slices, NUM_LAYERS))
+        hidden = self.forward(build_schedule(slices, NUM_LAYERS, self.device))
         return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
 
     @torch.inference_mode()
     def reference(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        logits: torch.Tensor = self.plain(torch.tensor([tokens])).logits[0].float()
+        logits: torch.Tensor = self.plain(torch.tensor([tokens], device=self.device)).logits[0].float()
         return logits
 
     def kv(self, request_id: int) -> torch.Tensor:
@@ -320,6 +323,21 @@ def test_the_model_itself_still_runs_plainly(bench: Bench) -> None:
         assert_close(logits, bench.reference(tokens))
         generated = bench.model.generate(torch.tensor([tokens]), max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generated[0, 20] == bench.reference(tokens)[-1].argmax()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
+def test_a_batch_with_a_plan_on_cuda(
+    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, boundary: int
+) -> None:
+    bench = Bench(tiny_model_paths[family], device="cuda")
+    tokens, other = tokens_of(50), tokens_of(20, 1)
+    bench.place(1, own_kv(bench, tokens), 5, 40)
+    plan = make_plan(tokens, [(5, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary)
+    planned, plain = bench.run(bench.planned(plan), bench.slice(2, other))
+    assert_close(planned, bench.reference(tokens)[40:])
+    assert_close(plain, bench.reference(other))
 
 
 def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
