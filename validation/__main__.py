@@ -1,0 +1,13 @@
+"""Entry point of `python -m validation`."""
+
+import sys
+
+if __name__ == "__main__":
+    try:
+        from validation.cli import main
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "rouge_score"):
+            raise
+        print(f"validation: {error.name} is not installed; pip install 'semblend-trt[validation]'.", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""The command line of `python -m validation`."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from validation.arms import BOUNDARY, POSITION_FIX, REUSE_ARMS
+from validation.gates import GateBounds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROGRAM = "python -m validation"
+_DESCRIPTION = """
+Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under the
+policies position_fix and boundary; compares times and answers. `scoreboard` as the first word prints the recorded
+results instead. Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage.
+"""
+_GATES = """
+gates:
+  speedup, rouge1, token_f1 read the arm named by --policy on all workloads in which reuse is expected: the median of
+  cold's TTFT over its own; mean ROUGE-1 and mean token F1 of its answers against cold's.
+  exact_match_drop (<= 0.02): cold's exact match minus the arm's, on the same workloads, where the answer is known.
+  unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
+  donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
+  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only.
+  A gate without a sample to read (with --prompts) is shown as such and does not fail.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence; argparse would print the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.\n")
+
+
+def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a validation run; exits with status 2 for any that argparse refuses."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=textwrap.dedent(_GATES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is run")
+    what.add_argument("--model", metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)")
+    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
+    what.add_argument("--policy", choices=REUSE_ARMS, default=POSITION_FIX, help="arm that the gates read")
+    what.add_argument(
+        "--boundary",
+        type=int,
+        metavar="LAYERS",
+        help=f"lowest layers that the arm {BOUNDARY} computes for all tokens (default: a third of the model's)",
+    )
+    what.add_argument("--max-tokens", type=int, default=64, help="longest answer, in tokens")
+    what.add_argument("--min-match-length", type=int, default=64, help="shortest run of equal tokens that is reused")
+    what.add_argument("--seed", type=int, default=0, help="seed of the built-in prompts")
+    what.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="measure everything N times, each with fresh engines"
+    )
+    what.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    what.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="weights and KV"
+    )
+    _add_gates(parser.add_argument_group("gates"))
+    scores = parser.add_argument_group("further scores")
+    scores.add_argument(
+        "--ppl-model", metavar="PATH_OR_ID", help="another causal LM that scores the answers' perplexity"
+    )
+    scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
+    files = parser.add_argument_group("files")
+    files.add_argument("--output", type=Path, default=Path("results/trtllm-semblend.json"), help="JSON report")
+    files.add_argument(
+        "--audit-path",
+        type=Path,
+        default=Path("results/trtllm-semblend-audit.jsonl"),
+        help="audit log of the reusing arms",
+    )
+    files.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="write result rows to FOLDER/MACHINE/end_to_end.json"
+    )
+    files.add_argument("--machine", help="name of the machine in result rows (default: cpu-Ncore or the GPU's name)")
+    for action in parser._actions:
+        if action.default not in (None, argparse.SUPPRESS) and action.help:
+            action.help += " (default: %(default)s)"
+    return parser.parse_args(arguments)
+
+
+def parse_scoreboard(arguments: Sequence[str]) -> argparse.Namespace:
+    """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
+    parser = _Parser(
+        prog=f"{PROGRAM} scoreboard",
+        description="Prints all result rows; compares or rewrites the tables that a README makes from them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
+        "--check", action="store_true", help="exit with 1 when the document's tables differ from the rows"
+    )
+    action.add_argument("--write", action="store_true", help="rewrite the document's tables")
+    return parser.parse_args(arguments)
+
+
+_PROMPTS = (
+    'cases instead of the built-in ones, one a line: {"id": str, "donors": [str, ...], "prompt": str, "reference": str '
+    "or null}"
+)
+_JUDGE = (
+    'command that reads {"id", "arm", "prompt", "reference", "cold", "answer"} as JSON on stdin and prints a score of '
+    "0 to 1; failures are reported, not fatal"
+)
+
+
+def _add_gates(group: argparse._ArgumentGroup) -> None:
+    defaults = GateBounds()
+    group.add_argument("--min-speedup", type=float, default=defaults.min_speedup, help="TTFT against cold")
+    group.add_argument(
+        "--min-rouge1", type=float, default=defaults.min_rouge1, help="ROUGE-1 F1 against cold's answers"
+    )
+    group.add_argument(
+        "--min-token-f1", type=float, default=defaults.min_token_f1, help="token F1 against cold's answers"
+    )
+    for name, what in (
+        ("donor-registrations", "requests that became donors"),
+        ("semantic-hits", "look-ups that found a donor"),
+        ("materializations", "requests whose donors' KV was placed"),
+        ("incremental-matched-tokens", "tokens promised beyond the engine's own prefix"),
+        ("rope-corrections", "requests whose donors' keys were rotated"),
+    ):
+        group.add_argument(
+            f"--min-{name}", type=int, default=getattr(defaults, f"min_{name.replace('-', '_')}"), help=what
+        )

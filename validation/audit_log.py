@@ -1,0 +1,64 @@
+"""What a connector's audit log says happened, as counts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCounts:
+    """Names as the SemBlend package's validation reports them.
+
+    `semantic_hits`: look-ups that found a donor; `materializations`: requests whose plan was carried out;
+    `materialized_units`: tokens times layers moved; `incremental_matched_tokens`: tokens promised to the engine beyond
+    those it had; `rope_corrections`: carried-out plans that moved KV to other positions.
+    """
+
+    events: int = 0
+    donor_registrations: int = 0
+    semantic_hits: int = 0
+    materializations: int = 0
+    materialized_units: int = 0
+    incremental_matched_tokens: int = 0
+    rope_corrections: int = 0
+    rejection_reasons: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]], arm: str) -> AuditCounts:
+        """Counts the events whose `arm` is `arm`."""
+        ours = [event for event in events if event["arm"] == arm]
+        lookups = [event for event in ours if event["event"] == "lookup"]
+        materialized = [event for event in ours if event["event"] == "materialized"]
+        reasons = Counter(event["rejection_reason"] for event in lookups if event.get("rejection_reason"))
+        return cls(
+            events=len(ours),
+            donor_registrations=sum(event["event"] == "donor_registered" and not event.get("error") for event in ours),
+            semantic_hits=sum(bool(event["found"]) for event in lookups),
+            materializations=len(materialized),
+            materialized_units=sum(event["materialized"] for event in materialized),
+            incremental_matched_tokens=sum(event["num_new_matched_tokens"] for event in lookups),
+            rope_corrections=sum(bool(event["requires_rope_correction"]) for event in materialized),
+            rejection_reasons=tuple(sorted(reasons.items())),
+        )
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of an audit file in order; none when the file was never written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
+    """True when the event is about one of the requests, or about the donor that one of them became."""
+    if event.get("request_id") in request_ids:
+        return True
+    donor_id = event.get("donor_id")
+    return isinstance(donor_id, str) and donor_id.rpartition("-")[2] in {str(number) for number in request_ids}

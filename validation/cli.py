@@ -1,0 +1,209 @@
+"""`python -m validation`: runs the comparison, shows it, writes it, and turns the gates into an exit status."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.models import resolve_device
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from validation import machine, results, scoreboard
+from validation.arguments import PROGRAM, parse_run, parse_scoreboard
+from validation.exactness import max_logit_difference
+from validation.files import check_writable, write_json, write_text
+from validation.gates import GateBounds, gates_of
+from validation.jsonl import read_cases
+from validation.judge import Judge, judged
+from validation.measurement import Measurement, MeasurementSettings
+from validation.progress import progress
+from validation.record import FILE_NAME, end_to_end_rows
+from validation.report import Report
+from validation.scorer import Scorer, scored
+from validation.tokenised import MAX_FORCED_TOKENS
+from validation.workloads import DEFAULT_BATCHES, WorkloadWriter
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from validation.cases import Case
+    from validation.measurement import Measured
+
+ALL_HOLD, GATE_FAILED, BAD_USAGE = 0, 1, 2
+# Narrower tables would be cut where the output is no terminal.
+_TABLE_WIDTH = 140
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command line (without the program's name) and returns its exit status."""
+    try:
+        if arguments and arguments[0] == "scoreboard":
+            return _scoreboard(parse_scoreboard(arguments[1:]))
+        return _run(parse_run(arguments), shlex.join([*PROGRAM.split(), *arguments]))
+    except SystemExit as exit_of_argparse:
+        return int(exit_of_argparse.code or 0)
+    except (SemBlendError, OSError) as error:
+        _complain(str(error))
+        return BAD_USAGE
+
+
+def shipped_model() -> Path:
+    """The folder of the model that ships with the package; raises ConfigurationError where it is missing."""
+    folder = Path(str(files("validation") / "assets" / "model"))
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"The shipped model is missing from {folder}; name another with --model.")
+    return folder
+
+
+def _run(options: argparse.Namespace, command: str) -> int:
+    began = time.perf_counter()
+    bounds = GateBounds(**{name: getattr(options, name) for name in GateBounds.__slots__})
+    _check_numbers(options)
+    judge = None if options.judge_command is None else Judge.parse(options.judge_command)
+    own_cases = None if options.prompts is None else read_cases(options.prompts)
+    for path in filter(None, (options.output, options.audit_path, options.record and options.record / FILE_NAME)):
+        check_writable(path)
+    device = resolve_device(options.device)
+    torch.manual_seed(options.seed)
+    disable_progress_bar()  # of loading weights; there is one of our own
+    runner = ModelRunner(options.model or shipped_model(), _dtype(options.dtype, device), device)
+    scorer = None if options.ppl_model is None else Scorer(options.ppl_model, str(device))
+    cases = own_cases or _built_in(runner, options)
+    settings = MeasurementSettings(
+        model=str(options.model or shipped_model()),
+        max_tokens=options.max_tokens,
+        min_span=options.min_match_length,
+        boundary=_boundary(options.boundary, runner),
+        repeats=options.repeat,
+    )
+    measured, logit_difference = _measure(runner, cases, settings)
+    samples = _scores(measured, cases, scorer, judge)
+    where = machine.describe(str(device), options.machine)
+    report = Report(
+        model=settings.model,
+        policy=options.policy,
+        samples=samples,
+        audit=measured.audit,
+        audit_path=str(options.audit_path),
+        gates=gates_of(samples, measured.audit[options.policy], options.policy, bounds, logit_difference),
+        settings=_json_ready({**vars(options), "boundary": settings.boundary, "dtype": str(runner.dtype)}),
+        command=command,
+        machine=where,
+        versions=machine.versions(),
+        date=results.today(),
+        seconds=time.perf_counter() - began,
+    )
+    _write(options, report, measured, logit_difference, str(device))
+    return _show(report, options)
+
+
+def _measure(
+    runner: ModelRunner, cases: Sequence[Case], settings: MeasurementSettings
+) -> tuple[Measured, float | None]:
+    """All samples, and the wrapper's largest logit difference where the weights are float32."""
+    measurement = Measurement(runner, cases, settings)
+    logit_difference = None
+    if runner.dtype is torch.float32:
+        logit_difference = max_logit_difference(runner, measurement.longest_prompt)
+    with progress(Console(stderr=True), "Measuring", measurement.steps) as on_step:
+        return measurement.run(on_step), logit_difference
+
+
+def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, judge: Judge | None) -> Any:
+    samples = measured.samples
+    if scorer is not None:
+        with progress(Console(stderr=True), "Scoring", len(samples)) as on_step:
+            samples = scored(samples, cases, scorer, on_step)
+    if judge is not None:
+        with progress(Console(stderr=True), "Judging", len(samples)) as on_step:
+            samples = judged(samples, cases, judge, on_step)
+    return samples
+
+
+def _built_in(runner: ModelRunner, options: argparse.Namespace) -> list[Case]:
+    tokenizer = runner.tokenizer
+    writer = WorkloadWriter(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), options.seed)
+    return writer.write(DEFAULT_BATCHES, runner.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS))
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, lowest in (("max_tokens", 1), ("min_match_length", 1), ("repeat", 1), ("seed", 0)):
+        value = getattr(options, name)
+        if value < lowest:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
+
+
+def _boundary(asked: int | None, runner: ModelRunner) -> int:
+    layers = runner.facts.num_layers
+    if asked is None:
+        return max(1, layers // 3)
+    if not 0 <= asked <= layers:
+        raise ConfigurationError(f"--boundary is {asked}; the model has {layers} layers, so 0 to {layers} is possible.")
+    return asked
+
+
+def _dtype(asked: str, device: torch.device) -> str:
+    """CPUs compute float32 well and smaller types badly; a GPU takes the checkpoint's own."""
+    return "float32" if asked == "auto" and device.type == "cpu" else asked
+
+
+def _write(
+    options: argparse.Namespace, report: Report, measured: Measured, logit_difference: float | None, device: str
+) -> None:
+    write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
+    write_json(options.output, report.to_dict())
+    if options.record is not None:
+        common = results.Measured(report.command, report.machine, report.versions, report.date)
+        rows = end_to_end_rows(report.samples, logit_difference, device, common)
+        results.write_rows(options.record / report.machine["name"] / FILE_NAME, rows)
+
+
+def _show(report: Report, options: argparse.Namespace) -> int:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_TABLE_WIDTH)
+    for table in report.tables():
+        console.print(table)
+    failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
+    if failures:
+        _complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
+    console.print(f"{report.seconds:.0f} s; every sample is in {options.output}", markup=False, highlight=False)
+    for gate in report.failed:
+        _complain(f"gate failed: {gate.sentence()}")
+    return GATE_FAILED if report.failed else ALL_HOLD
+
+
+def _scoreboard(options: argparse.Namespace) -> int:
+    rows = results.read_rows(options.results)
+    if not (options.check or options.write):
+        console = Console()
+        console = console if console.is_terminal else Console(width=_TABLE_WIDTH)
+        console.print(scoreboard.terminal_table(rows))
+        return ALL_HOLD
+    text = options.readme.read_text(encoding="utf-8")
+    renewed = scoreboard.with_tables(text, rows)
+    if options.write:
+        write_text(options.readme, renewed)
+    elif renewed != text:
+        _complain(
+            f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write"
+        )
+        return GATE_FAILED
+    return ALL_HOLD
+
+
+def _complain(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"validation: {sentence}", markup=False, highlight=False)
+
+
+def _json_ready(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

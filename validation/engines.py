@@ -1,0 +1,80 @@
+"""Builds the engine of an arm over shared weights."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from validation.arms import BOUNDARY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.arms import Arm
+
+_VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
+# Donors of all cases of a run stay findable, so that a wrong fire has many chances to happen.
+HOST_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What all engines of a run have in common. `pool_tokens` holds one group's donors and prompts."""
+
+    model: str
+    pool_tokens: int
+    boundary: int
+    min_span: int
+
+
+def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:
+    """Builds the arm's engine over `runner`'s weights with a pool of its own; the caller shuts it down."""
+    connector = None
+    if arm.policy is not None:
+        connector = KvCacheConnectorConfig(
+            connector_module="engine_wrapper.connector",
+            connector_scheduler_class="SemBlendKvConnectorScheduler",
+            connector_worker_class="SemBlendKvConnectorWorker",
+        )
+    with environment(_variables(arm, settings, audit_path)):
+        return LLM(
+            model=settings.model,
+            runner=runner.share(),
+            kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
+            kv_connector_config=connector,
+        )
+
+
+def _variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> dict[str, str]:
+    if arm.policy is None:
+        return {}
+    variables = {
+        "SEMBLEND_POLICY": arm.policy,
+        "SEMBLEND_MIN_SPAN": str(settings.min_span),
+        "SEMBLEND_HOST_BYTES": str(HOST_BYTES),
+    }
+    if arm.name == BOUNDARY:
+        variables["SEMBLEND_RECOMPUTE_BOUNDARY_LAYER"] = str(settings.boundary)
+    if audit_path is not None:
+        variables["SEMBLEND_AUDIT_PATH"] = audit_path
+    return variables
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets our variables to exactly `variables` for the duration; the caller's own must not leak into an arm."""
+    saved = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLE_PREFIXES)}
+    for name in saved:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(saved)

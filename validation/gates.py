@@ -1,0 +1,178 @@
+"""Gates: figures that decide the exit status, each with the samples it reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from validation.arms import COLD, EXACT_PREFIX, REUSE_ARMS
+from validation.cases import Expectation
+from validation.metrics import mean, median
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from validation.audit_log import AuditCounts
+    from validation.samples import Sample
+
+MAX_EM_DROP = 0.02
+MAX_LOGIT_DIFFERENCE = 1e-4
+# Nats by which two identical computations may differ on a GPU.
+KL_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GateBounds:
+    """The bounds that a user may set; raises ConfigurationError for one that no figure could meet or miss."""
+
+    min_speedup: float = 1.05
+    min_rouge1: float = 0.35
+    min_token_f1: float = 0.10
+    min_donor_registrations: int = 1
+    min_semantic_hits: int = 1
+    min_materializations: int = 1
+    min_incremental_matched_tokens: int = 1
+    min_rope_corrections: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            option = "--" + name.replace("_", "-")
+            if name in ("min_rouge1", "min_token_f1"):
+                if not 0.0 <= value <= 1.0:
+                    raise ConfigurationError(f"{option} is {value}; the score lies between 0 and 1.")
+            elif not (math.isfinite(value) and value >= 0):
+                raise ConfigurationError(f"{option} is {value}; it must be a number of at least 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """`value` must be at least `bound` ("higher" is better) or at most (`better` "lower").
+
+    `value` None means that the run holds no sample the gate could read; such a gate is shown and does not fail.
+    """
+
+    name: str
+    value: float | None
+    bound: float
+    better: str
+    reads: str
+
+    @property
+    def holds(self) -> bool:
+        if self.value is None:
+            return True
+        return self.value >= self.bound if self.better == "higher" else self.value <= self.bound
+
+    def sentence(self) -> str:
+        relation = "at least" if self.better == "higher" else "at most"
+        shown = "not measured" if self.value is None else f"{self.value:.6g}"
+        return f"{self.name} is {shown}, {relation} {self.bound:g} is required ({self.reads})"
+
+
+def gates_of(
+    samples: Sequence[Sample],
+    audit: AuditCounts,
+    policy: str,
+    bounds: GateBounds,
+    logit_difference: float | None,
+) -> list[Gate]:
+    """All gates of a run; `audit` is that of `policy`, `logit_difference` None where it was not measured."""
+    ours = [sample for sample in samples if sample.arm == policy]
+    reusing = [sample for sample in ours if Expectation(sample.expects).may_reuse]
+    where = f"arm {policy}, workloads in which reuse is expected"
+    speedups = [sample.speedup for sample in reusing if sample.speedup is not None]
+    log = f"audit log of arm {policy}"
+    return [
+        Gate("speedup", median(speedups), bounds.min_speedup, "higher", f"median of TTFT ratios to cold, {where}"),
+        Gate(
+            "rouge1",
+            mean([sample.rouge1_cold for sample in reusing]),
+            bounds.min_rouge1,
+            "higher",
+            f"mean ROUGE-1 F1 against cold's answer, {where}",
+        ),
+        Gate(
+            "token_f1",
+            mean([sample.token_f1_cold for sample in reusing]),
+            bounds.min_token_f1,
+            "higher",
+            f"mean token F1 against cold's answer, {where}",
+        ),
+        Gate(
+            "exact_match_drop", exact_match_drop(samples, policy), MAX_EM_DROP, "lower", f"cold minus {policy}, {where}"
+        ),
+        Gate("unrelated_fires", unrelated_fires(samples), 0, "lower", "requests with placed KV, every reusing arm"),
+        Gate(
+            "exact_prefix_untouched",
+            exact_prefix_untouched(samples),
+            1.0,
+            "higher",
+            "share of requests with an exact prefix that keep all of it, every reusing arm",
+        ),
+        Gate("donor_registrations", audit.donor_registrations, bounds.min_donor_registrations, "higher", log),
+        Gate("semantic_hits", audit.semantic_hits, bounds.min_semantic_hits, "higher", log),
+        Gate("materializations", audit.materializations, bounds.min_materializations, "higher", log),
+        Gate(
+            "incremental_matched_tokens",
+            audit.incremental_matched_tokens,
+            bounds.min_incremental_matched_tokens,
+            "higher",
+            log,
+        ),
+        Gate("rope_corrections", audit.rope_corrections, bounds.min_rope_corrections, "higher", log),
+        Gate(
+            "wrapper_exactness",
+            logit_difference,
+            MAX_LOGIT_DIFFERENCE,
+            "lower",
+            "largest difference of float32 logits from the plain Hugging Face forward",
+        ),
+    ]
+
+
+def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
+    """Cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
+    rates = [
+        mean(
+            [
+                float(sample.exact_match)
+                for sample in samples
+                if sample.arm == name and sample.exact_match is not None and Expectation(sample.expects).may_reuse
+            ]
+        )
+        for name in (COLD, arm)
+    ]
+    return None if rates[0] is None or rates[1] is None else rates[0] - rates[1]
+
+
+def unrelated_fires(samples: Sequence[Sample]) -> int | None:
+    """Requests of unrelated prompts for which KV was placed, in all reusing arms; None without such prompts."""
+    unrelated = [s for s in samples if s.arm in REUSE_ARMS and s.expects == Expectation.NONE.value]
+    return sum(sample.reused_tokens > 0 for sample in unrelated) if unrelated else None
+
+
+def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
+    """Share of requests that keep the exact prefix which their donors left in the engine; None without any.
+
+    Kept means: at least `expected_exact_tokens` are the engine's own, and for exact repeats nothing is placed beside
+    them and answer and first distribution are those of the exact-prefix arm.
+    """
+    exact = {(s.case_id, s.repeat): s for s in samples if s.arm == EXACT_PREFIX}
+    kept = [
+        _keeps(sample, exact[sample.case_id, sample.repeat])
+        for sample in samples
+        if sample.arm in REUSE_ARMS and sample.expected_exact_tokens > 0
+    ]
+    return mean([float(each) for each in kept])
+
+
+def _keeps(sample: Sample, exact: Sample) -> bool:
+    if sample.exact_prefix_tokens < sample.expected_exact_tokens:
+        return False
+    if sample.expects != Expectation.EXACT_PREFIX.value:
+        return True
+    same = sample.answer == exact.answer and sample.first_token_kl <= exact.first_token_kl + KL_ROUNDING
+    return same and sample.reused_tokens == 0

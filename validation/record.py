@@ -1,0 +1,84 @@
+"""The result rows of an end-to-end run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from validation.arms import COLD, POSITION_FIX
+from validation.gates import MAX_EM_DROP, MAX_LOGIT_DIFFERENCE, exact_match_drop, unrelated_fires
+from validation.metrics import mean, median
+from validation.results import Measured, Row, row
+from validation.workloads import HARMLESS, SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from validation.samples import Sample
+
+FILE_NAME = "end_to_end.json"
+MIN_SPEEDUP = 1.05
+
+
+def end_to_end_rows(
+    samples: Sequence[Sample], logit_difference: float | None, device: str, measured: Measured
+) -> list[Row]:
+    """Rows of the built-in workloads, of the arm position_fix; what the run did not measure gets no row.
+
+    Names begin with the kind of device, `cpu` or `gpu`, except for the wrapper's exactness.
+    """
+    kind = "gpu" if device.startswith("cuda") else "cpu"
+    rows = [_speedup_row(f"{kind}_shifted_{size}_ttft_speedup", size, samples, measured) for size in SIZES]
+    rows.append(_exact_match_row(f"{kind}_harmless_em_drop", samples, measured))
+    rows.append(_fires_row(f"{kind}_unrelated_fires", samples, measured))
+    if logit_difference is not None:
+        rows.append(
+            row(
+                "wrapper_exactness_max_logit_diff",
+                logit_difference,
+                "logits",
+                goal=MAX_LOGIT_DIFFERENCE,
+                better="lower",
+                baseline="plain Hugging Face forward, float32",
+                measured=measured,
+            )
+        )
+    return [each for each in rows if each is not None]
+
+
+def _speedup_row(name: str, size: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
+    shifted = [s for s in samples if s.workload in HARMLESS and s.size == size and s.timed]
+    ours = [s for s in shifted if s.arm == POSITION_FIX]
+    speedup = median([s.speedup for s in ours if s.speedup is not None])
+    cold = median([s.ttft_s for s in shifted if s.arm == COLD])
+    prompt, computed = mean([s.prompt_tokens for s in ours]), mean([s.computed_tokens for s in ours])
+    if speedup is None or cold is None or prompt is None or computed is None:
+        return None
+    baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which position_fix computes {computed:,.0f}"
+    return row(name, speedup, "x", goal=MIN_SPEEDUP, better="higher", baseline=baseline, measured=measured)
+
+
+def _exact_match_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
+    harmless = [s for s in samples if s.workload in HARMLESS]
+    drop = exact_match_drop(harmless, POSITION_FIX)
+    matches = [float(s.exact_match) for s in harmless if s.arm == COLD and s.exact_match is not None]
+    cold = mean(matches)
+    if drop is None or cold is None:
+        return None
+    baseline = f"cold: {cold:.3f} of {len(matches)} answers"
+    return row(name, drop, "exact match", goal=MAX_EM_DROP, better="lower", baseline=baseline, measured=measured)
+
+
+def _fires_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
+    fires = unrelated_fires(samples)
+    if fires is None:
+        return None
+    prompts = len({(s.case_id, s.repeat) for s in samples if s.expects == "none"})
+    return row(
+        name,
+        fires,
+        "requests",
+        goal=0,
+        better="lower",
+        baseline=f"{prompts} unrelated prompts in each reusing arm",
+        measured=measured,
+    )

@@ -1,0 +1,91 @@
+"""All result rows in the terminal, and the README tables made from them.
+
+A README asks for a table with `<!-- results:PATTERN ... -->` and ends it with `<!-- /results -->`. A pattern is a
+shell pattern that is compared with a row's name and with its file's `machine/file`.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from validation.results import Row
+
+_BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
+_OPENING = re.compile(r"<!-- results:")
+
+
+def terminal_table(rows: dict[str, list[Row]]) -> Table:
+    """One line a row, by machine and file."""
+    table = Table(title="Results", title_justify="left")
+    for heading in ("row", "value", "unit", "goal", "holds", "against", "where", "date"):
+        table.add_column(heading, justify="right" if heading in ("value", "goal") else "left", overflow="fold")
+    for place, each in ((place, each) for place, found in rows.items() for each in found):
+        table.add_row(
+            each.name,
+            figure(each.value),
+            each.unit,
+            goal_of(each),
+            "yes" if each.holds else "[bold red]no[/]",
+            each.baseline,
+            place,
+            each.date,
+        )
+    return table
+
+
+def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
+    """Returns the document with every results table made anew.
+
+    Raises ConfigurationError for a marker that is not closed or a pattern that no row matches.
+    """
+    if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
+        raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
+    return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
+
+
+def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
+    """The Markdown table of the rows that match any of the blank-separated patterns, in the order of the patterns."""
+    chosen: dict[tuple[str, str], Row] = {}
+    for pattern in patterns.split():
+        matching = {
+            (place, each.name): each
+            for place, found in rows.items()
+            for each in found
+            if fnmatchcase(each.name, pattern) or fnmatchcase(place, pattern)
+        }
+        if not matching:
+            raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
+        chosen.update((key, each) for key, each in matching.items() if key not in chosen)
+    lines = ["| row | value | goal | holds | against | machine |", "|---|---|---|---|---|---|"]
+    for (place, name), each in chosen.items():
+        cells = (
+            f"`{name}`",
+            f"{figure(each.value)} {each.unit}".strip(),
+            goal_of(each),
+            "yes" if each.holds else "**no**",
+            each.baseline,
+            place.partition("/")[0],
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def goal_of(row: Row) -> str:
+    """The goal with its direction, `-` for a row without one."""
+    if row.goal is None:
+        return "-"
+    return f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
+
+
+def figure(value: float) -> str:
+    """Four significant digits, large integers whole."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
