@@ -1,0 +1,58 @@
+"""Samples and rows that several tests build."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from validation.results import Measured
+from validation.samples import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SAMPLE: dict[str, Any] = {
+    "case_id": "case",
+    "workload": "reordered",
+    "size": "2k",
+    "expects": "reuse",
+    "arm": "position_fix",
+    "repeat": 0,
+    "timed": True,
+    "answer": "42",
+    "reference": "42",
+    "ttft_s": 0.1,
+    "speedup": 4.0,
+    "prompt_tokens": 2000,
+    "answer_tokens": 3,
+    "exact_prefix_tokens": 0,
+    "expected_exact_tokens": 0,
+    "reused_tokens": 1900,
+    "computed_tokens": 100,
+    "outcome": "backend_materialized_reuse",
+    "reason": None,
+    "exact_match": True,
+    "rouge1_cold": 1.0,
+    "rouge_l_cold": 1.0,
+    "token_f1_cold": 1.0,
+    "rouge1_reference": 1.0,
+    "rouge_l_reference": 1.0,
+    "token_f1_reference": 1.0,
+    "perplexity": 1.1,
+    "perplexity_ratio": 1.0,
+    "first_token_kl": 0.001,
+    "token_agreement": 1.0,
+}
+
+
+@pytest.fixture(scope="session")
+def make_sample() -> Callable[..., Sample]:
+    """Builds a sample of a reused prompt; keywords change its fields."""
+    return lambda **changes: Sample(**(_SAMPLE | changes))
+
+
+@pytest.fixture(scope="session")
+def measured() -> Measured:
+    """What the rows of an imagined run share."""
+    return Measured("python -m validation", {"name": "cpu-2core", "cores": 2}, {"torch": "2.13.0"}, "2026-11-21")

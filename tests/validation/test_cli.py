@@ -1,0 +1,194 @@
+"""The command on a tiny model: a whole run, its files, and the exit status of every kind of bad usage."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from validation import results
+from validation.arms import ARMS
+from validation.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# One token a byte: two documents of about 150 tokens each, in one order for the donor and in the other for the prompt.
+FIRST = "Stock list of Depot Oslo.\n" + "\n".join(f"item number {i}: {i * 37 % 91}" for i in range(7))
+SECOND = "Stock list of Barn Riga.\n" + "\n".join(f"thing number {i}: {i * 53 % 97}" for i in range(7))
+CASES: list[dict[str, Any]] = [
+    {"id": "swap", "donors": [f"Read. {FIRST}{SECOND} Why?"], "prompt": f"Study this: {SECOND}{FIRST} How many?"},
+    {"id": "known", "donors": [f"A {FIRST} Why?"], "prompt": f"Another {FIRST} How?", "reference": "17"},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "cases.jsonl"
+    path.write_text("".join(json.dumps(case) + "\n" for case in CASES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(tiny_model_paths: dict[str, Path], prompts: Path) -> list[str]:
+    """A run of seconds whose speed is not judged: at this size, time says nothing."""
+    return [
+        *("--model", str(tiny_model_paths["qwen2"]), "--prompts", str(prompts), "--device", "cpu"),
+        *("--max-tokens", "4", "--min-speedup", "0", "--min-rouge1", "0", "--min-token-f1", "0"),
+    ]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_measures_every_case_in_every_arm(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, audit = tmp_path / "out" / "report.json", tmp_path / "audit.jsonl"
+    places = ["--output", str(output), "--audit-path", str(audit), "--record", str(tmp_path / "rows"), "--machine", "m"]
+    assert main([*command, *places, "--repeat", "2"]) == 0
+    report = json.loads(output.read_text())
+    samples = report["samples"]
+    assert len(samples) == 2 * len(CASES) * len(ARMS)
+    assert report["passed"] is True
+    assert report["seconds"] > 0
+    for sample in samples:
+        cold = sample["arm"].startswith("cold")
+        assert sample["ttft_s"] > 0
+        assert (sample["reused_tokens"] > 250 - 130 * (sample["case_id"] == "known")) == (
+            sample["arm"] in ("position_fix", "boundary")
+        )
+        assert (
+            sample["computed_tokens"] + sample["reused_tokens"] + sample["exact_prefix_tokens"]
+            == (sample["prompt_tokens"])
+        )
+        if cold:
+            assert sample["computed_tokens"] == sample["prompt_tokens"]
+            assert (sample["first_token_kl"], sample["token_agreement"], sample["perplexity_ratio"]) == (0.0, 1.0, 1.0)
+        assert (sample["exact_match"] is None) == (sample["case_id"] == "swap")
+    assert report["audit"]["materializations"] >= 2 * len(CASES)
+    assert report["audit"]["rope_corrections"] >= 2 * len(CASES)
+    assert report["audit"]["donor_registrations"] >= 2
+    assert {json.loads(line)["arm"] for line in audit.read_text().splitlines()} == {"position_fix", "boundary"}
+    [rows] = results.read_rows(tmp_path / "rows").values()
+    assert [row.name for row in rows] == ["wrapper_exactness_max_logit_diff"]
+    assert rows[0].holds
+    assert "position_fix" in capsys.readouterr().out
+
+
+def test_a_gate_that_fails_is_named(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", str(tmp_path / "report.json"), "--audit-path", str(tmp_path / "audit.jsonl")]
+    assert main([*command, *places, "--min-materializations", "99", "--policy", "boundary"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(
+        r"gate failed: materializations is \d+, at least 99 is required \(audit log of arm boundary\)", error
+    )
+    assert json.loads((tmp_path / "report.json").read_text())["passed"] is False
+
+
+def test_a_judge_and_a_second_model_score_the_answers(
+    command: list[str], tiny_model_paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text("import json, sys; c = json.load(sys.stdin); print(0.5 if c['reference'] else 'unsure')\n")
+    places = ["--output", str(tmp_path / "report.json"), "--audit-path", str(tmp_path / "audit.jsonl")]
+    scores = ["--ppl-model", str(tiny_model_paths["llama"]), "--judge-command", f"{sys.executable} {judge}"]
+    assert main([*command, *places, *scores]) == 0
+    samples = json.loads((tmp_path / "report.json").read_text())["samples"]
+    judged = {(s["case_id"], s["judge_score"], s["judge_error"]) for s in samples if s["arm"] == "boundary"}
+    assert judged == {("known", 0.5, None), ("swap", None, "printed 'unsure' instead of a number")}
+    assert all(s["scored_perplexity"] is None or s["scored_perplexity"] >= 1 for s in samples)
+    assert any(s["scored_perplexity"] for s in samples)
+    assert "the judge gave no score for 2 answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read"),
+        (["--min-rouge1", "2"], "--min-rouge1 is 2.0; the score lies between 0 and 1"),
+        (["--min-speedup", "nan"], "--min-speedup is nan"),
+        (["--min-speedup", "fast"], "--min-speedup: invalid float value"),
+        (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
+        (["--max-tokens", "5000"], "the model's context holds 1024"),
+        (["--min-match-length", "0"], "--min-match-length is 0"),
+        (["--repeat", "0"], "--repeat is 0"),
+        (["--boundary", "4"], "--boundary is 4; the model has 3 layers"),
+        (["--boundary", "-1"], "--boundary is -1"),
+        (["--policy", "verified"], "invalid choice: 'verified'"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--device", "tpu"], "device tpu"),
+        (["--judge-command", "no-such-judge"], "--judge-command 'no-such-judge' names no program"),
+        (["--ppl-model", "/nowhere"], "--ppl-model '/nowhere' cannot be loaded"),
+        (["--no-such-flag"], "Unrecognized arguments: --no-such-flag"),
+        (["--min-speed", "1"], "Unrecognized arguments: --min-speed"),
+        (["--output", "."], "is a folder"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_leaves_nothing(
+    command: list[str],
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("validation: ")
+    assert captured.err.count("\n") == 1
+    assert sentence in captured.err
+    assert files_in(tmp_path) == []
+
+
+def test_a_bad_line_is_refused_by_its_number(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(CASES[0]) + "\n{\n")
+    assert main([*command, "--prompts", str(path)]) == 2
+    assert "bad.jsonl, line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "where"), [("prompt", "the prompt has"), ("donors", "the donor 1 has")])
+def test_a_text_longer_than_the_context_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, where: str
+) -> None:
+    long = "word " * 400
+    case = {"id": "long", "donors": ["short"], "prompt": "short", field: long if field == "prompt" else [long]}
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps(case))
+    assert main([*command, "--prompts", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"Case long: {where} 2000 tokens" in error
+    assert "the model's context holds 1024" in error
+
+
+def test_built_in_prompts_need_a_context_that_holds_them(
+    tiny_model_paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(tiny_model_paths["qwen2"]), "--device", "cpu"]) == 2
+    assert "bring shorter cases with --prompts" in capsys.readouterr().err
+
+
+def test_an_unsupported_architecture_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    assert main([*command, "--model", str(tmp_path)]) == 2
+    assert "gpt2" in capsys.readouterr().err
+
+
+def test_help_explains_the_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "unrelated_fires" in text
+    assert "Exit status: 0 all gates hold" in text
+    assert main(["scoreboard", "--help"]) == 0

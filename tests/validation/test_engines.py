@@ -1,0 +1,29 @@
+"""An arm's engine sees exactly the arm's settings."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from validation.arms import ARMS, REUSE_ARMS
+from validation.engines import environment
+
+
+def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_SEMBLEND_POLICY", "off")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "7")
+    monkeypatch.setenv("SEMBLENDER", "somebody else's")
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError), environment({"SEMBLEND_POLICY": "boundary"}):  # noqa: PT012
+        ours = {name: value for name, value in os.environ.items() if "SEMBLEND_" in name}
+        assert ours == {"SEMBLEND_POLICY": "boundary"}
+        assert os.environ["SEMBLENDER"] == "somebody else's"
+        raise RuntimeError
+    assert dict(os.environ) == before
+
+
+def test_arms_differ_in_name_and_the_first_is_cold() -> None:
+    assert len({arm.name for arm in ARMS}) == len(ARMS) == 5
+    assert ARMS[0].name == "cold"
+    assert REUSE_ARMS == ("position_fix", "boundary")

@@ -1,0 +1,103 @@
+"""Metrics against worked examples, and properties that hold for any text and any logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from validation import metrics
+
+texts = st.text(st.sampled_from("abc the an .,!\n17ÄX "), max_size=40)
+tokens = st.lists(st.integers(0, 9), max_size=12)
+rows = st.lists(st.floats(-30, 30), min_size=5, max_size=5)
+
+
+def test_exact_match_ignores_case_punctuation_articles_and_space() -> None:
+    assert metrics.exact_match(" The answer, is 42.\n", "answer is 42")
+    assert not metrics.exact_match("42", "43")
+    assert not metrics.exact_match("", "42")
+
+
+def test_token_f1_counts_common_words_as_often_as_both_have_them() -> None:
+    assert metrics.token_f1("red red blue", "red green") == pytest.approx(2 * 1 / 5)
+    assert metrics.token_f1("", "") == 1.0
+    assert metrics.token_f1("red", "") == 0.0
+
+
+def test_rouge_sees_order_only_in_the_longest_common_subsequence() -> None:
+    rouge1, rouge_l = metrics.rouge_f1("one two three four", "four three two one")
+    assert rouge1 == pytest.approx(1.0)
+    assert rouge_l == pytest.approx(0.25)
+    assert metrics.rouge_f1("", "") == (1.0, 1.0)
+    assert metrics.rouge_f1("", "word") == (0.0, 0.0)
+
+
+@given(texts, texts)
+def test_scores_are_symmetric_shares_and_one_for_equal_texts(ours: str, theirs: str) -> None:
+    assert metrics.token_f1(ours, theirs) == pytest.approx(metrics.token_f1(theirs, ours))
+    assert 0.0 <= metrics.token_f1(ours, theirs) <= 1.0
+    assert metrics.rouge_f1(ours, theirs) == pytest.approx(metrics.rouge_f1(theirs, ours))
+    assert all(0.0 <= score <= 1.0 + 1e-12 for score in metrics.rouge_f1(ours, theirs))
+    assert metrics.token_f1(ours, ours) == 1.0
+    assert metrics.rouge_f1(ours, ours) == pytest.approx((1.0, 1.0))
+    assert metrics.exact_match(ours, ours)
+    if metrics.exact_match(ours, theirs):
+        assert metrics.token_f1(ours, theirs) == 1.0
+
+
+@given(tokens, tokens)
+def test_token_agreement_is_one_only_for_equal_answers(ours: list[int], theirs: list[int]) -> None:
+    agreement = metrics.token_agreement(ours, theirs)
+    assert 0.0 <= agreement <= 1.0
+    assert (agreement == 1.0) == (ours == theirs)
+    assert agreement == metrics.token_agreement(theirs, ours)
+
+
+def test_token_agreement_is_by_position() -> None:
+    assert metrics.token_agreement([1, 2, 3, 4], [1, 9, 3]) == 0.5
+
+
+def test_perplexity_of_a_uniform_guess_is_the_vocabulary() -> None:
+    assert metrics.perplexity(torch.zeros(3, 7), [0, 6, 3]) == pytest.approx(7.0)
+    certain = torch.tensor([[0.0, 50.0]])
+    assert metrics.perplexity(certain, [1]) == pytest.approx(1.0)
+    assert math.isfinite(metrics.perplexity(torch.tensor([[0.0, 1e6]]), [0]))
+
+
+def test_perplexity_needs_a_row_for_each_token() -> None:
+    with pytest.raises(ValueError, match="one row of logits a token"):
+        metrics.perplexity(torch.zeros(2, 7), [1])
+    with pytest.raises(ValueError, match="one row of logits a token"):
+        metrics.perplexity(torch.zeros(0, 7), [])
+
+
+@given(rows, rows, st.floats(-5, 5))
+def test_kl_is_never_negative_and_does_not_see_a_constant(ours: list[float], theirs: list[float], shift: float) -> None:
+    reference, other = torch.tensor(ours), torch.tensor(theirs)
+    divergence = metrics.kl_divergence(reference, other)
+    assert divergence >= 0.0
+    assert metrics.kl_divergence(reference, reference) == 0.0
+    assert metrics.kl_divergence(reference, other + shift) == pytest.approx(divergence, rel=1e-3, abs=1e-4)
+
+
+def test_kl_is_the_sum_over_the_reference() -> None:
+    reference, other = torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert metrics.kl_divergence(reference.log(), other.log()) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
+def test_percentile_is_numpys(values: list[float], share: float) -> None:
+    assert metrics.percentile(values, share) == pytest.approx(float(np.percentile(values, share * 100)), abs=1e-6)
+
+
+def test_nothing_has_no_mean() -> None:
+    assert metrics.mean([]) is None
+    assert metrics.median([]) is None
+    with pytest.raises(ValueError, match="share"):
+        metrics.percentile([1.0], 1.5)

@@ -1,0 +1,73 @@
+"""README tables are made from rows, agree with them, and leave the text around them alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from validation import results, scoreboard
+from validation.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from validation.results import Measured, Row
+
+TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
+
+
+@pytest.fixture
+def rows(measured: Measured) -> dict[str, list[Row]]:
+    def row(name: str, value: float) -> Row:
+        return results.row(name, value, "x", goal=1.05, better="higher", baseline="cold | warm", measured=measured)
+
+    return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 12_345.6)]}
+
+
+def test_a_table_holds_the_rows_that_match(rows: dict[str, list[Row]]) -> None:
+    table = scoreboard.markdown_table("cpu_* machine/other", rows).splitlines()
+    assert table[2:] == [
+        "| `cpu_a` | 3.142 x | >= 1.05 | yes | cold \\| warm | machine |",
+        "| `gpu_c` | 12,346 x | >= 1.05 | yes | cold \\| warm | machine |",
+    ]
+
+
+def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> None:
+    once = scoreboard.with_tables(TEXT, rows)
+    assert scoreboard.with_tables(once, rows) == once
+    assert once.startswith("# Title\n\n<!-- results:cpu_* machine/other -->\n| row |")
+    assert once.endswith("<!-- /results -->\n\nThe end.\n")
+
+
+def test_a_marker_without_rows_or_without_an_end_is_refused(rows: dict[str, list[Row]]) -> None:
+    with pytest.raises(ConfigurationError, match="No result row matches 'tpu_"):
+        scoreboard.with_tables("<!-- results:tpu_* -->\n<!-- /results -->\n", rows)
+    with pytest.raises(ConfigurationError, match="close it"):
+        scoreboard.with_tables("<!-- results:cpu_* -->\n", rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0"), (3.0, "3"), (1234567.0, "1,234,567"), (0.000012345, "1.234e-05"), (-0.5, "-0.5")]
+)
+def test_figures_are_short(value: float, shown: str) -> None:
+    assert scoreboard.figure(value) == shown
+
+
+def test_the_command_checks_and_rewrites(
+    tmp_path: Path, rows: dict[str, list[Row]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, each in rows.items():
+        results.write_rows(tmp_path / "results" / f"{place}.json", each)
+    readme = tmp_path / "README.md"
+    readme.write_text(TEXT)
+    where = ["scoreboard", "--results", str(tmp_path / "results"), "--readme", str(readme)]
+    assert main(where) == 0
+    assert "gpu_b" in capsys.readouterr().out
+    assert main([*where, "--check"]) == 1
+    assert "differ" in capsys.readouterr().err
+    assert main([*where, "--write"]) == 0
+    assert main([*where, "--check"]) == 0
+    assert main(["scoreboard", "--results", str(tmp_path / "missing")]) == 2
+    assert main([*where, "--check", "--write"]) == 2
