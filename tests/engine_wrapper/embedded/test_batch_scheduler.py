@@ -76,7 +76,13 @@ def test_generation_has_its_rows_before_any_prompt():
 def test_a_budget_below_a_block_starts_no_chunk():
     engine = Engine(rows=6).add(request(1, 3, 9), request(2, 20))
     assert engine.step() == [(1, 0, 3)]
+    assert (len(engine.waiting), engine.blocks.holds(2)) == (1, False)
     assert engine.step() == [(2, 0, 4), (1, 3, 1)]
+
+
+def test_nothing_follows_a_chunk_that_is_not_the_last():
+    engine = Engine(rows=10).add(request(1, 21), request(2, 2))
+    assert engine.step() == [(1, 0, 8)]
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_the_whole_budget():

@@ -89,6 +89,15 @@ def test_the_only_block_left_is_the_source_itself():
     assert (blocks.block_ids(2), copies) == ([0], [])
 
 
+def test_the_source_of_a_copy_is_not_evicted_while_others_can_be():
+    blocks, copies = manager(num_blocks=2)
+    run(blocks, 1, [0, 1, 2, 3])
+    run(blocks, 2, [70, 71, 72, 73])
+    assert admit(blocks, 3, [0, 1, 80]) == 2
+    assert (blocks.block_ids(3), copies) == ([1], [(0, 1)])
+    assert len(blocks.match(KEY, [0, 1, 2, 3, 4]).nodes) == 1
+
+
 def test_admission_counts_what_running_requests_may_still_need():
     blocks, _ = manager(num_blocks=4)
     admit(blocks, 1, [0, 1], total=12)

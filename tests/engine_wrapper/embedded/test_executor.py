@@ -339,12 +339,14 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     (cold,) = llm.generate([clean], SIX)
     llm = type(llm)(model=tiny_qwen2_path, runner=poisoned, kv_cache_config=llm.llm_args.kv_cache_config.model_copy())
     free = llm.block_manager.num_free_blocks
-    bad, good = llm.generate([[1, 7, 2], clean], SIX)
+    poisoned_prompt = [7, *clean[:20]]
+    bad, good = llm.generate([poisoned_prompt, clean], SIX)
     assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
     assert "request 1 failed" in bad.error
     assert "not finite" in bad.error
     assert answer(good) == answer(cold)
     assert llm.block_manager.num_free_blocks == free
+    assert llm.generate([poisoned_prompt], SIX)[0].cached_tokens == 0
     for seed in range(4):  # the poisoned block comes round again
         again = [token for token in prompt(30 + seed, seed) if token != 7]
         assert llm.generate([again], SIX)[0].outputs[0].finish_reason == "length"
@@ -371,6 +373,20 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
         assert answers(llm.generate(prompts, SIX)) == expected
         assert answers(llm.generate(prompts, SIX)) == expected
         assert llm.block_manager.num_free_blocks == free
+
+
+def test_only_written_chunks_are_reusable(make_llm):
+    tokens = prompt(60)
+    (cold,) = make_llm().generate([tokens], SIX)
+    llm = make_llm(max_num_tokens=20)  # chunks of 16, 16, 16 and 12; the second prompt enters beside the last
+    first = llm.generate_async(tokens, SIX)
+    llm.executor.step()
+    second = llm.generate_async(tokens, SIX)
+    *_, last = first
+    *_, also = second
+    assert answer(last) == answer(also) == answer(cold)
+    assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
+    assert also.cached_tokens == 48
 
 
 def test_prefixes_are_shared_within_a_salt_only(make_llm):
