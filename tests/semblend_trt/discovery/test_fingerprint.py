@@ -1,0 +1,150 @@
+"""Winnowing: shared runs share anchors, anchors are sparse, odd input is bounded or refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.discovery.fingerprint import (
+    GRAM_TOKENS,
+    GUARANTEED_RUN,
+    WINDOW_GRAMS,
+    as_token_array,
+    fingerprint,
+    gram_hashes,
+)
+
+MAX_ID = 2**31 - 1
+
+
+def random_tokens(seed: int, length: int, vocabulary: int = 32_000) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
+
+
+def reference_hashes(tokens: np.ndarray) -> list[int]:
+    """The definition, in Python integers."""
+    mask, base = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    hashes = []
+    for start in range(len(tokens) - GRAM_TOKENS + 1):
+        value = 0
+        for token in tokens[start : start + GRAM_TOKENS].tolist():
+            value = (value * base + token) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        hashes.append(value ^ (value >> 31))
+    return hashes
+
+
+def reference_positions(tokens: np.ndarray) -> list[int]:
+    """Rightmost minimum of every window of grams, for tokens without a stretch of one repeated token."""
+    ranks = [value & ((1 << 35) - 1) for value in reference_hashes(tokens)]
+    windows = range(len(ranks) - WINDOW_GRAMS + 1)
+    return sorted({min(range(w, w + WINDOW_GRAMS), key=lambda at: (ranks[at], -at)) for w in windows})
+
+
+@pytest.mark.parametrize("length", [GRAM_TOKENS, 40, 200])
+@pytest.mark.parametrize("top", [3, MAX_ID + 1])
+def test_hashes_equal_the_definition(length: int, top: int) -> None:
+    tokens = random_tokens(1, length, top)
+    assert gram_hashes(tokens).tolist() == reference_hashes(tokens)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 50, 32_000])
+def test_anchors_are_the_rightmost_window_minima(vocabulary: int) -> None:
+    tokens = random_tokens(2, 300, vocabulary)
+    anchors = fingerprint(tokens)
+    assert anchors.positions.tolist() == reference_positions(tokens)
+    assert anchors.hashes.tolist() == [reference_hashes(tokens)[at] for at in anchors.positions]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(2, 4),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.integers(GUARANTEED_RUN, 80),
+)
+def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(
+    seed: int, vocabulary: int, left: int, right: int, length: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    run = rng.integers(0, vocabulary, length, dtype=np.int32)
+    if len(set(run.tolist())) == 1:
+        run[length // 2] += 1
+    anchored = []
+    for before in (left, right):
+        noise = rng.integers(0, vocabulary, before, dtype=np.int32)
+        anchors = fingerprint(np.concatenate([noise, run, noise]))
+        relative = anchors.positions - before
+        inside = (relative >= 0) & (relative <= length - GRAM_TOKENS)
+        anchored.append(set(zip(anchors.hashes[inside].tolist(), relative[inside].tolist(), strict=True)))
+    assert anchored[0] & anchored[1]
+
+
+def test_runs_of_32_tokens_are_guaranteed() -> None:
+    assert GUARANTEED_RUN == 32
+
+
+def test_ordinary_text_gets_about_two_anchors_a_window() -> None:
+    anchors = fingerprint(random_tokens(3, 20_000))
+    assert len(anchors) == pytest.approx(20_000 * 2 / (WINDOW_GRAMS + 1), rel=0.05)
+
+
+@pytest.mark.parametrize("length", [GUARANTEED_RUN, 1_000, 100_000])
+def test_one_repeated_token_gets_two_anchors_at_most(length: int) -> None:
+    positions = fingerprint(np.full(length, 5, dtype=np.int32)).positions.tolist()
+    assert positions == sorted({0, length - GRAM_TOKENS})
+
+
+def test_a_stretch_of_one_token_inside_text_is_anchored_at_its_ends() -> None:
+    text = random_tokens(4, 100)
+    anchors = fingerprint(np.concatenate([text, np.full(5_000, 99_999, dtype=np.int32), text]))
+    inside = [at for at in anchors.positions.tolist() if 100 <= at <= 5_100 - GRAM_TOKENS]
+    assert inside == [100, 5_100 - GRAM_TOKENS]
+
+
+@pytest.mark.parametrize("period", [2, 3, 20])
+def test_thinning_bounds_the_anchors_of_periodic_text(period: int) -> None:
+    tokens = np.tile(np.arange(period, dtype=np.int32), 10_000 // period)
+    anchors = fingerprint(tokens)
+    thinned = anchors.thinned(8)
+    assert len(anchors) > 400
+    assert len(thinned) <= 8 * period
+    assert thinned.positions[0] == anchors.positions[0]
+    assert thinned.positions[-1] == anchors.positions[-1]
+    assert np.all(np.diff(thinned.positions) > 0)
+
+
+def test_thinning_keeps_the_first_and_last_of_each_hash() -> None:
+    anchors = fingerprint(np.tile(random_tokens(5, 60), 9))
+    thinned = anchors.thinned(3)
+    for gram in set(anchors.hashes.tolist()):
+        every = anchors.positions[anchors.hashes == gram].tolist()
+        kept = thinned.positions[thinned.hashes == gram].tolist()
+        assert kept == (every if len(every) <= 3 else [*every[:2], every[-1]])
+
+
+def test_thinning_leaves_ordinary_text_alone() -> None:
+    anchors = fingerprint(random_tokens(6, 500))
+    assert anchors.thinned(8) is anchors
+    empty = fingerprint(random_tokens(6, 5))
+    assert len(empty.thinned(8)) == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, GRAM_TOKENS, GUARANTEED_RUN - 1])
+def test_short_input_has_no_anchors(length: int) -> None:
+    assert len(fingerprint(random_tokens(7, length))) == 0
+
+
+@pytest.mark.parametrize("bad", [[-1], [MAX_ID + 1], [0.5], ["a"], [[1, 2]], 7, [True]])
+def test_bad_token_ids_are_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"token id|shape"):
+        as_token_array(np.asarray(bad))
+
+
+@pytest.mark.parametrize("good", [[], [0, MAX_ID], np.arange(6, dtype=np.int64)[::2], (1, 2, 3)])
+def test_good_token_ids_become_contiguous_int32(good: object) -> None:
+    array = as_token_array(good)  # type: ignore[arg-type]
+    assert array.dtype == np.int32
+    assert array.flags.c_contiguous
+    assert array.tolist() == [int(token) for token in good]  # type: ignore[attr-defined]

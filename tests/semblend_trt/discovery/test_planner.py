@@ -1,0 +1,329 @@
+"""Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend_trt.config import Settings
+from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.plan import AttentionMode, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
+from semblend_trt.policy import ReusePolicy
+
+NUM_LAYERS = 6
+STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
+
+
+def text(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 30_000, length, dtype=np.int32)
+
+
+SYSTEM, DOCUMENT, OTHER, QUESTION = text(1, 100), text(2, 400), text(3, 300), text(4, 40)
+PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
+
+
+def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overrides: object) -> Planner:
+    index = SpanIndex()
+    for donor_id, tokens in donors.items():
+        index.add("space", donor_id, tokens)
+    values = Settings(policy=ReusePolicy(policy), **overrides)  # type: ignore[arg-type]
+    return Planner(index, values, values.policy, NUM_LAYERS)
+
+
+def request(
+    tokens: np.ndarray = PROMPT,
+    computed: int = 0,
+    mode: EngineMode = WRAPPER,
+    guard: bool = True,
+    exclude: frozenset[str] = frozenset(),
+) -> LookupRequest:
+    return LookupRequest(7, "space", tokens, computed, 32, mode, guard, exclude)
+
+
+def plan_of(planned: Planned) -> SemanticKvPlan:
+    assert planned.outcome_reason is None
+    assert planned.plan is not None
+    return planned.plan
+
+
+def assert_refused(planned: Planned, reason: str) -> None:
+    assert planned.plan is None
+    assert planned.outcome_reason == reason
+
+
+# -- what a plan is -----------------------------------------------------------------------------------------------
+
+
+def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
+    donors = {"a": np.concatenate([text(5, 64), DOCUMENT]), "b": np.concatenate([text(6, 10), OTHER])}
+    plan = plan_of(planner(donors).plan(request()))
+    assert plan.spans == (PlanSpan("a", 64, 100, 400), PlanSpan("b", 10, 500, 300))
+    assert plan.kind is PlanKind.REQUEST_LOCAL_SEGMENTED
+    assert plan.publication is PublicationPolicy.REQUEST_LOCAL
+    assert plan.matched_tokens == plan.execution.suffix_start == 800
+    assert plan.holes == (range(100),)
+    assert plan.execution.attention is AttentionMode.HOLES_AND_SUFFIX
+    assert (plan.execution.mode, plan.execution.num_layers) == (WRAPPER, NUM_LAYERS)
+    assert plan.execution.recompute_boundary_layer == 0
+    assert (plan.request_id, plan.namespace_key, plan.block_size) == (7, "space", 32)
+    assert plan.prompt_token_ids == tuple(PROMPT.tolist())
+    assert plan.diagnostics == {
+        "runs_found": 2,
+        "donors_considered": 2,
+        "tokens_reused": 700,
+        "holes": [[0, 100]],
+    }
+
+
+def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
+    donors = {"exact": PROMPT[:300], "shifted": np.concatenate([text(5, 9), PROMPT])}
+    plan = plan_of(planner(donors).plan(request()))
+    assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
+    assert plan.kind is PlanKind.REQUEST_LOCAL_PREFIX
+    assert plan.execution.attention is AttentionMode.SUFFIX_ONLY
+    assert plan.exact_token_count == 300
+    assert plan.holes == ()
+
+
+@pytest.mark.parametrize("policy", ["exact", "position_fix", "boundary"])
+def test_only_exact_spans_make_an_exact_plan_under_every_policy(policy: str) -> None:
+    values = {"recompute_boundary_layer": 2} if policy == "boundary" else {}
+    plan = plan_of(planner({"a": PROMPT}, policy, **values).plan(request(computed=96)))
+    assert plan.spans == (PlanSpan("a", 96, 96, 839 - 96, exact=True),)
+    assert plan.kind is PlanKind.EXACT_PREFIX
+    assert plan.publication is PublicationPolicy.EXACT_CACHE
+    assert plan.execution.recompute_boundary_layer == 0
+    assert plan.is_exact
+
+
+def test_one_prompt_token_always_stays() -> None:
+    for donor in (PROMPT, np.concatenate([text(5, 3), PROMPT, text(6, 50)])):
+        assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("computed", [0, 1, 96, 250, 512])
+def test_the_engines_own_prefix_is_never_written(computed: int) -> None:
+    donors = {"a": np.concatenate([text(5, 64), SYSTEM, DOCUMENT, OTHER])}
+    plan = plan_of(planner(donors).plan(request(computed=computed)))
+    assert plan.spans == (PlanSpan("a", 64 + computed, computed, 800 - computed),)
+    assert plan.matched_tokens == 800 - computed
+
+
+def test_exact_needs_the_donors_own_start() -> None:
+    # The same positions, but other text before: KV of moved-in context is not what a cold run would produce.
+    donor = np.concatenate([text(5, 100), DOCUMENT, OTHER])
+    plan = plan_of(planner({"a": donor}).plan(request()))
+    assert plan.spans == (PlanSpan("a", 100, 100, 700, exact=False),)
+    assert_refused(planner({"a": donor}, "exact").plan(request()), "not_exact")
+
+
+def test_boundary_is_carried_by_request_local_plans() -> None:
+    plan = plan_of(
+        planner({"a": DOCUMENT}, "boundary", recompute_boundary_layer=2, min_reuse_ratio=0.1).plan(request())
+    )
+    assert list(plan.execution.layers_to_recompute) == [0, 1]
+    assert plan.kind is PlanKind.REQUEST_LOCAL_SEGMENTED
+
+
+def test_excluded_donors_are_planned_around() -> None:
+    asked = planner({"a": PROMPT, "b": PROMPT[:700]}, "exact")
+    first = request()
+    assert plan_of(asked.plan(first)).spans[0].donor_id == "a"
+    second = first.excluding(frozenset({"a"}))
+    assert plan_of(asked.plan(second)).spans[0].donor_id == "b"
+    third = second.excluding(frozenset({"b"}))
+    assert third.exclude == {"a", "b"}
+    assert_refused(asked.plan(third), "no_donor_match")
+    assert asked.plan(third).runs_found == 0
+
+
+# -- a stock engine -----------------------------------------------------------------------------------------------
+
+
+def test_stock_takes_only_what_goes_on_without_a_hole() -> None:
+    donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
+    plan = plan_of(planner(donors).plan(request(mode=STOCK)))
+    assert plan.spans == (PlanSpan("a", 9, 0, 200), PlanSpan("b", 100, 200, 300))
+    assert plan.kind is PlanKind.REQUEST_LOCAL_PREFIX
+    assert plan.execution.attention is AttentionMode.SUFFIX_ONLY
+    assert plan.holes == ()
+
+
+def test_stock_refuses_a_hole() -> None:
+    assert_refused(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK)), "hole_needs_wrapper")
+    plan = plan_of(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK, computed=100)))
+    assert plan.spans == (PlanSpan("b", 0, 100, 739),)
+
+
+@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
+def test_without_a_publication_guard_only_exact_kv_is_placed(mode: EngineMode) -> None:
+    shifted = np.concatenate([text(5, 9), PROMPT])
+    assert_refused(planner({"a": shifted}).plan(request(mode=mode, guard=False)), "no_publication_guard")
+    plan = plan_of(planner({"a": shifted, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
+    assert plan.kind is PlanKind.EXACT_PREFIX
+    assert plan.matched_tokens == 600
+
+
+def test_stock_refuses_a_boundary() -> None:
+    asked = planner({"a": np.concatenate([text(5, 9), PROMPT])}, "boundary", recompute_boundary_layer=2)
+    assert_refused(asked.plan(request(mode=STOCK)), "boundary_needs_wrapper")
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "reason"),
+    [({}, "off", "policy_off"), ({"enabled": False}, "exact", "disabled"), ({"min_reuse_ratio": 0.99}, "exact", None)],
+)
+def test_switches(overrides: dict[str, object], policy: str, reason: str | None) -> None:
+    planned = planner({"a": PROMPT}, policy, **overrides).plan(request())
+    assert planned.outcome_reason == reason
+    assert (planned.plan is None) == (reason is not None)
+
+
+@pytest.mark.parametrize(
+    ("length", "reason"), [(0, "short_prompt"), (1, "short_prompt"), (64, "short_prompt"), (65, None)]
+)
+def test_short_prompts(length: int, reason: str | None) -> None:
+    asked = planner({"a": PROMPT}, "exact")
+    assert asked.plan(request(PROMPT[:length])).outcome_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("computed", "reason"), [(775, None), (776, "prefix_covers_prompt"), (840, "prefix_covers_prompt")]
+)
+def test_a_prefix_that_leaves_less_than_a_span(computed: int, reason: str | None) -> None:
+    assert planner({"a": PROMPT}, "exact").plan(request(computed=computed)).outcome_reason == reason
+
+
+def test_no_match() -> None:
+    donors = {"a": text(5, 500), "short": PROMPT[200:263], "computed": PROMPT[:600]}
+    planned = planner(donors).plan(request(computed=600))
+    assert_refused(planned, "no_donor_match")
+    assert_refused(planner({}).plan(request()), "no_donor_match")
+
+
+def test_other_namespaces_are_not_even_counted() -> None:
+    asked = planner({"a": PROMPT})
+    planned = asked.plan(LookupRequest(7, "elsewhere", PROMPT, 0, 32, WRAPPER, True))
+    assert planned == Planned(None, "no_donor_match", 0)
+
+
+@pytest.mark.parametrize(("ratio", "reason"), [(0.25, None), (0.36, "low_reuse")])
+def test_the_reused_share_is_of_what_the_engine_lacks(ratio: float, reason: str | None) -> None:
+    asked = planner({"a": OTHER}, min_reuse_ratio=ratio)
+    assert asked.plan(request()).outcome_reason == reason  # 300 of 840
+    assert asked.plan(request(computed=480)).outcome_reason is None  # 300 of 360
+
+
+def test_runs_are_counted_in_refusals() -> None:
+    assert planner({"a": OTHER}, min_reuse_ratio=0.9).plan(request()) == Planned(None, "low_reuse", 1)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31])
+def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    tokens = PROMPT.astype(np.int64)
+    tokens[50] = bad
+    assert_refused(planner({"a": PROMPT}).plan(request(tokens)), "invalid_tokens")
+
+
+@pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])
+def test_a_boundary_outside_the_model_is_refused_at_once(boundary: int) -> None:
+    with pytest.raises(ConfigurationError, match="BOUNDARY"):
+        planner({}, "boundary", recompute_boundary_layer=boundary)
+
+
+def test_discovery_only_reports_and_promises_nothing() -> None:
+    donors = {"a": np.concatenate([text(5, 64), DOCUMENT, OTHER])}
+    plan = plan_of(planner(donors, discovery_only=True).plan(request(computed=32)))
+    assert plan.kind is PlanKind.DISCOVERY_ONLY
+    assert plan.spans == (PlanSpan("a", 64, 100, 700),)
+    assert plan.matched_tokens == 0
+    assert plan.execution.attention is AttentionMode.FULL_PREFILL
+    assert plan.is_exact
+    assert plan.diagnostics["tokens_reused"] == 700
+    assert planner({}, discovery_only=True).plan(request()).outcome_reason == "no_donor_match"
+
+
+# -- any prompt ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    policy=st.sampled_from(["exact", "position_fix", "boundary"]),
+    mode=st.sampled_from([STOCK, WRAPPER]),
+    guard=st.booleans(),
+    discovery_only=st.booleans(),
+)
+def test_every_plan_moves_equal_tokens_only(
+    seed: int, policy: str, mode: EngineMode, guard: bool, discovery_only: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    pieces = [rng.integers(0, 9, int(rng.integers(20, 150)), dtype=np.int32) for _ in range(5)]
+
+    def shuffled() -> np.ndarray:
+        chosen = [pieces[i] for i in rng.permutation(5)[: int(rng.integers(1, 6))]]
+        return np.concatenate(chosen)[int(rng.integers(0, 15)) if rng.integers(0, 2) else 0 :]
+
+    donors = {f"donor-{i}": shuffled() for i in range(3)}
+    prompt = shuffled()
+    asked = planner(
+        donors,
+        policy,
+        recompute_boundary_layer=3,
+        min_span_tokens=int(rng.integers(1, 80)),
+        min_reuse_ratio=float(rng.uniform(0, 0.4)),
+        discovery_only=discovery_only,
+    )
+    computed = int(rng.integers(0, len(prompt)))
+    planned = asked.plan(request(prompt, computed, mode, guard))
+    assert (planned.plan is None) == (planned.outcome_reason is not None)
+    if planned.plan is not None:
+        check_plan(planned.plan, donors, prompt, computed)
+        assert planned.plan.is_exact or guard or discovery_only
+        assert planned.plan.kind is PlanKind.EXACT_PREFIX or policy != "exact" or discovery_only
+
+
+def check_plan(plan: SemanticKvPlan, donors: dict[str, np.ndarray], prompt: np.ndarray, computed: int) -> None:
+    for span in plan.spans:
+        moved = donors[span.donor_id][span.donor_start : span.donor_end]
+        assert moved.tolist() == prompt[span.target_start : span.target_end].tolist()
+        assert computed <= span.target_start < span.target_end <= len(prompt) - 1
+        if span.exact:
+            assert donors[span.donor_id][: span.target_end].tolist() == prompt[: span.target_end].tolist()
+    if plan.kind is PlanKind.DISCOVERY_ONLY:
+        assert plan.matched_tokens == 0
+        return
+    assert plan.prefix_end == plan.spans[-1].target_end
+    assert plan.reused_tokens + sum(map(len, plan.holes)) == plan.matched_tokens
+    if plan.execution.mode is STOCK:
+        assert plan.holes == ()
+
+
+_REFUSALS: dict[str, Callable[[], Planned]] = {
+    "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
+    "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
+    "short_prompt": lambda: planner({"a": PROMPT}).plan(request(PROMPT[:10])),
+    "prefix_covers_prompt": lambda: planner({"a": PROMPT}).plan(request(computed=800)),
+    "invalid_tokens": lambda: planner({"a": PROMPT}).plan(request(-PROMPT)),
+    "no_donor_match": lambda: planner({}).plan(request()),
+    "not_exact": lambda: planner({"a": DOCUMENT}, "exact").plan(request()),
+    "boundary_needs_wrapper": lambda: planner({"a": PROMPT}, "boundary", recompute_boundary_layer=1).plan(
+        request(mode=STOCK)
+    ),
+    "no_publication_guard": lambda: planner({"a": DOCUMENT}).plan(request(guard=False)),
+    "hole_needs_wrapper": lambda: planner({"a": DOCUMENT}).plan(request(mode=STOCK)),
+    "low_reuse": lambda: planner({"a": OTHER}).plan(request()),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(_REFUSALS))
+def test_each_documented_refusal_happens(reason: str) -> None:
+    assert_refused(_REFUSALS[reason](), reason)
+    assert reason in (Planner.__doc__ or "")

@@ -1,0 +1,204 @@
+"""The host tier owns copies, within its budget, and gives back exactly what was saved."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend_trt.donors.tiers import HostTier
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+
+LAYERS, HEADS, HEAD_DIM = 2, 3, 4
+BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_DIM * 4
+
+
+def donor_kv(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, 2, HEADS, tokens, HEAD_DIM, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gives_back_what_was_saved(dtype: torch.dtype) -> None:
+    tier = HostTier(1 << 20, pin=False)
+    kv = donor_kv(9, dtype=dtype)
+    tier.save("a", kv)
+    held = tier.get("a").tensor
+    assert torch.equal(held, kv)
+    assert held.dtype == dtype
+    assert held.is_contiguous()
+    assert tier.used_bytes == kv.numel() * kv.element_size()
+    assert "a" in tier
+    assert len(tier) == 1
+
+
+def test_owns_its_memory() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    kv = donor_kv(9)
+    expected = kv.clone()
+    tier.save("a", kv)
+    kv.fill_(float("nan"))
+    assert torch.equal(tier.get("a").tensor, expected)
+
+
+def test_a_strided_view_is_held_contiguous() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    wide = donor_kv(20)
+    tier.save("a", wide[:, :, :, 3:11])
+    assert torch.equal(tier.get("a").tensor, wide[:, :, :, 3:11])
+    assert tier.get("a").tensor.is_contiguous()
+    assert tier.used_bytes == 8 * BYTES_PER_TOKEN
+
+
+def test_refuses_above_its_budget_and_keeps_nothing() -> None:
+    tier = HostTier(10 * BYTES_PER_TOKEN, pin=False)
+    tier.save("a", donor_kv(6))
+    with pytest.raises(CapacityError, match=f"needs {5 * BYTES_PER_TOKEN} bytes; {4 * BYTES_PER_TOKEN} of"):
+        tier.save("b", donor_kv(5))
+    assert "b" not in tier
+    tier.save("c", donor_kv(4))
+    assert tier.used_bytes == tier.byte_budget
+    assert tier.drop("a")
+    tier.save("b", donor_kv(5))
+
+
+def test_dropped_donors_are_gone_but_what_a_reader_holds_stays() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    kv = donor_kv(5)
+    tier.save("a", kv)
+    reader = tier.get("a")
+    assert tier.drop("a")
+    assert not tier.drop("a")
+    with pytest.raises(DonorUnavailableError, match="a is not in host memory"):
+        tier.get("a")
+    tier.save("b", donor_kv(5, seed=1))
+    assert torch.equal(reader.tensor, kv)
+
+
+def test_clear_frees_everything() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    tier.save("a", donor_kv(5))
+    tier.clear()
+    assert (tier.used_bytes, len(tier)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [torch.zeros(2, 2, 3, 4), torch.zeros(2, 3, 3, 4, 4), torch.zeros(2, 2, 3, 0, 4), torch.zeros(2, 2, 3, 4, 4).int()],
+    ids=["dimensions", "no K and V", "empty", "dtype"],
+)
+def test_refuses_what_is_not_kv(bad: torch.Tensor) -> None:
+    tier = HostTier(1 << 20, pin=False)
+    with pytest.raises(ValueError, match="KV of donor a"):
+        tier.save("a", bad)
+    assert tier.used_bytes == 0
+
+
+def test_refuses_an_id_that_is_taken() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    kv = donor_kv(5)
+    tier.save("a", kv)
+    with pytest.raises(ValueError, match="already in host memory"):
+        tier.save("a", donor_kv(5, seed=1))
+    assert torch.equal(tier.get("a").tensor, kv)
+
+
+def test_a_copy_that_fails_gives_its_room_back() -> None:
+    tier = HostTier(1 << 20, pin=False)
+    # A tensor on the meta device has a shape and no data, so that the copy itself raises.
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        tier.save("a", torch.empty(LAYERS, 2, HEADS, 5, HEAD_DIM, device="meta"))
+    assert tier.used_bytes == 0
+    tier.save("a", donor_kv(5))
+
+
+def test_a_donor_dropped_while_it_is_saved_is_not_held() -> None:
+    tier = HostTier(1 << 20, pin=False)
+
+    class DroppedMeanwhile(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.Tensor.copy_:
+                assert "a" not in tier
+                assert tier.used_bytes == 5 * BYTES_PER_TOKEN
+                assert tier.drop("a")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
+        tier.save("a", donor_kv(5).as_subclass(DroppedMeanwhile))
+    assert tier.used_bytes == 0
+    assert "a" not in tier
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="budget of -1"):
+        HostTier(-1, pin=False)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="without CUDA"):
+            HostTier(1, pin=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_pinned_memory_holds_what_the_device_had() -> None:
+    tier = HostTier(1 << 20, pin=True)
+    kv = donor_kv(9).cuda()
+    tier.save("a", kv)
+    held = tier.get("a").tensor
+    assert held.is_pinned()
+    assert torch.equal(held, kv.cpu())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
+def test_the_budget_holds_through_any_saves_and_drops(steps: list[tuple[str, int]]) -> None:
+    tier, held = HostTier(12 * BYTES_PER_TOKEN, pin=False), dict[str, torch.Tensor]()
+    for number, (donor_id, tokens) in enumerate(steps):
+        if not tokens:
+            assert tier.drop(donor_id) == (donor_id in held)
+            held.pop(donor_id, None)
+            continue
+        kv = donor_kv(tokens, seed=number)
+        if donor_id in held:
+            with pytest.raises(ValueError, match="already"):
+                tier.save(donor_id, kv)
+        elif sum(one.shape[3] for one in held.values()) + tokens > 12:
+            with pytest.raises(CapacityError):
+                tier.save(donor_id, kv)
+        else:
+            tier.save(donor_id, kv)
+            held[donor_id] = kv
+        assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * BYTES_PER_TOKEN <= tier.byte_budget
+    for donor_id, kv in held.items():
+        assert torch.equal(tier.get(donor_id).tensor, kv)
+
+
+def test_threads_see_whole_donors_only() -> None:
+    tier = HostTier(64 * BYTES_PER_TOKEN, pin=False)
+    expected = donor_kv(8, seed=3)
+    failures: list[object] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                try:
+                    kv = tier.get("passing").tensor
+                except DonorUnavailableError:
+                    continue
+                if not torch.equal(kv, expected):
+                    failures.append("a reader saw other bytes")
+        except Exception as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(100):
+        tier.save("passing", expected)
+        tier.drop("passing")
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert failures == []
+    assert tier.used_bytes == 0
