@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 import validation
-from validation.assets.recipe import corpus, tasks
+from validation.assets.recipe import arguments, corpus, evaluate, tasks
+from validation.assets.recipe.probe import PlaceProbe
+from validation.assets.recipe.train import hidden_states
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -82,3 +85,42 @@ def test_unusable_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
         corpus.read_books(short)
     with pytest.raises(corpus.CorpusError, match="cannot be read"):
         corpus.read_books(tmp_path / "missing.txt")
+
+
+def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Tokenizer) -> None:
+    text = (
+        "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12"
+        "<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
+    )
+    encoding = tokenizer.encode(text)
+    ids = torch.tensor([encoding.ids])
+    places, inside = PlaceProbe(8, tokenizer).labels(ids)
+    named = {
+        tokenizer.decode(places[:, 0, position].tolist()).strip()
+        for position in range(ids.shape[1])
+        if inside[0, position]
+    }
+    assert {name.split()[0] for name in named} == {"Depot", "Yard"}
+    covered = tokenizer.decode(ids[0, inside[0]].tolist())
+    assert "12" in covered
+    assert "prose" not in covered
+
+
+def test_the_trainer_reads_the_model_as_transformers_does() -> None:
+    model, tokenizer = evaluate.load(ASSETS / "model")
+    prompt = "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>How many?<|a|>"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        expected = model.model(input_ids=ids, output_hidden_states=True)
+        last, early = hidden_states(model, ids, probed=2)
+    assert torch.equal(last, expected.last_hidden_state)
+    assert torch.equal(early, expected.hidden_states[2])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [(["--batch-tokens", "100"], "at least 8192"), (["--minutes", "0"], "must be above 0")]
+)
+def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments.parse(["--text", "books.txt", "--out", "out", *wrong])
+    assert message in capsys.readouterr().err

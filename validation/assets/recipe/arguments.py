@@ -27,6 +27,8 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--mlp", type=int, default=416)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--probe-layers", type=int, default=2, help="layers after which a row must know its place")
+    parser.add_argument("--probe-weight", type=float, default=0.3, help="0 switches the auxiliary task off")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--questions", type=int, default=200, help="questions a suite in the final evaluation")
     parser.add_argument("--log-every", type=int, default=20)
@@ -37,6 +39,8 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
         parser.error("--batch-tokens must be at least 8192, one row of the last stage.")
     if arguments.minutes <= 0 or arguments.steps < 0:
         parser.error("--minutes must be above 0 and --steps not below 0.")
+    if not 1 <= arguments.probe_layers <= arguments.layers:
+        parser.error(f"--probe-layers must be between 1 and {arguments.layers}, the number of layers.")
     return arguments
 
 

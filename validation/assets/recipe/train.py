@@ -18,6 +18,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from . import corpus, evaluate
 from .arguments import heading, parse
+from .probe import PlaceProbe
 from .stream import BatchStream, Source
 from .tasks import TEXT_WEIGHT
 from .tokenizer import END_ID, END_OF_TEXT_ID, encode_books, packaged, train_tokenizer
@@ -66,12 +67,25 @@ def build_model(arguments: argparse.Namespace, vocabulary: int) -> Qwen2ForCausa
     return Qwen2ForCausalLM(config)
 
 
-def build_optimizer(model: Qwen2ForCausalLM, device: str) -> torch.optim.AdamW:
+def build_optimizer(parameters: list[torch.nn.Parameter], device: str) -> torch.optim.AdamW:
     """Return AdamW with decay on matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def hidden_states(model: Qwen2ForCausalLM, ids: torch.Tensor, probed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last hidden states and those after `probed` layers, each of shape (rows, length, width)."""
+    inner = model.model
+    hidden = inner.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    rotation = inner.rotary_emb(hidden, positions)
+    early = hidden
+    for number, layer in enumerate(inner.layers, start=1):
+        hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotation)
+        early = hidden if number == probed else early
+    return inner.norm(hidden), early
 
 
 def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -91,11 +105,13 @@ def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, wei
 class Trainer:
     """Runs the stages by the share of minutes or steps gone, and writes the log."""
 
-    def __init__(self, arguments: argparse.Namespace, model: Qwen2ForCausalLM, log: IO[str]) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: Qwen2ForCausalLM, probe: PlaceProbe, log: IO[str]) -> None:
         self._arguments = arguments
         self._device = arguments.device
         self._model = model.to(self._device).train()
-        self._optimizer = build_optimizer(model, self._device)
+        self._probe = probe.to(self._device)
+        self._parameters = [*model.parameters(), *probe.parameters()]
+        self._optimizer = build_optimizer(self._parameters, self._device)
         self._losses = losses
         self._log = log
         self.step = 0
@@ -103,6 +119,7 @@ class Trainer:
             # Layer by layer: the layers share their code, so one compilation serves all of them.
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
+            self._probe.compile(dynamic=False)
             self._losses = torch.compile(losses, dynamic=False)
 
     def run(self, stages: tuple[Stage, ...], streams: list[BatchStream]) -> None:
@@ -119,7 +136,7 @@ class Trainer:
             self.step += 1
             tokens += batch[0].size
             if self.step % self._arguments.log_every == 0:
-                loss, answer_loss, answer_hits = values.tolist()
+                loss, answer_loss, answer_hits, probe_loss = values.tolist()
                 now = time.monotonic()
                 self._write(
                     step=self.step,
@@ -127,6 +144,7 @@ class Trainer:
                     loss=round(loss, 4),
                     answer_loss=round(answer_loss, 4),
                     answer_hits=round(answer_hits, 4),
+                    probe_loss=round(probe_loss, 4),
                     tokens_per_second=round(tokens / (now - marked)),
                     wall_seconds=round(now - started, 1),
                     repeats=stream.repeats,
@@ -137,15 +155,16 @@ class Trainer:
         ids = torch.from_numpy(batch[0]).to(self._device, non_blocking=True).long()
         weights = torch.from_numpy(batch[1]).to(self._device, non_blocking=True)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
-            hidden = self._model.model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden, early = hidden_states(self._model, ids, self._arguments.probe_layers)
             values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
-        torch.autograd.backward(values[0])
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            probe_loss = self._probe(early, ids)
+        torch.autograd.backward(values[0] + self._arguments.probe_weight * probe_loss)
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return values.detach()
+        return torch.cat([values.detach(), probe_loss.detach().reshape(1)])
 
     def _progress(self, started: float) -> float:
         if self._arguments.steps:
@@ -201,7 +220,8 @@ def main(values: list[str] | None = None) -> None:
     model = build_model(arguments, tokenizer.get_vocab_size())
     with (arguments.out / "training_log.jsonl").open("w", encoding="utf-8") as log:
         log.write(json.dumps(heading(arguments)) + "\n")
-        Trainer(arguments, model, log).run(stages, streams)
+        probe = PlaceProbe(model.config.hidden_size, tokenizer)
+        Trainer(arguments, model, probe, log).run(stages, streams)
         for stream in streams:
             stream.close()
         save(model, tokenizer, arguments.out / "model")
