@@ -1,7 +1,7 @@
-"""Which requests may take part at all, judged from the attributes TensorRT-LLM's LlmRequest carries.
+"""Which engines and requests may take part at all, judged from TensorRT-LLM's LlmArgs and LlmRequest.
 
-TensorRT-LLM lets several combinations reach a connector that give wrong data (more than one beam, multimodal
-placeholders that are equal for different images); they are refused here, by name.
+TensorRT-LLM lets several combinations reach a connector that give wrong data (block ids that are no pool rows, more
+than one beam, multimodal placeholders that are equal for different images); they are refused here, by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,24 @@ class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def engine_refusal(llm_args: Any) -> str | None:
+    """The reason for which no request of this engine may be reused, None when there is none."""
+    cache = getattr(llm_args, "kv_cache_config", None)
+    # After a swap to host memory a block id is no longer its row in the pool.
+    if getattr(cache, "host_cache_size", None):
+        return "host_offload"
+    if getattr(cache, "max_attention_window", None):
+        return "attention_window"
+    if getattr(llm_args, "speculative_config", None) is not None:
+        return "speculative_decoding"
+    if getattr(llm_args, "enable_attention_dp", False):
+        return "attention_dp"
+    for size in ("pipeline_parallel_size", "context_parallel_size"):
+        if int(getattr(llm_args, size, None) or 1) > 1:
+            return size.removesuffix("_size")
+    return None
 
 
 def check_eligible(request: Any) -> None:

@@ -109,6 +109,16 @@ class Library:
         self.catalog.commit(news.donor_id, tokens)
         self._index.add(namespace_key, news.donor_id, tokens)
 
+    def lost(self, donor_ids: set[str]) -> list[str]:
+        """Drops donors whose KV could not be read, so that no later prompt counts on them; returns those dropped.
+
+        A donor that another request has leased stays until that request's own load tells.
+        """
+        dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
+        for donor_id in dropped:
+            self._forget(donor_id)
+        return dropped
+
     def cancel(self, intent: SaveIntent) -> None:
         """Gives the reservation of a request that does not become a donor back."""
         self._saving.pop(intent.donor_id, None)

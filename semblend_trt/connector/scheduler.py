@@ -12,23 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.audit import AuditLog
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler
-from semblend_trt.connector.eligibility import IneligibleRequest, adapter_of, cache_salt_of, check_eligible
+from semblend_trt.connector.eligibility import (
+    IneligibleRequest,
+    adapter_of,
+    cache_salt_of,
+    check_eligible,
+)
+from semblend_trt.connector.journal import Journal
 from semblend_trt.connector.library import Library
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.connector.model_facts import model_facts, namespace_for
+from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
+from semblend_trt.connector.standing import facts_or_refusal
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.errors import NamespaceError, SemBlendError, UnsupportedModelError
+from semblend_trt.errors import NamespaceError, SemBlendError
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
 
@@ -46,8 +51,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings()
-        self._audit = AuditLog(self._settings.audit_path)
-        self._facts, self._refusal = _facts_or_refusal(llm_args)
+        self._journal = Journal(self._settings.audit_path)
+        self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -55,9 +60,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._namespace: CacheNamespace | None = None
         self.library: Library | None = None
         self.outcomes = OutcomeLedger()
-        self._audit.event(
-            "scheduler_initialized", refusal=self._refusal, settings=self._settings.model_dump(mode="json")
-        )
+        self._journal.started(self._settings, self._refusal)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -70,7 +73,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             logger.exception("lookup of request %d failed; it is served cold", request_id)
             tracked = _refused(request_id, num_computed_tokens, "internal_error")
         self._track(tracked)
-        self._audit_lookup(tracked)
+        self._journal.lookup(tracked)
         return tracked.matched_tokens, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
@@ -88,7 +91,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             tracked.load_failed = True
             if tracked.plan.execution.mode is EngineMode.WRAPPER:
                 tracked.plan = tracked.plan.without_spans("target_blocks")
-        self._audit.event("target_allocated", request_id=tracked.request_id, block_count=len(block_ids))
+        self._journal.allocated(tracked.request_id, len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Returns this iteration's plans, save intents and block progress, the same for every rank."""
@@ -126,7 +129,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Ends the requests still tracked and writes the audit log out."""
         while len(self._requests):
             self._settle(self._requests.pop_oldest())
-        self._audit.close()
+        self._journal.close()
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
@@ -200,11 +203,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             saved = self._runtime.saved.popleft()
             if self.library is not None:
                 self.library.saved(saved)
-            self._audit.event("donor_registered", donor_id=saved.donor_id, token_count=saved.tokens, error=saved.error)
+            self._journal.saved(saved)
         while self._runtime.failed_loads:
             tracked = self._requests.get(self._runtime.failed_loads.popleft())
             if tracked is not None:
                 tracked.load_failed = True
+                tracked.release_leases()
+                if self.library is not None and tracked.plan is not None:
+                    self._drops.extend(self.library.lost({span.donor_id for span in tracked.plan.spans}))
 
     # -- an iteration ----------------------------------------------------------------------------------------------
 
@@ -218,7 +224,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             loading = tracked.matched_tokens
             if tracked.plan is not None and loading:
                 plans.append(tracked.plan)
-                self._audit_dispatch(tracked.plan, data)
+                self._journal.dispatched(tracked.plan, data)
             if tracked.intent is not None:
                 intents.append(tracked.intent)
             progress.append(_progress(tracked, data, loading, is_first=True))
@@ -270,45 +276,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             exact_prefix_tokens=tracked.num_computed_tokens,
         )
         if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
-            plan = tracked.plan
-            self._audit.event(
-                "materialized",
-                request_id=tracked.request_id,
-                kind=plan.kind.value,
-                segment_count=len(plan.spans),
-                materialized=plan.reused_tokens * plan.execution.num_layers,
-                prefix_token_count=plan.prefix_end,
-                computed_token_count=plan.num_computed_tokens,
-                requires_rope_correction=any(span.shift for span in plan.spans),
-            )
+            self._journal.materialized(tracked.plan)
 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.library is not None:
             self.library.cancel(tracked.intent)
-
-    # -- audit -----------------------------------------------------------------------------------------------------
-
-    def _audit_lookup(self, tracked: TrackedRequest) -> None:
-        plan = tracked.plan
-        self._audit.event(
-            "lookup",
-            request_id=tracked.request_id,
-            found=tracked.runs_found > 0,
-            num_computed_tokens=tracked.num_computed_tokens,
-            num_new_matched_tokens=tracked.matched_tokens,
-            kind=None if plan is None else plan.kind.value,
-            reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
-            rejection_reason=tracked.reason,
-        )
-
-    def _audit_dispatch(self, plan: SemanticKvPlan, data: Any) -> None:
-        self._audit.event(
-            "plan_dispatched",
-            request_id=plan.request_id,
-            computed_position=data.computed_position,
-            num_scheduled_tokens=data.num_scheduled_tokens,
-            spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
-        )
 
 
 def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
@@ -319,14 +291,3 @@ def _progress(tracked: TrackedRequest, data: Any, loading: int, *, is_first: boo
     # For a synchronous load `computed_position` points at the first token to load, not behind the last.
     tracked.written_tokens = data.computed_position + loading + data.num_scheduled_tokens
     return RequestProgress(tracked.request_id, tuple(data.new_block_ids), tracked.written_tokens, is_first)
-
-
-def _facts_or_refusal(llm_args: Any) -> tuple[ModelFacts | None, str | None]:
-    try:
-        return model_facts(llm_args.model), None
-    except UnsupportedModelError as error:
-        logger.warning("KV reuse is off for this model: %s", error)
-        return None, error.reason
-    except Exception:
-        logger.exception("KV reuse is off: the model's configuration cannot be read")
-        return None, "model_unreadable"

@@ -296,6 +296,16 @@ def test_lost_donor_costs_a_cold_prefill(engine, cold):
     assert torch.allclose(first_logits(output), first_logits(expected), atol=1e-4, rtol=0)
     report = llm.connector_scheduler.reuse_of(output.request_id)
     assert (report.outcome, report.reason, report.reused_tokens) == ("backend_declined_reuse", "load_failed", 0)
+    # Nobody counts on the lost donor again.
+    assert outcome(llm, serve(llm, text(8, 50) + DOCUMENT + QUESTION)) == "cold_fallback"
+
+
+def test_impossible_boundary_is_a_standing_refusal(engine, cold):
+    llm = engine("boundary", boundary=NUM_LAYERS + 1)
+    serve(llm, DONOR, PREFILL)
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "configuration")
+    assert token_ids(output) == token_ids(serve(cold, SHIFTED))
 
 
 def test_byte_budget_holds_and_evicts(engine, monkeypatch):

@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from semblend_trt.connector.eligibility import IneligibleRequest, adapter_of, cache_salt_of, check_eligible
+from semblend_trt.connector.eligibility import (
+    IneligibleRequest,
+    adapter_of,
+    cache_salt_of,
+    check_eligible,
+    engine_refusal,
+)
 
 
 def request(**attributes):
@@ -51,3 +57,21 @@ def test_engine_without_salt_attribute_is_refused():
 def test_adapter_identity():
     assert adapter_of(request(lora_task_id=None)) is None
     assert adapter_of(request(lora_task_id=3)) != adapter_of(request(lora_task_id=4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, None),
+        ({"kv_cache_config": SimpleNamespace(host_cache_size=0, max_attention_window=None)}, None),
+        ({"kv_cache_config": SimpleNamespace(host_cache_size=1 << 30)}, "host_offload"),
+        ({"kv_cache_config": SimpleNamespace(max_attention_window=[4096])}, "attention_window"),
+        ({"speculative_config": object()}, "speculative_decoding"),
+        ({"enable_attention_dp": True}, "attention_dp"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        ({"context_parallel_size": 4}, "context_parallel"),
+        ({"pipeline_parallel_size": None, "context_parallel_size": 1}, None),
+    ],
+)
+def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
+    assert engine_refusal(request(**arguments)) == reason

@@ -1,0 +1,68 @@
+"""The scheduler's audit events, each with the fields that operators of the SemBlend package know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.audit import AuditLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.runtime import SavedDonor
+
+
+class Journal:
+    """Writes what was decided for each request to the audit log at `path`; without one, nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._audit = AuditLog(path)
+
+    def started(self, settings: Settings, refusal: str | None) -> None:
+        self._audit.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
+
+    def lookup(self, tracked: TrackedRequest) -> None:
+        plan = tracked.plan
+        self._audit.event(
+            "lookup",
+            request_id=tracked.request_id,
+            found=tracked.runs_found > 0,
+            num_computed_tokens=tracked.num_computed_tokens,
+            num_new_matched_tokens=tracked.matched_tokens,
+            kind=None if plan is None else plan.kind.value,
+            reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
+            rejection_reason=tracked.reason,
+        )
+
+    def allocated(self, request_id: int, block_count: int) -> None:
+        self._audit.event("target_allocated", request_id=request_id, block_count=block_count)
+
+    def dispatched(self, plan: SemanticKvPlan, data: Any) -> None:
+        self._audit.event(
+            "plan_dispatched",
+            request_id=plan.request_id,
+            computed_position=data.computed_position,
+            num_scheduled_tokens=data.num_scheduled_tokens,
+            spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
+        )
+
+    def materialized(self, plan: SemanticKvPlan) -> None:
+        self._audit.event(
+            "materialized",
+            request_id=plan.request_id,
+            kind=plan.kind.value,
+            segment_count=len(plan.spans),
+            materialized=plan.reused_tokens * plan.execution.num_layers,
+            prefix_token_count=plan.prefix_end,
+            computed_token_count=plan.num_computed_tokens,
+            requires_rope_correction=any(span.shift for span in plan.spans),
+        )
+
+    def saved(self, donor: SavedDonor) -> None:
+        self._audit.event("donor_registered", donor_id=donor.donor_id, token_count=donor.tokens, error=donor.error)
+
+    def close(self) -> None:
+        self._audit.close()
