@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+# Triton decides at its import whether its own functions can be interpreted, and transformers imports it.
+if not torch.cuda.is_available() and find_spec("triton"):
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        import triton  # noqa: F401
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,

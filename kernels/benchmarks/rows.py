@@ -58,7 +58,7 @@ class Results:
             }
         )
         verdict = "" if goal is None else f"  goal {'>=' if better == 'higher' else '<='} {goal:g}"
-        print(f"{name:<44} {value:>12,.4g} {unit:<10}{verdict}{'' if holds else '  MISSED'}", flush=True)
+        say(f"{name:<44} {value:>12,.5g} {unit:<10}{verdict}{'' if holds else '  MISSED'}")
 
     def write(self, folder: Path | None, name: str) -> None:
         """Writes the rows to `folder/name.json`, replacing an earlier run's; nothing when `folder` is None."""
@@ -67,7 +67,13 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.json"
         path.write_text(json.dumps(self.rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        print(f"wrote {len(self.rows)} rows to {path}", flush=True)
+        say(f"wrote {len(self.rows)} rows to {path}")
+
+
+def say(line: str) -> None:
+    """Shows one line at once, so that a run that is cut short has shown what it measured."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
