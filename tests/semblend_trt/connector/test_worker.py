@@ -1,0 +1,193 @@
+"""The worker obeys the metadata, refuses pools it does not know, and never blocks or holds what it was not given."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine_wrapper.embedded.llm_args import LlmArgs
+from semblend_trt.connector import SemBlendKvConnectorWorker
+from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
+from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.plan import (
+    AttentionMode,
+    EngineExecution,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    PublicationPolicy,
+    SemanticKvPlan,
+)
+from semblend_trt.runtime import runtime_for
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
+
+
+@pytest.fixture
+def args(tiny_qwen2_path):
+    return LlmArgs(model=tiny_qwen2_path)
+
+
+@pytest.fixture
+def worker(args):
+    built = SemBlendKvConnectorWorker(args)
+    built.register_kv_caches(pool())
+    yield built
+    built.close()
+
+
+def pool(dtype=torch.float32, block=BLOCK):
+    torch.manual_seed(0)
+    return torch.randn(32, LAYERS, 2, KV_HEADS * block * HEAD_DIM).to(dtype)
+
+
+def step(worker, **fields):
+    worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
+    worker.start_load_kv(None)
+
+
+def saved(worker, request_id):
+    """Polls until the request's save has ended, as the executor's idle iterations do."""
+    done, _ = worker.get_finished([request_id], [])
+    while request_id not in done:
+        done, _ = worker.get_finished([], [])
+    return done
+
+
+def follow(worker, request_id, blocks, written, max_tokens=100):
+    step(
+        worker,
+        intents=(SaveIntent(request_id, f"donor-{request_id}", max_tokens),),
+        progress=(RequestProgress(request_id, blocks, written, True),),
+    )
+
+
+def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
+    return SemanticKvPlan(
+        request_id=7,
+        namespace_key="namespace",
+        kind=PlanKind.REQUEST_LOCAL_PREFIX,
+        publication=PublicationPolicy.REQUEST_LOCAL,
+        spans=(PlanSpan("donor-1", 0, 4, 16),),
+        prompt_token_ids=tuple(range(30)),
+        num_computed_tokens=4,
+        matched_tokens=16,
+        block_size=BLOCK,
+        execution=EngineExecution(mode, AttentionMode.SUFFIX_ONLY, LAYERS, suffix_start=20),
+        target_block_ids=blocks,
+    )
+
+
+def test_block_size_comes_from_the_pool_not_the_arguments(args, worker):
+    assert args.kv_cache_config.tokens_per_block != BLOCK
+    assert runtime_for(args).pool.geometry.block_size == BLOCK
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        torch.zeros(4, LAYERS + 1, 2, KV_HEADS * BLOCK * HEAD_DIM),
+        torch.zeros(4, LAYERS, 1, KV_HEADS * BLOCK * HEAD_DIM),
+        torch.zeros(4, LAYERS, 2, KV_HEADS * BLOCK * HEAD_DIM + 1),
+        torch.zeros(4, LAYERS, 2, KV_HEADS, BLOCK, HEAD_DIM),
+        torch.zeros(4, LAYERS, 2, KV_HEADS * BLOCK * HEAD_DIM, dtype=torch.int8),
+    ],
+)
+def test_unknown_pool_is_a_refusal(args, unknown):
+    worker = SemBlendKvConnectorWorker(args)
+    worker.register_kv_caches(unknown)
+    runtime = runtime_for(args)
+    assert (runtime.pool, runtime.refusal) == (None, "pool_layout")
+    assert worker.get_finished([], []) == ([], [])
+
+
+def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
+    follow(worker, 1, (3, 5), 12)
+    step(worker, progress=(RequestProgress(1, (9,), 21, False),))
+    assert saved(worker, 1) == [1]
+    kv = worker.tier.get("donor-1").tensor
+    assert kv.shape == (LAYERS, 2, KV_HEADS, 21, HEAD_DIM)
+    blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    assert torch.equal(kv[:, :, :, 16:21], blocks[9, :, :, :, :5])
+    assert torch.equal(kv[:, :, :, 8:16], blocks[5])
+    news = runtime_for(args).saved.popleft()
+    assert (news.donor_id, news.tokens, news.error) == ("donor-1", 21, None)
+
+
+def test_save_stops_at_the_exact_part(worker):
+    follow(worker, 1, (3, 5), 16, max_tokens=10)
+    saved(worker, 1)
+    assert worker.tier.get("donor-1").capacity == 10
+
+
+def test_failed_save_still_gives_the_blocks_back(worker, args):
+    follow(worker, 1, (3,), 30)  # one block cannot hold 30 tokens
+    assert saved(worker, 1) == [1]
+    assert runtime_for(args).saved.popleft().error is not None
+
+
+def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
+    follow(worker, 1, (3,), 8)
+    step(worker, forgotten=(1,))
+    assert worker.get_finished([1, 99], [5]) == ([1, 99], [5])
+    assert len(worker.tier) == 0
+
+
+def test_replayed_request_starts_its_blocks_anew(worker):
+    follow(worker, 1, (3, 4), 16)
+    follow(worker, 1, (6, 7), 16)
+    saved(worker, 1)
+    assert torch.equal(
+        worker.tier.get("donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
+    )
+
+
+def test_drops_free_the_donor(worker):
+    follow(worker, 1, (3,), 8)
+    saved(worker, 1)
+    step(worker, drops=("donor-1", "donor-unknown"))
+    assert len(worker.tier) == 0
+
+
+def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
+    follow(worker, 1, (3, 5), 16)
+    saved(worker, 1)
+    step(worker, plans=(reuse(),))
+    once = worker._pool.clone()
+    step(worker, plans=(reuse(),))
+    assert torch.equal(once, worker._pool)
+    assert len(runtime_for(args).active_plans) == 1
+    before, after = (tensor.unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM)) for tensor in (pool(), once))
+    changed = (before != after).any(-1).any(-2).any(2).any(1).nonzero().tolist()
+    assert {(block, slot) for block, slot in changed} == {(20 + p // BLOCK, p % BLOCK) for p in range(4, 20)}
+
+
+def test_missing_donor_lets_the_wrapper_compute(worker, args):
+    step(worker, plans=(reuse(),))
+    assert torch.equal(worker._pool, pool())
+    plan = runtime_for(args).active_plans.take(7)
+    assert plan.spans == ()
+    assert list(plan.holes) == [range(4, 20)]
+    assert list(runtime_for(args).failed_loads) == [7]
+
+
+def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
+    with pytest.raises(DonorUnavailableError):
+        step(worker, plans=(reuse(EngineMode.STOCK),))
+    assert torch.equal(worker._pool, pool())
+
+
+def test_foreign_metadata_is_ignored(worker):
+    for metadata in (None, {"plans": [1]}, "garbage", random.Random(0)):
+        worker.bind_connector_meta(metadata)
+        worker.start_load_kv(None)
+    assert torch.equal(worker._pool, pool())
+
+
+def test_layer_hooks_and_save_wait_do_nothing(worker):
+    worker.wait_for_layer_load(0, None)
+    worker.save_kv_layer(0, None)
+    worker.wait_for_save(None)
+    assert torch.equal(worker._pool, pool())
