@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from importlib.resources import files
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 ALL_HOLD, GATE_FAILED, BAD_USAGE = 0, 1, 2
 # Narrower tables would be cut where the output is no terminal.
 _TABLE_WIDTH = 140
+_MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +69,7 @@ def shipped_model() -> Path:
 def _run(options: argparse.Namespace, command: str) -> int:
     began = time.perf_counter()
     bounds = GateBounds(**{name: getattr(options, name) for name in GateBounds.__slots__})
-    _check_numbers(options)
+    _check_options(options)
     judge = None if options.judge_command is None else Judge.parse(options.judge_command)
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     for path in filter(None, (options.output, options.audit_path, options.record and options.record / FILE_NAME)):
@@ -135,11 +137,13 @@ def _built_in(runner: ModelRunner, options: argparse.Namespace) -> list[Case]:
     return writer.write(DEFAULT_BATCHES, runner.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS))
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     for name, lowest in (("max_tokens", 1), ("min_match_length", 1), ("repeat", 1), ("seed", 0)):
         value = getattr(options, name)
         if value < lowest:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
+    if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
+        raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
 
 
 def _boundary(asked: int | None, runner: ModelRunner) -> int:

@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from validation.arms import Arm
 
 _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
-# Donors of all cases of a run stay findable, so that a wrong fire has many chances to happen.
-HOST_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What all engines of a run have in common. `pool_tokens` holds one group's donors and prompts."""
+    """What all engines of a run have in common.
+
+    `pool_tokens` holds one group's donors and prompts, `host_bytes` as many donors as possible: each is a chance
+    for a wrong fire.
+    """
 
     model: str
     pool_tokens: int
+    host_bytes: int
     boundary: int
     min_span: int
 
@@ -56,7 +59,7 @@ def _variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> di
     variables = {
         "SEMBLEND_POLICY": arm.policy,
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
-        "SEMBLEND_HOST_BYTES": str(HOST_BYTES),
+        "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
     }
     if arm.name == BOUNDARY:
         variables["SEMBLEND_RECOMPUTE_BOUNDARY_LAYER"] = str(settings.boundary)

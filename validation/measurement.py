@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     OnStep = Callable[[str], None]
 
+MIN_HOST_BYTES = 2 << 30
 WARM_UP_SALT = "warm-up"
 
 
@@ -95,7 +96,11 @@ class Measurement:
 
     def _server(self, stack: ExitStack, arm: Arm, audit_path: Path | None) -> Server:
         settings = EngineSettings(
-            self._settings.model, self._pool_tokens(), self._settings.boundary, self._settings.min_span
+            model=self._settings.model,
+            pool_tokens=self._pool_tokens(),
+            host_bytes=self._host_bytes(),
+            boundary=self._settings.boundary,
+            min_span=self._settings.min_span,
         )
         engine = open_engine(arm, settings, self._runner, None if audit_path is None else str(audit_path))
         stack.callback(engine.shutdown)
@@ -109,6 +114,13 @@ class Measurement:
             + 2 * max(len(self._tokens[case.id].prompt) + room for case in group)
             for group in self._groups
         )
+
+    def _host_bytes(self) -> int:
+        """Twice the largest group's donors at least, so that no group drops its own."""
+        donors = max(sum(map(len, tokens.donors)) for tokens in self._tokens.values())
+        facts = self._runner.facts
+        token_bytes = 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self._runner.dtype.itemsize
+        return max(MIN_HOST_BYTES, 2 * donors * token_bytes)
 
     def _warm_up(self, arm: Arm, server: Server) -> frozenset[int]:
         """Serves the first group under a salt of its own, so that first-call costs fall on nobody; the request ids."""

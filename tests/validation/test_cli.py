@@ -128,6 +128,7 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--no-such-flag"], "Unrecognized arguments: --no-such-flag"),
         (["--min-speed", "1"], "Unrecognized arguments: --min-speed"),
         (["--output", "."], "is a folder"),
+        (["--machine", "../elsewhere"], "--machine is '../elsewhere'"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(

@@ -1,0 +1,126 @@
+"""The shipped model's metrics show when placed KV is wrong: keys not rotated, or two spans exchanged.
+
+Two donors hold lists of the same places, one the earlier, one the later counts. The prompt shows both, and the later
+list counts: every answer hangs on which list stands where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from kernels.kv_move import Move
+from semblend_trt import materialize as materialize_module
+from validation import documents, prompts
+from validation.arms import COLD, COLD_AGAIN, POSITION_FIX
+from validation.cases import Case, Expectation
+from validation.cli import shipped_model
+from validation.measurement import Measurement, MeasurementSettings
+from validation.summary import Summary, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kernels.layout import PagedKv
+    from kernels.rope import RopeRotation
+
+    KvMove = Callable[[Sequence[Move], PagedKv, RopeRotation], None]
+
+PLACES = 6
+kv_move = materialize_module.kv_move
+
+
+def without_rotation(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) -> None:
+    """Keys keep the rotation of the donor's positions."""
+    still = dataclasses.replace(rotation, inverse_frequencies=(0.0,) * len(rotation.inverse_frequencies))
+    kv_move(moves, target, still)
+
+
+def exchanged(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) -> None:
+    """Each of two spans gets the other's KV, on their common length and rotated to where it is put."""
+    first, second = moves
+    length = min(first.length, second.length)
+    ends = [
+        Move(m.source, m.source_start + length, m.target_start + length, m.length - length)
+        for m in moves
+        if m.length > length
+    ]
+    swapped = [
+        Move(second.source, second.source_start, first.target_start, length),
+        Move(first.source, first.source_start, second.target_start, length),
+    ]
+    kv_move([*swapped, *ends], target, rotation)
+
+
+def replaced_lists(seed: int) -> list[Case]:
+    """A question on each place; the two lists of a place differ in their counts only."""
+    rng = random.Random(seed)
+    earlier = [documents.stock_list(rng, rows=14) for _ in range(PLACES)]
+    later = [documents.restock(rng, document) for document in earlier]
+    donors = tuple(
+        prompts.render(opening, [document.text for document in lists], lists[0].questions[0].text)
+        for opening, lists in (("Answer briefly.", earlier), ("Use the documents.", later))
+    )
+    shown = [document.text for document in [*earlier, *later]]
+    asked = [rng.choice(document.questions) for document in later]
+    return [
+        Case(
+            id=f"{seed}" if index == 0 else f"{seed}-{index}",
+            workload="replaced_lists",
+            size="1k",
+            donors=donors,
+            prompt=prompts.render(prompts.SYSTEM_PROMPTS[3], shown, question.text),
+            reference=question.answer,
+            known_answer=True,
+            expects=Expectation.REUSE,
+            group=f"{seed}",
+        )
+        for index, question in enumerate(asked)
+    ]
+
+
+@pytest.fixture(scope="module")
+def measure() -> Callable[[KvMove], dict[str, Summary]]:
+    """Runs all arms with one way of moving KV and gives each arm's figures."""
+    runner = ModelRunner(shipped_model(), "float32", "cpu")
+    cases = replaced_lists(seed=1)
+    settings = MeasurementSettings(str(shipped_model()), max_tokens=8, min_span=64, boundary=2)
+
+    def run(move: KvMove) -> dict[str, Summary]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(materialize_module, "kv_move", move)
+            samples = Measurement(runner, cases, settings).run().samples
+        return {
+            arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])
+            for arm in (COLD, COLD_AGAIN, POSITION_FIX)
+        }
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def intact(measure: Callable[[KvMove], dict[str, Summary]]) -> dict[str, Summary]:
+    return measure(kv_move)
+
+
+def test_the_model_knows_and_two_cold_runs_agree(intact: dict[str, Summary]) -> None:
+    assert intact[COLD].exact_match >= 0.9
+    assert intact[COLD_AGAIN].first_token_kl < 1e-6
+    assert intact[COLD_AGAIN].token_agreement == 1.0
+
+
+@pytest.mark.parametrize("broken", [without_rotation, exchanged])
+def test_wrong_kv_is_far_worse_than_position_fix(
+    measure: Callable[[KvMove], dict[str, Summary]], intact: dict[str, Summary], broken: KvMove
+) -> None:
+    """Half of all answers lost, ten times the divergence, and a right answer that is a fifth more surprising."""
+    right, wrong = intact[POSITION_FIX], measure(broken)[POSITION_FIX]
+    assert right.reused_tokens == wrong.reused_tokens > 0
+    assert right.exact_match - wrong.exact_match >= 0.5
+    assert right.token_agreement - wrong.token_agreement >= 0.3
+    assert wrong.first_token_kl >= 10 * max(right.first_token_kl, 0.01)
+    assert wrong.perplexity_ratio >= 1.2 * right.perplexity_ratio
