@@ -11,30 +11,38 @@ from dataclasses import dataclass
 import torch
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# kv_move also moves fp8; one scale for the whole tensor commutes with a rotation, so it need not be known.
+MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block."""
+    """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block.
+
+    `kv_factor` is 2 (K and V), or 1 where one latent row stands for both (MLA), as in TensorRT-LLM's pools.
+    """
 
     num_layers: int
     kv_heads: int
     head_dim: int
     block_size: int
+    kv_factor: int = 2
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KvGeometry.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.kv_factor not in (1, 2):
+            raise ValueError(f"KvGeometry.kv_factor is {self.kv_factor}; it must be 2 (K and V) or 1 (MLA)")
 
     @property
     def row_elements(self) -> int:
-        """Elements of K (or V) of one block and one layer."""
+        """Elements of K (or V, or the latent) of one block and one layer."""
         return self.kv_heads * self.block_size * self.head_dim
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return self.num_layers * 2 * self.kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of one token over all layers."""
+        return self.num_layers * self.kv_factor * self.kv_heads * self.head_dim * dtype.itemsize
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -45,8 +53,8 @@ class KvGeometry:
 class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
-    `pool`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V; `block_ids`: int64 [n]. Keep `block_ids` on
-    the host: they are checked there before every write, and reading them from a device would wait for it.
+    `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V; `block_ids`: int64 [n]. Keep
+    `block_ids` on the host: they are checked there before every write, and reading them from a device would wait for it.
     """
 
     pool: torch.Tensor
@@ -61,7 +69,7 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True)
 class ContiguousKv:
-    """One donor's KV: [layers, 2, kv_heads, tokens, head_dim], K then V; any strides, on any device."""
+    """One donor's KV: [layers, kv_factor, kv_heads, tokens, head_dim], K then V; any strides, on any device."""
 
     tensor: torch.Tensor
 
@@ -72,22 +80,33 @@ class ContiguousKv:
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
-    """Views `pool` as [blocks, layers, 2, kv_heads, block_size, head_dim], without a copy.
+    """Views `pool` as [blocks, layers, kv_factor, kv_heads, block_size, head_dim], without a copy.
 
     Raises ValueError when the pool does not have the geometry's shape.
     """
-    check_pool(pool, geometry)
+    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
     return pool.view(*pool.shape[:3], geometry.kv_heads, geometry.block_size, geometry.head_dim)
 
 
-def check_pool(pool: torch.Tensor, geometry: KvGeometry, name: str = "pool") -> None:
+def check_pool(
+    pool: torch.Tensor,
+    geometry: KvGeometry,
+    name: str = "pool",
+    dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES,
+) -> None:
     """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
-    expected = (geometry.num_layers, 2, geometry.row_elements)
+    expected = (geometry.num_layers, geometry.kv_factor, geometry.row_elements)
     if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
         raise ValueError(
-            f"{name} has shape {list(pool.shape)}; [blocks, {expected[0]}, 2, {expected[2]}] is needed for {geometry}"
+            f"{name} has shape {list(pool.shape)}; [blocks, {', '.join(map(str, expected))}] is needed for {geometry}"
         )
-    if pool.dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"{name} is {pool.dtype}; supported are float32, bfloat16 and float16")
+    check_dtype(pool.dtype, name, dtypes)
     if pool.stride(3) != 1:
         raise ValueError(f"{name} has stride {pool.stride(3)} in its last dimension; it must be 1")
+
+
+def check_dtype(dtype: torch.dtype, name: str, dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:
+    """Raises ValueError when `dtype` is none of `dtypes`."""
+    if dtype not in dtypes:
+        supported = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        raise ValueError(f"{name} is {dtype}; supported are {supported}")

@@ -15,13 +15,15 @@ import torch
 class RopeRotation:
     """The planes in which a model rotates its keys.
 
-    `inverse_frequencies`: radians a position, one a plane, `rotary_dim / 2` of them. `rotary_dim` leading channels of
-    the head rotate, the others pass. Planes are channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`.
+    `inverse_frequencies`: radians a position, one a plane, `rotary_dim / 2` of them. `rotary_dim` channels of the head
+    rotate, from `first_channel` on (0, but behind the latent in MLA); the others pass. Planes are, counted from there,
+    channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`.
     """
 
     inverse_frequencies: tuple[float, ...]
     rotary_dim: int
     interleaved: bool = False
+    first_channel: int = 0
 
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2 or len(self.inverse_frequencies) * 2 != self.rotary_dim:
@@ -29,6 +31,13 @@ class RopeRotation:
                 f"rotary_dim {self.rotary_dim} must be even, at least 2 and twice the "
                 f"{len(self.inverse_frequencies)} inverse frequencies"
             )
+        if self.first_channel < 0:
+            raise ValueError(f"first_channel is {self.first_channel}; it must be at least 0")
+
+    @property
+    def end_channel(self) -> int:
+        """The channel behind the last one that rotates."""
+        return self.first_channel + self.rotary_dim
 
 
 def rotation_factors(
@@ -44,10 +53,10 @@ def rotation_factors(
 def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
     """Rotates `keys` [..., tokens, head_dim] by `shift` positions; same shape and dtype, computed in at least float32.
 
-    A shift of 0 returns `keys` itself. Raises ValueError when `rotary_dim` exceeds `head_dim`.
+    A shift of 0 returns `keys` itself. float8_e4m3fn saturates at its largest value, which a rotation may exceed.
+    Raises ValueError when the rotated channels exceed `head_dim`.
     """
-    if keys.shape[-1] < rotation.rotary_dim:
-        raise ValueError(f"keys have head_dim {keys.shape[-1]}, below the rotary_dim {rotation.rotary_dim}")
+    check_head_dim(keys.shape[-1], rotation, "keys")
     if shift == 0:
         return keys
     math_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
@@ -58,12 +67,28 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
     rotated_first, rotated_second = _planes(rotated, rotation)
     rotated_first.mul_(cos).addcmul_(second, sin, value=-1)
     rotated_second.mul_(cos).addcmul_(first, sin)
-    return rotated.to(keys.dtype)
+    return saturated(rotated, keys.dtype)
+
+
+def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`; float8_e4m3fn, which has no infinity, saturates."""
+    if dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(dtype).max
+        values = values.clamp(-limit, limit)
+    return values.to(dtype)
+
+
+def check_head_dim(head_dim: int, rotation: RopeRotation, name: str) -> None:
+    """Raises ValueError when `rotation` turns channels that a head of `head_dim` does not have."""
+    if head_dim < rotation.end_channel:
+        behind = f" behind the first_channel {rotation.first_channel}" if rotation.first_channel else ""
+        raise ValueError(f"{name} has head_dim {head_dim}, below the rotary_dim {rotation.rotary_dim}{behind}")
 
 
 def _planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the planes' first and second channels, each [..., tokens, rotary_dim / 2]."""
+    rotary = keys[..., rotation.first_channel : rotation.end_channel]
     if rotation.interleaved:
-        return keys[..., 0 : rotation.rotary_dim : 2], keys[..., 1 : rotation.rotary_dim : 2]
+        return rotary[..., 0::2], rotary[..., 1::2]
     half = rotation.rotary_dim // 2
-    return keys[..., :half], keys[..., half : rotation.rotary_dim]
+    return rotary[..., :half], rotary[..., half:]

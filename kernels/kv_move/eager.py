@@ -20,10 +20,12 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     for move in moves:
         if not move.length:
             continue
-        # rows has shape [layers, 2, kv_heads, length, head_dim]
+        # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        keys = rotate_keys(rows[:, 0], move.shift, rotation)
-        _scatter(target, move.target_start, keys, rows[:, 1])
+        rotated = rotate_keys(rows[:, 0], move.shift, rotation)
+        _scatter(target, move.target_start, 0, rotated)
+        if rows.shape[1] == 2:
+            _scatter(target, move.target_start, 1, rows[:, 1])
 
 
 def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Tensor:
@@ -32,25 +34,29 @@ def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Te
     block_size = source.geometry.block_size
     first_block = start // block_size
     blocks = source.block_ids[first_block : -(-(start + length) // block_size)].to(source.pool.device)
-    # Whole blocks in the donor's order: [layers, 2, kv_heads, blocks, block_size, head_dim]
-    gathered = pool_view(source.pool, source.geometry).permute(1, 2, 3, 0, 4, 5).index_select(3, blocks)
+    # Whole blocks in the donor's order: [layers, kv_factor, kv_heads, blocks, block_size, head_dim]
+    paged = _indexable(pool_view(source.pool, source.geometry)).permute(1, 2, 3, 0, 4, 5)
+    gathered = paged.index_select(3, blocks).view(source.pool.dtype)
     offset = start - first_block * block_size
     return gathered.flatten(3, 4)[:, :, :, offset : offset + length]
 
 
-def _scatter(target: PagedKv | ContiguousKv, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """`keys` and `values`: [layers, kv_heads, length, head_dim]."""
-    length = keys.shape[2]
+def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.Tensor) -> None:
+    """`rows`: [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1)."""
+    length = rows.shape[2]
     if isinstance(target, ContiguousKv):
-        target.tensor[:, 0, :, start : start + length] = keys
-        target.tensor[:, 1, :, start : start + length] = values
+        target.tensor[:, kind, :, start : start + length] = rows
         return
     positions = torch.arange(start, start + length)
     block_size = target.geometry.block_size
     device = target.pool.device
     blocks = target.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
     slots = (positions % block_size).to(device, non_blocking=True)
-    # paged has shape [layers, 2, kv_heads, blocks, block_size, head_dim]
-    paged = pool_view(target.pool, target.geometry).permute(1, 2, 3, 0, 4, 5)
-    paged[:, 0, :, blocks, slots] = keys
-    paged[:, 1, :, blocks, slots] = values
+    # paged has shape [layers, kv_heads, blocks, block_size, head_dim]
+    paged = _indexable(pool_view(target.pool, target.geometry))[:, :, kind].permute(1, 2, 0, 3, 4)
+    paged[:, :, blocks, slots] = _indexable(rows)
+
+
+def _indexable(values: torch.Tensor) -> torch.Tensor:
+    """`values`, as bytes where torch cannot index their dtype."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, ContiguousKv, PagedKv, check_pool
+from kernels.layout import MOVABLE_DTYPES, ContiguousKv, PagedKv, check_dtype, check_pool
+from kernels.rope import RopeRotation, check_head_dim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kernels.rope import RopeRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +32,38 @@ class Move:
 
 def check_moves(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
     """Raises ValueError, naming the tensor and its bound, unless every move can be made."""
-    _check_kv(target, "target")
-    layers, kv_heads, head_dim = _sizes(target)
-    if rotation.rotary_dim > head_dim:
-        raise ValueError(f"rotation.rotary_dim is {rotation.rotary_dim}, above the target's head_dim {head_dim}")
+    check_kv(target, "target")
+    check_head_dim(sizes_of(target)[3], rotation, "target")
+    check_sources(moves, "moves", "target", sizes_of(target), tensor_of(target))
+    for index, move in enumerate(moves):
+        check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
+    _check_disjoint(moves, target)
+
+
+def check_sources(
+    moves: Sequence[Move], name: str, other: str, sizes: tuple[int, int, int, int], memory: torch.Tensor
+) -> None:
+    """Raises ValueError unless every source holds its range and has `sizes` and the dtype of `memory`, called `other`.
+
+    A PagedKv source must be on `memory`'s device. `sizes`: layers, kv_factor, kv_heads, head_dim.
+    """
     checked: set[int] = set()
     for index, move in enumerate(moves):
-        name = f"moves[{index}].source"
+        source = f"{name}[{index}].source"
         if id(move.source) not in checked:
-            _check_kv(move.source, name)
             checked.add(id(move.source))
-        if _sizes(move.source) != (layers, kv_heads, head_dim):
-            raise ValueError(
-                f"{name} has (layers, kv_heads, head_dim) {_sizes(move.source)}; the target has "
-                f"{(layers, kv_heads, head_dim)}"
-            )
-        source, destination = tensor_of(move.source), tensor_of(target)
-        if source.dtype != destination.dtype:
-            raise ValueError(f"{name} is {source.dtype}; the target is {destination.dtype}")
-        if isinstance(move.source, PagedKv) and source.device != destination.device:
-            raise ValueError(f"{name}.pool is on {source.device}; the target is on {destination.device}")
-        _check_range(f"{name} from source_start", move.source_start, move.length, move.source.capacity)
-        _check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
-    _check_disjoint(moves, target)
+            check_kv(move.source, source)
+            if sizes_of(move.source) != sizes:
+                raise ValueError(
+                    f"{source} has (layers, kv_factor, kv_heads, head_dim) {sizes_of(move.source)}; the {other} has "
+                    f"{sizes}"
+                )
+            tensor = tensor_of(move.source)
+            if tensor.dtype != memory.dtype:
+                raise ValueError(f"{source} is {tensor.dtype}; the {other} is {memory.dtype}")
+            if isinstance(move.source, PagedKv) and tensor.device != memory.device:
+                raise ValueError(f"{source}.pool is on {tensor.device}; the {other} is on {memory.device}")
+        check_range(f"{source} from source_start", move.source_start, move.length, move.source.capacity)
 
 
 def tensor_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
@@ -63,23 +71,26 @@ def tensor_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
     return kv.pool if isinstance(kv, PagedKv) else kv.tensor
 
 
-def _sizes(kv: PagedKv | ContiguousKv) -> tuple[int, int, int]:
+def sizes_of(kv: PagedKv | ContiguousKv) -> tuple[int, int, int, int]:
+    """Layers, kv_factor, kv_heads and head_dim."""
     if isinstance(kv, PagedKv):
-        return kv.geometry.num_layers, kv.geometry.kv_heads, kv.geometry.head_dim
-    layers, _, kv_heads, _, head_dim = kv.tensor.shape
-    return layers, kv_heads, head_dim
+        geometry = kv.geometry
+        return geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim
+    layers, kv_factor, kv_heads, _, head_dim = kv.tensor.shape
+    return layers, kv_factor, kv_heads, head_dim
 
 
-def _check_kv(kv: PagedKv | ContiguousKv, name: str) -> None:
+def check_kv(kv: PagedKv | ContiguousKv, name: str) -> None:
+    """Raises ValueError unless `kv` is well formed in itself."""
     if isinstance(kv, ContiguousKv):
-        if kv.tensor.ndim != 5 or kv.tensor.shape[1] != 2:
+        if kv.tensor.ndim != 5 or kv.tensor.shape[1] not in (1, 2):
             raise ValueError(
-                f"{name}.tensor has shape {list(kv.tensor.shape)}; [layers, 2, kv_heads, tokens, head_dim] is needed"
+                f"{name}.tensor has shape {list(kv.tensor.shape)}; [layers, 2 (1 in MLA), kv_heads, tokens, head_dim] "
+                "is needed"
             )
-        if kv.tensor.dtype not in SUPPORTED_DTYPES:
-            raise ValueError(f"{name}.tensor is {kv.tensor.dtype}; supported are float32, bfloat16 and float16")
+        check_dtype(kv.tensor.dtype, f"{name}.tensor", MOVABLE_DTYPES)
         return
-    check_pool(kv.pool, kv.geometry, f"{name}.pool")
+    check_pool(kv.pool, kv.geometry, f"{name}.pool", MOVABLE_DTYPES)
     check_block_ids(kv.block_ids, kv.pool.shape[0], f"{name}.block_ids")
 
 
@@ -94,7 +105,8 @@ def check_block_ids(block_ids: torch.Tensor, num_blocks: int, name: str) -> None
         raise ValueError(f"{name} spans {lowest}..{highest}, outside 0..{num_blocks - 1}, the blocks of the pool")
 
 
-def _check_range(what: str, start: int, length: int, capacity: int) -> None:
+def check_range(what: str, start: int, length: int, capacity: int) -> None:
+    """Raises ValueError unless `start .. start + length` lies in 0..capacity."""
     if start < 0 or length < 0 or start + length > capacity:
         raise ValueError(f"{what} {start} with length {length} leaves 0..{capacity}, the positions it holds")
 

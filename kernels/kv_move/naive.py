@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kernels.kv_move.move import Move, check_moves
+from kernels.kv_move.move import Move, check_moves, sizes_of
 from kernels.layout import ContiguousKv, PagedKv
+from kernels.rope import RopeRotation, saturated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-    from kernels.rope import RopeRotation
 
 
 def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
@@ -21,25 +20,21 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     if not moves:
         return
     check_moves(moves, target, rotation)
-    layers, kv_heads = _layers_and_heads(target)
+    layers, kv_factor, kv_heads, _ = sizes_of(target)
     for move in moves:
         for token in range(move.length):
             for layer in range(layers):
                 for head in range(kv_heads):
                     source = (layer, head, move.source_start + token)
                     destination = (layer, head, move.target_start + token)
-                    key = _row(move.source, 0, *source)
-                    _row(target, 0, *destination).copy_(_rotated(key, move.shift, rotation))
-                    _row(target, 1, *destination).copy_(_row(move.source, 1, *source))
+                    key = row_of(move.source, 0, *source)
+                    moved = key if move.shift == 0 else saturated(rotated_key(key, move.shift, rotation), key.dtype)
+                    row_of(target, 0, *destination).copy_(moved)
+                    if kv_factor == 2:
+                        row_of(target, 1, *destination).copy_(row_of(move.source, 1, *source))
 
 
-def _layers_and_heads(kv: PagedKv | ContiguousKv) -> tuple[int, int]:
-    if isinstance(kv, PagedKv):
-        return kv.geometry.num_layers, kv.geometry.kv_heads
-    return kv.tensor.shape[0], kv.tensor.shape[2]
-
-
-def _row(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
+def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
     """The view [head_dim] of K (kind 0) or V (kind 1) at one position."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, head, position]
@@ -49,15 +44,15 @@ def _row(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, position:
     return kv.pool[block, layer, kind, start : start + geometry.head_dim]
 
 
-def _rotated(key: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
-    if shift == 0:
-        return key
+def rotated_key(key: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
+    """`key` [head_dim] rotated by `shift` positions, in float32."""
     rotated = key.float().clone()
     for plane, frequency in enumerate(rotation.inverse_frequencies):
         if rotation.interleaved:
             first, second = 2 * plane, 2 * plane + 1
         else:
             first, second = plane, plane + rotation.rotary_dim // 2
+        first, second = first + rotation.first_channel, second + rotation.first_channel
         cos, sin = math.cos(shift * frequency), math.sin(shift * frequency)
         rotated[first] = key[first].float() * cos - key[second].float() * sin
         rotated[second] = key[second].float() * cos + key[first].float() * sin

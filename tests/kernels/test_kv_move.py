@@ -204,8 +204,8 @@ def test_no_moves_return_at_once() -> None:
         ({"target_start": -1}, "target_start -1"),
         ({"length": -1}, "length -1"),
         ({"target_start": 4}, "two moves write target position 4"),
-        ({"source": ContiguousKv(torch.zeros(2, 2, 3, 9, 8))}, r"moves\[1\].source has .* \(2, 3, 8\)"),
-        ({"source": ContiguousKv(torch.zeros(2, 1, 2, 9, 8))}, r"moves\[1\].source.tensor has shape"),
+        ({"source": ContiguousKv(torch.zeros(2, 2, 3, 9, 8))}, r"moves\[1\].source has .* \(2, 2, 3, 8\)"),
+        ({"source": ContiguousKv(torch.zeros(2, 3, 2, 9, 8))}, r"moves\[1\].source.tensor has shape"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9))}, r"moves\[1\].source.tensor has shape"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9, 8).half())}, r"moves\[1\].source is torch.float16"),
         ({"source": ContiguousKv(torch.zeros(2, 2, 2, 9, 8).char())}, "int8; supported are"),
@@ -246,5 +246,5 @@ def test_a_bad_target_is_refused(target: PagedKv, message: str) -> None:
 
 def test_a_rotation_wider_than_the_head_is_refused() -> None:
     geometry = geometry_of()
-    with pytest.raises(ValueError, match="rotary_dim is 16, above the target's head_dim 8"):
+    with pytest.raises(ValueError, match="target has head_dim 8, below the rotary_dim 16"):
         kv_move([Move(donor_of(geometry, 9, seed=1), 0, 0, 2)], target_of(geometry), rotation_of(16))
