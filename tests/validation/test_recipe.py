@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 import validation
-from validation.assets.recipe import arguments, corpus, evaluate, tasks
+from validation.assets.recipe import arguments, corpus, evaluate, headers, tasks
 from validation.assets.recipe.probe import PlaceProbe
 from validation.assets.recipe.train import hidden_states
 
@@ -124,3 +124,12 @@ def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pyt
     with pytest.raises(SystemExit):
         arguments.parse(["--text", "books.txt", "--out", "out", *wrong])
     assert message in capsys.readouterr().err
+
+
+def test_rows_under_an_exchanged_header_need_more_than_the_donor() -> None:
+    model, tokenizer = evaluate.load(ASSETS / "model")
+    measured = headers.measure(model, tokenizer, count=2)
+    assert measured["exact_match_by_fresh_layers"][0] == 0.0
+    assert measured["exact_match_by_fresh_layers"][-1] == 1.0
+    deviation = measured["value_deviation_by_layer"]
+    assert deviation["header exchanged"][2][1] > 5 * deviation["header kept"][2][2]

@@ -104,14 +104,20 @@ def cases(suite: str, tokenizer: Any, count: int) -> list[Case]:
 def exact_match(model: Any, tokenizer: Any, examples: Sequence[Case]) -> float:
     """Return the share of cases that greedy decoding answers exactly, `<|end|>` included.
 
-    The answer is fed with the prompt and every token of it must be the likeliest one, which is what greedy
-    decoding would have produced, in one forward pass.
+    The answer is fed with the question and every token of it must be the likeliest one, which is what greedy
+    decoding would have produced. Neighbouring cases with the same text before the question share its prefill.
     """
-    right = 0
+    right, shared, cache = 0, "", None
     for case in examples:
+        context, mark, question = case.prompt.rpartition(prompts.QUESTION_MARK)
+        if cache is None or context != shared:
+            ids = torch.tensor([tokenizer(context).input_ids], device=model.device)
+            shared, cache = context, model(ids, use_cache=True, logits_to_keep=1).past_key_values
         expected = tokenizer(case.answer + prompts.END_MARK).input_ids
-        ids = torch.tensor([tokenizer(case.prompt).input_ids + expected], device=model.device)
-        logits = model(ids, use_cache=False, logits_to_keep=len(expected) + 1).logits[0, :-1]
+        ids = torch.tensor([tokenizer(mark + question).input_ids + expected], device=model.device)
+        logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -len(expected) - 1 : -1]
+        # Only negative counts are understood by every release of transformers 5.
+        cache.crop(-ids.shape[1])
         right += int(logits.argmax(-1).tolist() == expected)
     return right / len(examples)
 
