@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MIN_HOST_BYTES = 2 << 30
 WARM_UP_SALT = "warm-up"
+WARM_UP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,11 @@ class Measurement:
         return max(MIN_HOST_BYTES, 2 * donors * token_bytes)
 
     def _warm_up(self, arm: Arm, server: Server) -> frozenset[int]:
-        """Serves the first group under a salt of its own, so that first-call costs fall on nobody; the request ids."""
-        tokens = self._tokens[self._groups[0][0].id]
-        donors = server.serve_donors(tokens.donors, WARM_UP_SALT) if arm.serves_donors else []
-        served = server.serve(tokens.prompt, WARM_UP_SALT)
-        return frozenset([served.request_id, *(donor.request_id for donor in donors)])
+        """Serves a shifted text under a salt of its own, so that first-call costs fall on nobody; the request ids."""
+        donor = self.longest_prompt[:WARM_UP_TOKENS]
+        donors = server.serve_donors((donor,), WARM_UP_SALT) if arm.serves_donors else []
+        served = server.serve(donor[-1:] + donor, WARM_UP_SALT)
+        return frozenset([served.request_id, *(each.request_id for each in donors)])
 
     # -- one group -------------------------------------------------------------------------------------------------
 

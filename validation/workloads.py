@@ -22,7 +22,7 @@ UNRELATED = "unrelated"
 REPEAT = "repeat"
 HARMLESS = (REORDERED, SYSTEM_PROMPT, CUT_TURNS)
 
-SIZES = {"2k": 2_048, "4k": 4_096}
+SIZES = {"1k": 1_024, "2k": 2_048, "4k": 4_096}
 # Room below the nominal size for opening and question (prose: opening and begun page), so that "2k" is 2k with them.
 _FRAME_TOKENS = {"stock": 160, "facts": 160, "prose": 480}
 _TURN_TOKENS = 24
@@ -48,17 +48,19 @@ class Batch:
 
 DEFAULT_BATCHES = (
     Batch(REORDERED, "stock", "2k", 3, 6),
-    Batch(REORDERED, "stock", "4k", 3, 6),
+    Batch(REORDERED, "stock", "4k", 2, 6),
     Batch(REORDERED, "facts", "2k", 1, 6),
     Batch(REORDERED, "prose", "2k", 1),
     Batch(SYSTEM_PROMPT, "stock", "2k", 2, 6),
-    Batch(SYSTEM_PROMPT, "stock", "4k", 2, 6),
+    Batch(SYSTEM_PROMPT, "stock", "4k", 1, 6),
     Batch(SYSTEM_PROMPT, "prose", "2k", 1),
     Batch(CUT_TURNS, "stock", "2k", 2, 6),
-    Batch(CUT_TURNS, "stock", "4k", 2, 6),
-    Batch(UNRELATED, "stock", "2k", 3),
+    Batch(CUT_TURNS, "stock", "4k", 1, 6),
+    Batch(UNRELATED, "stock", "1k", 6),
+    Batch(UNRELATED, "facts", "1k", 3),
+    Batch(UNRELATED, "stock", "2k", 2),
     Batch(UNRELATED, "facts", "2k", 1),
-    Batch(REPEAT, "stock", "2k", 2),
+    Batch(REPEAT, "stock", "2k", 1),
     Batch(REPEAT, "prose", "2k", 1),
 )
 

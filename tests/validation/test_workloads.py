@@ -64,7 +64,7 @@ def test_prompts_have_their_nominal_size(cases: list[Case]) -> None:
 
 def test_prompts_that_do_not_fit_the_context_are_left_out() -> None:
     writer = WorkloadWriter(count, seed=1)
-    assert {case.size for case in writer.write(DEFAULT_BATCHES, context=3_000)} == {"2k"}
+    assert {case.size for case in writer.write(DEFAULT_BATCHES, context=3_000)} == {"1k", "2k"}
     with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt"):
         writer.write(DEFAULT_BATCHES, context=1_000)
 
