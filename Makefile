@@ -33,14 +33,14 @@ $(BIN)/python:
 	    echo "On Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp for the run-time set and one for the developers': a change of pyproject.toml or of the machine's kind
-# installs again, anything else is answered at once.
+# One stamp for what the validation needs and one for the developers, whose set holds the other: a change of
+# pyproject.toml or of the machine's kind installs again, anything else is answered at once.
 $(VENV)/.installed-%-$(KIND): pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "Installing for $(KIND) into $(VENV)"
 	@$(RUN) -m pip install --disable-pip-version-check --progress-bar off --quiet $(CONSTRAINTS) -e '.[$(GPU_EXTRA)$*]' || \
 	  { echo "Installing failed. If the reason above speaks of torch or cuda-toolkit: this machine has no GPU and your" >&2; \
 	    echo "package index offers torch with CUDA only. Point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-validation-$(KIND))
 
 env: $(VENV)/.installed-dev-$(KIND) ## make the environment
 
