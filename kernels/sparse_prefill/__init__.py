@@ -1,7 +1,15 @@
-"""Attention of queries at any positions of several sequences to a paged pool."""
+"""Attention of queries at any positions of several sequences to a paged pool.
+
+Pools on a CUDA device go to the Triton kernels, where Triton is installed (the extra `gpu`); all others to torch.
+TRITON_INTERPRET=1 sends those on the host to Triton's interpreter, which is how the kernels are tested without a card.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kernels.sparse_prefill import eager
@@ -33,7 +41,12 @@ def write_rows(
     if not sequences:
         return
     check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
-    eager.write_rows(k, v, pool, layer, sequences, geometry)
+    if _runs_triton(pool):
+        from kernels.sparse_prefill import triton_rows
+
+        triton_rows.write_rows(k, v, pool, layer, sequences, geometry)
+    else:
+        eager.write_rows(k, v, pool, layer, sequences, geometry)
 
 
 def sparse_prefill(
@@ -47,13 +60,28 @@ def sparse_prefill(
     """Attends each query to positions 0..p of its own sequence, p being its position.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V of every position up to a sequence's last query must be in the pool. `scale` multiplies the scores.
-    Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
+    K and V of every position up to a sequence's last query must be in the pool. `scale`, above 0, multiplies the
+    scores. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
     """
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
         raise ValueError(
             f"q has shape {list(q.shape)}; [rows, a multiple of {geometry.kv_heads} heads, {geometry.head_dim}] is "
             "needed"
         )
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be finite and above 0")
     check_rows({"q": q}, q.shape[1], pool, layer, sequences, geometry)
+    if sequences and _runs_triton(pool):
+        from kernels.sparse_prefill import triton_attention
+
+        return triton_attention.sparse_prefill(q, pool, layer, sequences, geometry, scale)
     return eager.sparse_prefill(q, pool, layer, sequences, geometry, scale)
+
+
+def _runs_triton(pool: torch.Tensor) -> bool:
+    return (pool.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

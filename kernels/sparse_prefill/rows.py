@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.layout import KvGeometry, check_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SequenceRows:
     """Rows `first_row .. first_row + n - 1` of the batch stand at `positions` of one sequence.
 
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
     tensors: bounds are read once, here, and `to` moves the tensors without reading them again. Raises ValueError.
+
+    `host_positions` are the positions on the host, also of rows that were moved. `memo` holds what the kernels derive
+    from a batch that begins with these rows: the layers of a stage share it, and it lives as long as they do.
     """
 
     first_row: int
@@ -28,6 +31,8 @@ class SequenceRows:
     last_position: int = field(init=False, repr=False)
     lowest_block: int = field(init=False, repr=False)
     highest_block: int = field(init=False, repr=False)
+    host_positions: torch.Tensor = field(init=False, repr=False)
+    memo: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("positions", "block_ids"):
@@ -39,10 +44,12 @@ class SequenceRows:
                 )
         if self.first_row < 0:
             raise ValueError(f"first_row is {self.first_row}; it must be at least 0")
-        if self.count > 1 and not bool((self.positions[1:] > self.positions[:-1]).all()):
+        positions = self.positions.cpu().contiguous()
+        if self.count > 1 and not bool((positions[1:] > positions[:-1]).all()):
             raise ValueError("positions must rise strictly")
         lowest, highest = self.block_ids.aminmax()
-        bounds = (int(self.positions[0]), int(self.positions[-1]), int(lowest), int(highest))
+        bounds = (int(positions[0]), int(positions[-1]), int(lowest), int(highest))
+        object.__setattr__(self, "host_positions", positions)
         if bounds[0] < 0 or bounds[2] < 0:
             raise ValueError(f"positions start at {bounds[0]} and block_ids at {bounds[2]}; both must be at least 0")
         self._set_bounds(bounds)
@@ -66,10 +73,20 @@ class SequenceRows:
         """The same rows with their tensors on `device`, copied without waiting."""
         moved = object.__new__(SequenceRows)
         object.__setattr__(moved, "first_row", self.first_row)
-        object.__setattr__(moved, "positions", self.positions.to(device, non_blocking=True))
-        object.__setattr__(moved, "block_ids", self.block_ids.to(device, non_blocking=True))
+        object.__setattr__(moved, "positions", to_device(self.positions, device))
+        object.__setattr__(moved, "block_ids", to_device(self.block_ids, device))
+        object.__setattr__(moved, "host_positions", self.host_positions)
+        object.__setattr__(moved, "memo", {})
         moved._set_bounds((self.first_position, self.last_position, self.lowest_block, self.highest_block))
         return moved
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copies `tensor`, contiguous, to `device` without waiting, through pinned memory if it goes from host to card."""
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def check_rows(
@@ -82,26 +99,13 @@ def check_rows(
 ) -> None:
     """Raises ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
 
-    The sequences must cover the rows in order and without a gap.
+    The sequences must cover the rows in order and without a gap. They are checked against a pool once; what they say
+    is known on the host, so that nothing waits for a device.
     """
     check_pool(pool, geometry)
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
-    rows = 0
-    for index, sequence in enumerate(sequences):
-        if sequence.first_row != rows:
-            raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
-        rows += sequence.count
-        if sequence.highest_block >= pool.shape[0]:
-            raise ValueError(
-                f"sequences[{index}].block_ids reach {sequence.highest_block}, outside 0..{pool.shape[0] - 1}, "
-                "the blocks of the pool"
-            )
-        capacity = sequence.block_ids.shape[0] * geometry.block_size
-        if sequence.last_position >= capacity:
-            raise ValueError(
-                f"sequences[{index}].positions reach {sequence.last_position}; its blocks hold 0..{capacity - 1}"
-            )
+    rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != (rows, heads, geometry.head_dim):
             raise ValueError(
@@ -110,3 +114,33 @@ def check_rows(
             )
         if tensor.dtype != pool.dtype or tensor.device != pool.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; the pool is {pool.dtype} on {pool.device}")
+
+
+def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
+    """Rows that the checked sequences cover."""
+    if not sequences:
+        return 0
+    memo, key = sequences[0].memo, ("checked", sequences[1:], num_blocks, geometry)
+    if key not in memo:
+        memo[key] = _check_sequences(sequences, num_blocks, geometry)
+    covered: int = memo[key]
+    return covered
+
+
+def _check_sequences(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
+    rows = 0
+    for index, sequence in enumerate(sequences):
+        if sequence.first_row != rows:
+            raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
+        rows += sequence.count
+        if sequence.highest_block >= num_blocks:
+            raise ValueError(
+                f"sequences[{index}].block_ids reach {sequence.highest_block}, outside 0..{num_blocks - 1}, "
+                "the blocks of the pool"
+            )
+        capacity = sequence.block_ids.shape[0] * geometry.block_size
+        if sequence.last_position >= capacity:
+            raise ValueError(
+                f"sequences[{index}].positions reach {sequence.last_position}; its blocks hold 0..{capacity - 1}"
+            )
+    return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,24 @@ def interpreted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is interpreted when TRITON_INTERPRET is set while its module is imported, which the tests do lazily."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        if HAS_TRITON:
+            _read_loop_bounds(monkeypatch)
+
+
+def _read_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets loops run to bounds that a kernel computed: Triton 3.6 reads them in a way that NumPy 2.4 no longer allows.
+
+    The interpreter holds scalars in arrays of one element, which `int` refuses now; `item` does not.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @pytest.fixture

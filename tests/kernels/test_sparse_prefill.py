@@ -1,23 +1,46 @@
-"""sparse_prefill and write_rows against their plain forms; slots that no query may read are NaN."""
+"""sparse_prefill and write_rows, in torch and in Triton, against their plain forms.
+
+Slots that no query may read are NaN, and so is memory that was not written.
+"""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry, pool_view
 from kernels.sparse_prefill import SequenceRows, eager, naive, sparse_prefill, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 BLOCK = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+@pytest.fixture(params=["eager", "triton"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the public functions take the path that is tested."""
+    if request.param == "triton":
+        return str(request.getfixturevalue("triton_device"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return "cpu"
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fills every new tensor that torch.empty returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def geometry_of(kv_heads: int = 2, head_dim: int = 8, block_size: int = BLOCK) -> KvGeometry:
@@ -48,18 +71,24 @@ def pool_for(geometry: KvGeometry, sequences: Sequence[SequenceRows], dtype: tor
 
 
 def assert_matches_naive(
-    geometry: KvGeometry, heads: int, positions: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+    device: str,
+    geometry: KvGeometry,
+    heads: int,
+    positions: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     sequences = sequences_at(geometry, positions)
     pool = pool_for(geometry, sequences, dtype)
     rows = sum(len(own) for own in positions)
     q = torch.randn(rows, heads, geometry.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    before = pool.clone()
-    actual = sparse_prefill(q, pool, 1, sequences, geometry, 0.3).double()
     expected = naive.sparse_prefill(q, pool, 1, sequences, geometry, 0.3).double()
-    assert float((actual - expected).norm() / expected.norm()) <= TOLERANCE[dtype]
-    assert torch.equal(pool.isnan(), before.isnan())
-    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+    moved = pool.to(device, copy=True)
+    with poisoned_memory():
+        actual = sparse_prefill(q.to(device), moved, 1, [sequence.to(device) for sequence in sequences], geometry, 0.3)
+    assert actual.dtype == dtype
+    assert float((actual.cpu().double() - expected).norm() / expected.norm()) <= TOLERANCE[dtype]
+    assert torch.equal(moved.cpu().isnan(), pool.isnan())
+    assert torch.equal(moved.cpu().nan_to_num(), pool.nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -78,37 +107,39 @@ def assert_matches_naive(
     ],
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1), (6, 3)])
-def test_positions_and_groups(positions: list[list[int]], heads: int, kv_heads: int) -> None:
-    assert_matches_naive(geometry_of(kv_heads), heads, positions)
+def test_positions_and_groups(device: str, positions: list[list[int]], heads: int, kv_heads: int) -> None:
+    assert_matches_naive(device, geometry_of(kv_heads), heads, positions)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_widths_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
-    assert_matches_naive(geometry_of(head_dim=head_dim), 4, [[0, 1, 6, 11], [9], list(range(7))], dtype)
+def test_widths_and_dtypes(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    assert_matches_naive(device, geometry_of(head_dim=head_dim), 4, [[0, 1, 6, 11], [9], list(range(7))], dtype)
 
 
+@pytest.mark.parametrize("device", ["eager"], indirect=True)
 @pytest.mark.parametrize("count", [eager.CHUNK_ROWS - 1, eager.CHUNK_ROWS, eager.CHUNK_ROWS + 1])
-def test_chunks_join(count: int) -> None:
+def test_chunks_join(device: str, count: int) -> None:
     geometry = geometry_of(1)
-    assert_matches_naive(geometry, 1, [[*list(range(2, 2 * count, 2))[: count - 1], 2 * count]])
+    assert_matches_naive(device, geometry, 1, [[*list(range(2, 2 * count, 2))[: count - 1], 2 * count]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
     block_size=st.integers(1, 5),
 )
-def test_any_positions_match_naive(positions: list[list[int]], kv_heads: int, block_size: int) -> None:
-    assert_matches_naive(geometry_of(kv_heads, block_size=block_size), 2 * kv_heads, positions)
+def test_any_positions_match_naive(device: str, positions: list[list[int]], kv_heads: int, block_size: int) -> None:
+    assert_matches_naive(device, geometry_of(kv_heads, block_size=block_size), 2 * kv_heads, positions)
 
 
-def test_a_batch_equals_its_sequences_run_alone() -> None:
+def test_a_batch_equals_its_sequences_run_alone(device: str) -> None:
     geometry = geometry_of()
-    sequences = sequences_at(geometry, [[3, 4, 9], [12], list(range(6))])
-    pool = pool_for(geometry, sequences, torch.float32)
-    q = torch.randn(10, 4, 8, generator=torch.Generator().manual_seed(4))
+    host_sequences = sequences_at(geometry, [[3, 4, 9], [12], list(range(6))])
+    pool = pool_for(geometry, host_sequences, torch.float32).to(device)
+    sequences = [sequence.to(device) for sequence in host_sequences]
+    q = torch.randn(10, 4, 8, generator=torch.Generator().manual_seed(4)).to(device)
     together = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
@@ -116,11 +147,12 @@ def test_a_batch_equals_its_sequences_run_alone() -> None:
         torch.testing.assert_close(sparse_prefill(q[rows], pool, 0, [alone], geometry, 0.5), together[rows])
 
 
-def test_a_later_key_never_reaches_an_earlier_query() -> None:
+def test_a_later_key_never_reaches_an_earlier_query(device: str) -> None:
     geometry = geometry_of()
-    sequences = sequences_at(geometry, [[2, 5, 9]])
-    pool = pool_for(geometry, sequences, torch.float32)
-    q = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(4))
+    host_sequences = sequences_at(geometry, [[2, 5, 9]])
+    pool = pool_for(geometry, host_sequences, torch.float32).to(device)
+    sequences = [sequence.to(device) for sequence in host_sequences]
+    q = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(4)).to(device)
     before = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
     pool_view(pool, geometry)[sequences[0].block_ids[1], 0, :, :, 2:] += 10
     after = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
@@ -129,15 +161,16 @@ def test_a_later_key_never_reaches_an_earlier_query() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_write_rows_fills_the_positions_and_nothing_else(dtype: torch.dtype) -> None:
+def test_write_rows_fills_the_positions_and_nothing_else(device: str, dtype: torch.dtype) -> None:
     geometry = geometry_of(3)
     sequences = sequences_at(geometry, [[0, 5, 6], [BLOCK], list(range(9))])
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 13, 3, 8, generator=generator).to(dtype)
-    actual = torch.full((200, 2, 2, geometry.row_elements), math.nan, dtype=dtype)
-    expected = actual.clone()
-    write_rows(k, v, actual, 1, sequences, geometry)
+    expected = torch.full((200, 2, 2, geometry.row_elements), math.nan, dtype=dtype)
+    moved = expected.to(device, copy=True)
+    write_rows(k.to(device), v.to(device), moved, 1, [sequence.to(device) for sequence in sequences], geometry)
     naive.write_rows(k, v, expected, 1, sequences, geometry)
+    actual = moved.cpu()
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
     assert int((~actual.isnan()).sum()) == 2 * k.numel()
@@ -213,3 +246,25 @@ def test_query_heads_are_a_multiple_of_kv_heads() -> None:
     pool = torch.zeros(3, 2, 2, geometry.row_elements)
     with pytest.raises(ValueError, match="a multiple of 2 heads"):
         sparse_prefill(torch.zeros(1, 3, 8), pool, 0, [rows_at(0, [0], [0])], geometry, 1.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, math.inf, math.nan])
+def test_the_scale_is_finite_and_positive(scale: float) -> None:
+    geometry = geometry_of()
+    pool = torch.zeros(3, 2, 2, geometry.row_elements)
+    with pytest.raises(ValueError, match=r"scale is .*; it must be finite and above 0"):
+        sparse_prefill(torch.zeros(1, 2, 8), pool, 0, [rows_at(0, [0], [0])], geometry, scale)
+
+
+def test_rows_are_checked_once_for_a_pool() -> None:
+    geometry = geometry_of()
+    pool = torch.zeros(3, 2, 2, geometry.row_elements)
+    sequences = (rows_at(0, [0, 1], [2]), rows_at(2, [4], [0, 1]))
+    for layer in range(2):
+        sparse_prefill(torch.ones(3, 2, 8), pool, layer, sequences, geometry, 1.0)
+    checked = [key for key in sequences[0].memo if isinstance(key, tuple) and key[0] == "checked"]
+    assert len(checked) == 1
+    with pytest.raises(ValueError, match=r"block_ids reach 2, outside 0\.\.1"):
+        sparse_prefill(torch.ones(3, 2, 8), pool[:2], 0, sequences, geometry, 1.0)
+    with pytest.raises(ValueError, match="first_row is 2; 0 is the next free row"):
+        sparse_prefill(torch.ones(1, 2, 8), pool, 0, sequences[1:], geometry, 1.0)

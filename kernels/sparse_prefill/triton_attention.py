@@ -1,0 +1,125 @@
+"""sparse_prefill in Triton: chooses the tiles of a batch and launches them."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.sparse_prefill.tiles import TileConfig, attention_work, batch_index
+from kernels.sparse_prefill.triton_kernels import attention_kernel, join_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.layout import KvGeometry
+    from kernels.sparse_prefill.rows import SequenceRows
+
+LOG2_E = 1.4426950408889634
+JOINED_SLOTS = 16
+# Rounds of programs from which the tiles of one KV head fill the card by themselves: its KV then stays in L2.
+HEAD_MAJOR_ROUNDS = 4
+INTERPRETED_PROCESSORS = 4
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
+    geometry: KvGeometry,
+    scale: float,
+    config: TileConfig | None = None,
+    piece: int | None = None,
+) -> torch.Tensor:
+    """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
+
+    `config` and `piece` (tokens of KV a program covers, a multiple of block_n) override what is chosen by the shapes.
+    """
+    sequences = tuple(sequences)
+    kv_heads, head_dim = geometry.kv_heads, geometry.head_dim
+    group = q.shape[1] // kv_heads
+    if config is None:
+        config = choose_config(max(sequence.count for sequence in sequences) * group, head_dim, q.dtype)
+    processors = _processors(q.device)
+    work = attention_work(sequences, group, kv_heads, config, processors, piece)
+    index = batch_index(sequences)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_items, block_d = work.items.shape[0], max(16, triton.next_power_of_2(head_dim))
+    lanes = num_items * kv_heads * config.block_m if work.split else 0
+    lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
+    partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
+    # The interpreter cannot multiply bf16.
+    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
+    attention_kernel[(num_items * kv_heads,)](
+        q,
+        pool,
+        output,
+        partial,
+        lse,
+        work.items,
+        index.positions,
+        index.block_ids,
+        layer,
+        num_items,
+        work.piece,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_SIZE=geometry.block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SPLIT=work.split,
+        HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
+        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
+        PRECISION="ieee" if exact else None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if work.split:
+        join_kernel[(work.tiles.shape[0] * config.block_m, kv_heads)](
+            partial,
+            lse,
+            output,
+            work.tiles,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_M=config.block_m,
+            SLOTS=JOINED_SLOTS,
+            num_warps=4,
+        )
+    return output
+
+
+@cache
+def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for a batch whose longest sequence has `packed_rows` rows times query heads a KV head."""
+    if dtype == torch.float32:
+        # Exact float32 products run outside the tensor cores, and larger tiles spill their registers.
+        return TileConfig(16 if packed_rows <= 16 else 32, 16, 4 if head_dim <= 128 else 8, 2)
+    if packed_rows <= 16:
+        return TileConfig(16, 64, 4, 3, resident=2)
+    if packed_rows <= 64:
+        return TileConfig(64, 64, 4, 3)
+    return TileConfig(128, 64, 8, 3 if head_dim <= 128 else 2)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
