@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 
@@ -25,7 +25,8 @@ def terminal_table(rows: dict[str, list[Row]]) -> Table:
     """One line a row, by machine and file."""
     table = Table(title="Results", title_justify="left")
     for heading in ("row", "value", "unit", "goal", "holds", "against", "where", "date"):
-        table.add_column(heading, justify="right" if heading in ("value", "goal") else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if heading in ("value", "goal") else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "row")
     for place, each in ((place, each) for place, found in rows.items() for each in found):
         table.add_row(
             each.name,
