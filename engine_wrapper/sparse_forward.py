@@ -1,7 +1,8 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
-The model's own layers are used as they are. Their attention is replaced through Transformers' attention interface: K
-and V of the active rows are written to the pool, then the queries attend to all of their sequence that lies there.
+The model's own layers are used as they are, but for families that `engine_wrapper.fused_layers` knows on a card. Their
+attention is replaced through Transformers' attention interface: K and V of the active rows are written to the pool,
+then the queries attend to all of their sequence that lies there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from engine_wrapper.fused_layers import FusedDecoder, PagedAttend, fuse
+from kernels.layer_ops import has_kernels
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.errors import ConfigurationError
 
@@ -73,16 +76,20 @@ class SparseForward:
     implementation is set to ours. `pool`: [blocks, layers, 2, kv_heads * block_size * head_dim], on the model's device
     and in its dtype. Several of them may stand over one model, each with a pool of its own.
 
-    Raises ConfigurationError when the pool does not fit the model.
+    With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
+    `engine_wrapper.fused_layers`); otherwise they are the model's own. Raises ConfigurationError when the pool does
+    not fit the model.
     """
 
-    def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, fused: bool | None = None) -> None:
         _check_pool(model, pool, geometry)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._decoder = model.model
         self._pool = pool
         self._geometry = geometry
+        wanted = pool.is_cuda and has_kernels(pool.device) if fused is None else fused
+        self.fused = fuse(model, pool, geometry) if wanted else None
 
     @torch.inference_mode()
     def __call__(
@@ -96,6 +103,9 @@ class SparseForward:
         `before_layer` and `after_layer` are called with the layer's index around every layer. Raises ValueError when a
         sequence reaches beyond its blocks or a block beyond the pool.
         """
+        before, after = before_layer or _no_hook, after_layer or _no_hook
+        if self.fused is not None:
+            return self._run_fused(self.fused, schedule, before, after)
         hidden = self._decoder.embed_tokens(schedule.token_ids[None])
         positions = schedule.positions[None]
         # cos, sin: [1, rows, rotary_dim]
@@ -107,8 +117,7 @@ class SparseForward:
                 )
             paged = PagedAttention(self._pool, self._geometry, stage.sequences)
             for layer in layers:
-                if before_layer is not None:
-                    before_layer(layer)
+                before(layer)
                 hidden = self._decoder.layers[layer](
                     hidden,
                     attention_mask=None,
@@ -117,10 +126,28 @@ class SparseForward:
                     use_cache=False,
                     paged=paged,
                 )
-                if after_layer is not None:
-                    after_layer(layer)
+                after(layer)
         rows: torch.Tensor = self._decoder.norm(hidden[0].index_select(0, schedule.output_rows))
         return rows
+
+    def _run_fused(
+        self, decoder: FusedDecoder, schedule: LayerSchedule, before: LayerHook, after: LayerHook
+    ) -> torch.Tensor:
+        residual, delta = decoder.embed(schedule.token_ids), None
+        tables = None
+        for stage, layers in self._stages(schedule):
+            attend = PagedAttend(self._pool, self._geometry, stage.sequences, decoder.scale)
+            if tables is None:
+                tables = decoder.tables(schedule.positions, attend.slots())
+            if stage.keep is not None:
+                residual, tables = residual.index_select(0, stage.keep), tables.keep(stage.keep)
+                delta = None if delta is None else delta.index_select(0, stage.keep)
+            for layer in layers:
+                before(layer)
+                delta = decoder.layer(layer, delta, residual, tables, attend)
+                after(layer)
+        assert delta is not None
+        return decoder.finish(delta, residual, schedule.output_rows)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,6 +159,10 @@ class SparseForward:
         bounds = [*(stage.first_layer for stage in schedule.stages), self._geometry.num_layers]
         for stage, (first, end) in zip(schedule.stages, pairwise(bounds), strict=True):
             yield stage, range(first, end)
+
+
+def _no_hook(layer: int) -> None:
+    """In the place of a hook that nobody set."""
 
 
 def _check_pool(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> None:

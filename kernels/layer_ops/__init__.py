@@ -1,0 +1,118 @@
+"""What stands between a decoder layer's matrix products, each in one pass over its rows.
+
+On a CUDA device with Triton each is one kernel; elsewhere it is torch. Rounding follows Transformers' layers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.layer_ops import eager
+from kernels.layout import KvGeometry, check_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.sparse_prefill import SequenceRows
+
+__all__ = ["HeadNorms", "add_rms_norm", "has_kernels", "rotate_rows", "silu_mul", "slots_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of every query and key head before the rotation (Qwen3): `query` and `key` are [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) of `rows + residual`, which is written back into `residual`.
+
+    `rows` and `residual`: [rows, hidden], contiguous; `weight`: [hidden]. Without a residual, of `rows` alone. The sum
+    is rounded to the rows' dtype, the norm is computed in float32.
+    """
+    if rows.ndim != 2 or not rows.is_contiguous() or (residual is not None and residual.shape != rows.shape):
+        raise ValueError(f"rows has shape {list(rows.shape)}; contiguous rows and a residual like them are needed")
+    if has_kernels(rows.device):
+        from kernels.layer_ops import triton_ops
+
+        return triton_ops.add_rms_norm(rows, residual, weight, eps)
+    return eager.add_rms_norm(rows, residual, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (SwiGLU, Shazeer 2020) of `gate_up` [rows, 2 * inner]; returns [rows, inner]."""
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
+        raise ValueError(f"gate_up has shape {list(gate_up.shape)}; contiguous [rows, 2 * inner] is needed")
+    if has_kernels(gate_up.device):
+        from kernels.layer_ops import triton_ops
+
+        return triton_ops.silu_mul(gate_up)
+    return eager.silu_mul(gate_up)
+
+
+def rotate_rows(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    geometry: KvGeometry,
+    norms: HeadNorms | None = None,
+) -> None:
+    """Rotates (NeoX half-split) the query and key heads of `qkv` in place and writes K and V into `layer` of the pool.
+
+    `qkv`: [rows, (heads + 2 * kv_heads) * head_dim], contiguous; `cos`, `sin`: float32 [rows, head_dim / 2]; `slots`:
+    int64 [rows] as from `slots_of`, where -1 writes nothing. The rotation is computed in float32.
+    """
+    check_pool(pool, geometry)
+    half, key_values = geometry.head_dim // 2, 2 * geometry.kv_heads * geometry.head_dim
+    width = qkv.shape[-1] - key_values
+    if qkv.ndim != 2 or not qkv.is_contiguous() or width <= 0 or width % geometry.head_dim:
+        raise ValueError(
+            f"qkv has shape {list(qkv.shape)}; contiguous [rows, (heads + {2 * geometry.kv_heads}) * "
+            f"{geometry.head_dim}] is needed"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != (qkv.shape[0], half) or table.dtype != torch.float32 or not table.is_contiguous():
+            raise ValueError(
+                f"{name} is {table.dtype} of shape {list(table.shape)}; float32 [{qkv.shape[0]}, {half}] is needed"
+            )
+    if slots.shape != (qkv.shape[0],) or slots.dtype != torch.int64:
+        raise ValueError(f"slots is {slots.dtype} of shape {list(slots.shape)}; int64 [{qkv.shape[0]}] is needed")
+    if not 0 <= layer < geometry.num_layers:
+        raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
+    if has_kernels(qkv.device):
+        from kernels.layer_ops import triton_ops
+
+        triton_ops.rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
+    else:
+        eager.rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
+
+
+def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor:
+    """Where each row's K and V lie in the pool: block id * block_size + slot, int64 [rows], on the rows' device."""
+    slots = [
+        sequence.block_ids[sequence.positions // block_size] * block_size + sequence.positions % block_size
+        for sequence in sequences
+    ]
+    return slots[0] if len(slots) == 1 else torch.cat(slots)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """True when Triton's kernels run there; TRITON_INTERPRET=1 has them interpreted on the host, for tests."""
+    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
