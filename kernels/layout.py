@@ -54,7 +54,7 @@ class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
     `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V; `block_ids`: int64 [n]. Keep
-    `block_ids` on the host: they are checked there before every write, and reading them from a device would wait for it.
+    `block_ids` on the host: they are checked there before every write; reading them from a device would wait for it.
     """
 
     pool: torch.Tensor

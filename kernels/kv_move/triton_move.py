@@ -1,0 +1,176 @@
+"""kv_move as one Triton launch for a whole plan: each program moves a tile of tokens of one layer and kind."""
+
+# Triton decorates untyped functions, and names compile-time constants in capitals.
+# mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.kv_move.move import Move, sizes_of, tensor_of
+from kernels.span_table import SpanTable, memory_of, span_table
+from kernels.triton_spans import (
+    Tiling,
+    constants,
+    factors_of,
+    keep_until_read,
+    load_part,
+    load_planes,
+    plane_at,
+    rows_at,
+    span_of_tile,
+    store_part,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.layout import ContiguousKv, PagedKv
+    from kernels.rope import RopeRotation
+
+DEFAULT = Tiling()
+
+
+def kv_move(
+    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling = DEFAULT
+) -> None:
+    """As `kernels.kv_move.kv_move`; the moves were checked, and `triton_serves` them all."""
+    moves = [move for move in moves if move.length]
+    if not moves:
+        return
+    launch(table_of(moves, target, rotation, tiling), target, rotation, tiling)
+    keep_until_read([tensor_of(move.source) for move in moves], tensor_of(target))
+
+
+def table_of(
+    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling
+) -> SpanTable:
+    """The table of moves that all have a length, on the target's device."""
+    memory = tensor_of(target)
+    rows = memory_of(target)
+    tokens = tiling.tokens(sizes_of(target)[3], memory.dtype)
+    return span_table(moves, memory, (rows, rows), 0, rotation, tokens)
+
+
+def launch(table: SpanTable, target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling) -> None:
+    """Launches the kernel on the current stream of the target's device."""
+    memory = tensor_of(target)
+    layers, kv_factor, kv_heads, head_dim = sizes_of(target)
+    grid = (table.num_tiles * layers * kv_factor * triton.cdiv(kv_heads, tiling.heads),)
+    with torch.cuda.device_of(memory):
+        move_kernel[grid](
+            memory,
+            table.words,
+            table.tiles_at,
+            table.factors_at,
+            table.num_tiles,
+            layers,
+            kv_factor,
+            kv_heads,
+            **constants(table, memory.dtype, head_dim, rotation),
+            TOKENS=tiling.tokens(head_dim, memory.dtype),
+            HEADS=tiling.heads,
+            TOKENS_FIRST=tiling.tokens_first,
+            num_warps=tiling.warps,
+        )
+
+
+@triton.jit
+def _copy(source, target, from_rows, to_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """Moves channels bit for bit."""
+    store_part(target, to_rows, live, load_part(source, from_rows, live, FIRST, COUNT, PADDED), FIRST, COUNT, PADDED)
+
+
+@triton.jit
+def _as_element(values, ELEMENT: tl.constexpr):
+    """float32 to the stored type; float8_e4m3fn, which has no infinity, saturates."""
+    if tl.float8e4nv == ELEMENT:
+        values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(ELEMENT)
+
+
+@triton.jit(do_not_specialize=["tiles_at", "factors_at", "num_tiles", "layers", "kinds", "heads"])
+def move_kernel(
+    base,
+    table,
+    tiles_at,
+    factors_at,
+    num_tiles,
+    layers,
+    kinds,
+    heads,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAD_HEAD: tl.constexpr,
+    PAD_BEFORE: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+    PAD_AFTER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+):
+    """A tile of tokens of HEADS heads of one layer and kind; kind 0 is K, which rotates unless its shift is 0."""
+    program = tl.program_id(0)
+    head_groups = (heads + HEADS - 1) // HEADS
+    groups = layers * kinds * head_groups
+    if TOKENS_FIRST:
+        tile, group = program % num_tiles, program // num_tiles
+    else:
+        tile, group = program // groups, program % groups
+    layer = group // (kinds * head_groups)
+    kind = group // head_groups % kinds
+    first_head = group % head_groups * HEADS
+    span, first_token = span_of_tile(table, tiles_at, tile)
+    tokens = first_token + tl.arange(0, TOKENS)
+    live = tokens < tl.load(span + 10)
+    from_positions = tl.load(span + 8) + tokens
+    to_positions = tl.load(span + 9) + tokens
+    factor = tl.load(span + 11)
+    # Each branch looks its rows up for itself: they tile differently, and addresses of both would fill the registers.
+    if (kind == 0) & (factor >= 0):
+        from_rows = rows_at(table, span, from_positions, live, UNIT)
+        to_rows = rows_at(table, table, to_positions, live, UNIT)
+        cos, sin = factors_of(table, factors_at, factor, HALF, PAD_HALF)
+        for step in range(HEADS):
+            head = first_head + step
+            if head < heads:
+                source = plane_at(base, span, layer, kind, head, UNIT)
+                target = plane_at(base, table, layer, kind, head, UNIT)
+                first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
+                rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
+                rotated_second = _as_element(second * cos + first * sin, base.dtype.element_ty)
+                if INTERLEAVED:
+                    both = tl.reshape(tl.join(rotated_first, rotated_second), (TOKENS, 2 * PAD_HALF))
+                    store_part(target, to_rows, live, both, FIRST, 2 * HALF, 2 * PAD_HALF)
+                else:
+                    store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
+                    store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
+                if PAD_BEFORE > 0:
+                    _copy(source, target, from_rows, to_rows, live, 0, FIRST, PAD_BEFORE)
+                if PAD_AFTER > 0:
+                    _copy(
+                        source,
+                        target,
+                        from_rows,
+                        to_rows,
+                        live,
+                        FIRST + 2 * HALF,
+                        HEAD_DIM - FIRST - 2 * HALF,
+                        PAD_AFTER,
+                    )
+    else:
+        from_rows = rows_at(table, span, from_positions, live, UNIT)
+        to_rows = rows_at(table, table, to_positions, live, UNIT)
+        for step in range(HEADS):
+            head = first_head + step
+            if head < heads:
+                source = plane_at(base, span, layer, kind, head, UNIT)
+                target = plane_at(base, table, layer, kind, head, UNIT)
+                _copy(source, target, from_rows, to_rows, live, 0, HEAD_DIM, PAD_HEAD)
