@@ -1,0 +1,150 @@
+"""kv_move at the size of Qwen2.5-7B: share of the card's copy speed, by tokens, tiling, dtype and kind of source.
+
+`python -m kernels.benchmarks.kv_move --json benchmarks/results/<machine>`; the sweep says which tiling is best.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.benchmarks.ceilings import copy_gbps, host_to_device_gbps, time_ms, wall_ms
+from kernels.benchmarks.rows import Results, parser, require_cuda, say
+from kernels.benchmarks.shapes import QWEN_7B, ROTATION, SHIFT, TOKENS, random_donor, random_pool
+from kernels.kv_move import Move, kv_move
+from kernels.kv_move.move import check_moves
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.triton_spans import Tiling
+
+GOAL_TOKENS = 24576
+COPY_GOAL, MILLISECONDS_GOAL = 0.90, 0.75
+
+
+def main() -> None:
+    """Checks one plan against torch, sweeps the tilings, and measures the default one."""
+    arguments = parser(__doc__).parse_args()
+    require_cuda()
+    _check()
+    results = Results()
+    _sweep()
+    shares = [_measure(results, tokens) for tokens in TOKENS]
+    results.add(
+        "kv_move_share_of_copy",
+        min(shares),
+        "",
+        goal=COPY_GOAL,
+        better="higher",
+        baseline=f"least of {TOKENS[0]} to {TOKENS[-1]} tokens, shifted by {SHIFT}; copy {copy_gbps():.0f} GB/s",
+    )
+    _measure_variants(results)
+    results.write(arguments.json, "kv_move")
+
+
+def tilings() -> list[Tiling]:
+    """The default and its competitors."""
+    from kernels.triton_spans import Tiling
+
+    return [
+        Tiling(),
+        Tiling(tokens_first=False),
+        Tiling(tile_bytes=8192),
+        Tiling(warps=8),
+        Tiling(heads=4),
+        Tiling(heads=4, tokens_first=False),
+        Tiling(tile_bytes=8192, heads=4),
+        Tiling(tile_bytes=32768, warps=8),
+    ]
+
+
+def kernel_ms(moves: Sequence[Move], target: PagedKv | ContiguousKv, tiling: Tiling | None = None) -> float:
+    """Milliseconds of the kernel alone, its table ready on the card."""
+    from kernels.kv_move import triton_move
+
+    tiling = tiling or triton_move.DEFAULT
+    table = triton_move.table_of(moves, target, ROTATION, tiling)
+    return time_ms(lambda: triton_move.launch(table, target, ROTATION, tiling))
+
+
+def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, geometry: KvGeometry = QWEN_7B) -> int:
+    """Bytes read and written."""
+    return 2 * tokens * geometry.bytes_per_token(dtype)
+
+
+def _check() -> None:
+    """A figure counts only if the result is right: the same plan through torch, on the card."""
+    from kernels.kv_move import eager
+
+    donor, actual = random_donor(200), random_pool(320)
+    expected = PagedKv(actual.pool.clone(), actual.block_ids, actual.geometry)
+    moves = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
+    kv_move(moves, actual, ROTATION)
+    eager.kv_move(moves, expected, ROTATION)
+    error = (actual.pool.double() - expected.pool.double()).norm() / expected.pool.double().norm()
+    if not float(error) <= 1e-2:
+        raise SystemExit(f"kv_move is wrong: relative error {float(error):.2e} against torch")
+    say(f"relative error against torch: {float(error):.1e}")
+
+
+def _sweep() -> None:
+    donor, target = random_donor(GOAL_TOKENS), random_pool(GOAL_TOKENS + 32)
+    say(f"tilings at {GOAL_TOKENS} tokens; copy {copy_gbps():.0f} GB/s")
+    for tiling in tilings():
+        milliseconds = kernel_ms([Move(donor, 0, SHIFT, GOAL_TOKENS)], target, tiling)
+        speed = bytes_moved(GOAL_TOKENS) / milliseconds / 1e6
+        say(f"  {milliseconds:8.4f} ms {speed:7.0f} GB/s {speed / copy_gbps():6.3f} of copy  {tiling}")
+
+
+def _measure(results: Results, tokens: int) -> float:
+    """Adds the rows of one size; returns the share of the copy speed."""
+    donor, target = random_donor(tokens), random_pool(tokens + 32)
+    shifted = [Move(donor, 0, SHIFT, tokens)]
+    milliseconds = kernel_ms(shifted, target)
+    share = bytes_moved(tokens) / milliseconds / 1e6 / copy_gbps()
+    name = f"kv_move_{tokens // 1024}k"
+    limit = f"copy speed would take {bytes_moved(tokens) / copy_gbps() / 1e6:.3f} ms"
+    goal = MILLISECONDS_GOAL if tokens == GOAL_TOKENS else None
+    results.add(f"{name}_ms", milliseconds, "ms", goal=goal, better="lower", baseline=f"kernel alone; {limit}")
+    results.add(f"{name}_share_of_copy", share, "", better="higher", baseline=f"copy {copy_gbps():.0f} GB/s")
+    call = wall_ms(lambda: kv_move(shifted, target, ROTATION))
+    results.add(f"{name}_call_ms", call, "ms", better="lower", baseline="host clock, checks and launch included")
+    return share
+
+
+def _measure_variants(results: Results) -> None:
+    """Unshifted, three donors, from a pool, interleaved, fp8, from pinned memory, and the host's checks."""
+    tokens = GOAL_TOKENS
+    donor, target = random_donor(tokens), random_pool(tokens + 32)
+
+    def add(name: str, milliseconds: float, dtype: torch.dtype = torch.bfloat16) -> None:
+        share = bytes_moved(tokens, dtype) / milliseconds / 1e6 / copy_gbps()
+        baseline = f"{milliseconds:.3f} ms for {tokens} tokens; copy {copy_gbps():.0f} GB/s"
+        results.add(f"kv_move_{name}_share_of_copy", share, "", better="higher", baseline=baseline)
+
+    add("unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target))
+    third = tokens // 3
+    spans = [Move(random_donor(third + 9), index, index * (third + 5), third) for index in range(3)]
+    add("three_donors", kernel_ms(spans, target))
+    add("save", kernel_ms([Move(target, 0, 0, tokens)], donor))
+    checks = wall_ms(lambda: check_moves(spans, target, ROTATION))
+    results.add("kv_move_checks_ms", checks, "ms", better="lower", baseline="host checks of three spans")
+    fp8 = torch.float8_e4m3fn
+    fp8_moves = [Move(random_donor(tokens, dtype=fp8), 0, SHIFT, tokens)]
+    add("fp8", kernel_ms(fp8_moves, random_pool(tokens + 32, dtype=fp8)), fp8)
+    pinned = ContiguousKv(donor.tensor.cpu().pin_memory())
+    milliseconds = time_ms(lambda: kv_move([Move(pinned, 0, SHIFT, tokens)], target, ROTATION), repeats=5)
+    results.add(
+        "kv_move_pinned_share_of_pcie",
+        bytes_moved(tokens) / 2 / milliseconds / 1e6 / host_to_device_gbps(),
+        "",
+        better="higher",
+        baseline=f"{milliseconds:.2f} ms; one copy from pinned memory {host_to_device_gbps():.1f} GB/s",
+    )
+
+
+if __name__ == "__main__":
+    main()

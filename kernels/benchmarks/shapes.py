@@ -1,0 +1,27 @@
+"""KV of the benchmarks' model, with random values made on the spot."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.rope import RopeRotation
+
+# Qwen2.5-7B: 28 layers, 4 KV heads, head_dim 128, rope_theta 1e6; 32 tokens a block.
+QWEN_7B = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
+ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)), 128)
+TOKENS = (4096, 8192, 16384, 24576, 32768)
+SHIFT = 7
+
+
+def random_donor(tokens: int, geometry: KvGeometry = QWEN_7B, dtype: torch.dtype = torch.bfloat16) -> ContiguousKv:
+    """A donor of `tokens` random tokens on the card."""
+    shape = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, tokens, geometry.head_dim)
+    return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
+
+
+def random_pool(tokens: int, geometry: KvGeometry = QWEN_7B, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
+    """A pool of random values that holds `tokens` tokens in shuffled blocks."""
+    blocks = torch.randperm(geometry.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    shape = (len(blocks), geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+    return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, geometry)

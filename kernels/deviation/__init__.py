@@ -1,0 +1,48 @@
+"""How far a token's fresh K and V are from its donor's: what decides whether the donor's may stand in for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.deviation import eager
+from kernels.deviation.spans import Fresh, FreshRows, check_spans
+from kernels.dispatch import triton_serves
+from kernels.kv_move.move import Move, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.rope import RopeRotation
+
+__all__ = ["FreshRows", "Move", "deviation"]
+
+
+def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """Relative deviation ||fresh - donor|| / ||donor|| of each token of each span, over heads and channels.
+
+    `spans`: a donor's positions (`source_start`) and the positions of `fresh` (`target_start`) that they stand for; the
+    donor's K is rotated by the difference, in float32 and without rounding. float32, bfloat16 and float16 (a pool also
+    float8_e4m3fn, one scale for fresh and donor).
+
+    Returns float32 [kv_factor, tokens] on `fresh`'s device: K, then V (kv_factor 1: the latent row only), the spans'
+    tokens one after another. 0 where both are zero, infinite where only the donor is. Nothing of the size of the KV is
+    allocated, and the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
+    """
+    if not spans:
+        device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
+        return torch.empty(2, 0, device=device)
+    check_spans(spans, fresh, layer, rotation)
+    tensors = _tensors(fresh)
+    if triton_serves(tensors[0], (*tensors[1:], *(tensor_of(span.source) for span in spans))):
+        from kernels.deviation import triton_deviation
+
+        return triton_deviation.deviation(spans, fresh, layer, rotation)
+    return eager.deviation(spans, fresh, layer, rotation)
+
+
+def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:
+    if not isinstance(fresh, FreshRows):
+        return (tensor_of(fresh),)
+    return (fresh.k,) if fresh.v is None else (fresh.k, fresh.v)

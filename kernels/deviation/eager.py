@@ -1,0 +1,64 @@
+"""deviation in vectorised torch, some tokens at a time, so that its temporaries stay small."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.deviation.spans import Fresh, FreshRows
+from kernels.kv_move.move import Move, sizes_of, tensor_of
+from kernels.layout import ContiguousKv, PagedKv, pool_view
+from kernels.rope import RopeRotation, rotate_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CHUNK = 1024
+
+
+def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """As `kernels.deviation.deviation`; the spans were checked."""
+    device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
+    kv_factor = sizes_of(spans[0].source)[1]
+    output = torch.empty(kv_factor, sum(span.length for span in spans), device=device)
+    column = 0
+    for span in spans:
+        for first in range(0, span.length, _CHUNK):
+            length = min(_CHUNK, span.length - first)
+            for kind in range(kv_factor):
+                donor = _rows(span.source, kind, layer, span.source_start + first, length).to(device).float()
+                if kind == 0:
+                    donor = rotate_keys(donor, span.shift, rotation)
+                rows = _fresh_rows(fresh, kind, layer, span.target_start + first, length).float()
+                output[kind, column : column + length] = _relative(rows, donor)
+            column += length
+    return output
+
+
+def _relative(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
+    """Both [kv_heads, tokens, head_dim]; returns [tokens]."""
+    difference = (fresh - donor).square().sum(dim=(0, 2))
+    norm = donor.square().sum(dim=(0, 2))
+    return torch.where(difference == 0, 0, (difference / norm).sqrt())
+
+
+def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+    if not isinstance(fresh, FreshRows):
+        return _rows(fresh, kind, layer, start, length)
+    rows = fresh.k if kind == 0 or fresh.v is None else fresh.v
+    return rows[start - fresh.first_position :][:length].transpose(0, 1)
+
+
+def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+    """K or V of some positions: [kv_heads, length, head_dim]."""
+    if isinstance(kv, ContiguousKv):
+        return kv.tensor[layer, kind, :, start : start + length]
+    positions = torch.arange(start, start + length)
+    block_size = kv.geometry.block_size
+    device = kv.pool.device
+    blocks = kv.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
+    slots = (positions % block_size).to(device, non_blocking=True)
+    # paged has shape [kv_heads, blocks, block_size, head_dim]
+    paged = pool_view(kv.pool, kv.geometry)[:, layer, kind].transpose(0, 1)
+    return paged[:, blocks, slots]

@@ -1,0 +1,53 @@
+"""deviation written to be read: one token and one head at a time, in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.deviation.spans import Fresh, FreshRows, check_spans
+from kernels.kv_move.move import Move, sizes_of
+from kernels.kv_move.naive import rotated_key, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.rope import RopeRotation
+
+
+def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """As `kernels.deviation.deviation`."""
+    if not spans:
+        return torch.empty(2, 0)
+    check_spans(spans, fresh, layer, rotation)
+    _, kv_factor, kv_heads, _ = sizes_of(spans[0].source)
+    columns = []
+    for span in spans:
+        for token in range(span.length):
+            column = []
+            for kind in range(kv_factor):
+                difference = norm = 0.0
+                for head in range(kv_heads):
+                    donor = row_of(span.source, kind, layer, head, span.source_start + token).float()
+                    if kind == 0:
+                        donor = rotated_key(donor, span.shift, rotation)
+                    row = _fresh_row(fresh, kind, layer, head, span.target_start + token).float()
+                    difference += float((row - donor).square().sum())
+                    norm += float(donor.square().sum())
+                column.append(_relative(difference, norm))
+            columns.append(column)
+    return torch.tensor(columns, dtype=torch.float32).reshape(-1, kv_factor).T
+
+
+def _relative(difference: float, norm: float) -> float:
+    if difference == 0:
+        return 0.0
+    return (difference / norm) ** 0.5 if norm else float("inf")
+
+
+def _fresh_row(fresh: Fresh, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
+    if not isinstance(fresh, FreshRows):
+        return row_of(fresh, kind, layer, head, position)
+    rows = fresh.k if kind == 0 or fresh.v is None else fresh.v
+    return rows[position - fresh.first_position, head]

@@ -1,0 +1,175 @@
+"""deviation as one Triton launch: each program compares a tile of tokens of K or V over all heads."""
+
+# Triton decorates untyped functions, and names compile-time constants in capitals.
+# mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels.deviation.spans import Fresh, FreshRows
+from kernels.kv_move.move import Move, sizes_of, tensor_of
+from kernels.span_table import Memory, SpanTable, memory_of, span_table
+from kernels.triton_spans import (
+    Tiling,
+    constants,
+    factors_of,
+    keep_until_read,
+    load_part,
+    load_planes,
+    plane_at,
+    rows_at,
+    span_of_tile,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.rope import RopeRotation
+
+DEFAULT = Tiling(tile_bytes=4096)
+
+
+def deviation(
+    spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling = DEFAULT
+) -> torch.Tensor:
+    """As `kernels.deviation.deviation`; the spans were checked, and `triton_serves` them all."""
+    base = fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
+    sizes = sizes_of(spans[0].source)
+    output = torch.empty(sizes[1], sum(span.length for span in spans), dtype=torch.float32, device=base.device)
+    spans = [span for span in spans if span.length]
+    if spans:
+        table = table_of(spans, fresh, rotation, tiling)
+        launch(table, base, output, layer, sizes, rotation, tiling)
+        keep_until_read([tensor_of(span.source) for span in spans], base)
+    return output
+
+
+def table_of(spans: Sequence[Move], fresh: Fresh, rotation: RopeRotation, tiling: Tiling) -> SpanTable:
+    """The table of spans that all have a length, on the device of `fresh`."""
+    tokens = tiling.tokens(sizes_of(spans[0].source)[3], tensor_of(spans[0].source).dtype)
+    if isinstance(fresh, FreshRows):
+        k, v = _memory_of_rows(fresh.k), _memory_of_rows(fresh.k if fresh.v is None else fresh.v)
+        return span_table(spans, fresh.k, (k, v), fresh.first_position, rotation, tokens)
+    both = memory_of(fresh)
+    return span_table(spans, tensor_of(fresh), (both, both), 0, rotation, tokens)
+
+
+def launch(
+    table: SpanTable,
+    base: torch.Tensor,
+    output: torch.Tensor,
+    layer: int,
+    sizes: tuple[int, int, int, int],
+    rotation: RopeRotation,
+    tiling: Tiling,
+) -> None:
+    """Launches the kernel on the current stream; `sizes`: layers, kv_factor, kv_heads, head_dim."""
+    _, kv_factor, kv_heads, head_dim = sizes
+    with torch.cuda.device_of(base):
+        deviation_kernel[(table.num_tiles, kv_factor)](
+            base,
+            table.words,
+            output,
+            table.tiles_at,
+            table.factors_at,
+            output.shape[1],
+            layer,
+            **constants(table, base.dtype, head_dim, rotation),
+            TOKENS=tiling.tokens(head_dim, base.dtype),
+            HEADS=kv_heads,
+            num_warps=tiling.warps,
+        )
+
+
+def _memory_of_rows(rows: torch.Tensor) -> Memory:
+    """[tokens, kv_heads, head_dim] has neither layers nor kinds: their strides are 0."""
+    token, head, _ = rows.stride()
+    return Memory(rows, (0, 0, 0, head, token), max(1, rows.shape[0]), np.zeros(1, np.int64))
+
+
+@triton.jit
+def _compare(fresh, donor):
+    """Sums of squares over channels of fresh - donor and of donor, float32 [TOKENS] each."""
+    difference = fresh - donor
+    return tl.sum(difference * difference, axis=1), tl.sum(donor * donor, axis=1)
+
+
+@triton.jit
+def _compare_part(
+    fresh, donor, to_rows, from_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
+):
+    """`_compare` of channels that do not rotate."""
+    fresh_part = load_part(fresh, to_rows, live, FIRST, COUNT, PADDED).to(tl.float32)
+    return _compare(fresh_part, load_part(donor, from_rows, live, FIRST, COUNT, PADDED).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["tiles_at", "factors_at", "total", "layer"])
+def deviation_kernel(
+    base,
+    table,
+    output,
+    tiles_at,
+    factors_at,
+    total,
+    layer,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAD_HEAD: tl.constexpr,
+    PAD_BEFORE: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+    PAD_AFTER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record."""
+    kind = tl.program_id(1)
+    span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
+    record = table + 16 * kind
+    tokens = first_token + tl.arange(0, TOKENS)
+    live = tokens < tl.load(span + 10)
+    from_positions = tl.load(span + 8) + tokens
+    to_positions = tl.load(span + 9) + tokens
+    factor = tl.load(span + 11)
+    difference = tl.zeros((TOKENS,), tl.float32)
+    norm = tl.zeros((TOKENS,), tl.float32)
+    from_rows = rows_at(table, span, from_positions, live, UNIT)
+    to_rows = rows_at(table, record, to_positions, live, UNIT)
+    if (kind == 0) & (factor >= 0):
+        cos, sin = factors_of(table, factors_at, factor, HALF, PAD_HALF)
+        for head in range(HEADS):
+            donor = plane_at(base, span, layer, kind, head, UNIT)
+            fresh = plane_at(base, record, layer, kind, head, UNIT)
+            first, second = load_planes(donor, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
+            fresh_first, fresh_second = load_planes(fresh, to_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
+            first_difference, first_norm = _compare(fresh_first, first * cos - second * sin)
+            second_difference, second_norm = _compare(fresh_second, second * cos + first * sin)
+            difference += first_difference + second_difference
+            norm += first_norm + second_norm
+            if PAD_BEFORE > 0:
+                part = _compare_part(fresh, donor, to_rows, from_rows, live, 0, FIRST, PAD_BEFORE)
+                difference += part[0]
+                norm += part[1]
+            if PAD_AFTER > 0:
+                part = _compare_part(
+                    fresh, donor, to_rows, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER
+                )
+                difference += part[0]
+                norm += part[1]
+    else:
+        for head in range(HEADS):
+            donor = plane_at(base, span, layer, kind, head, UNIT)
+            fresh = plane_at(base, record, layer, kind, head, UNIT)
+            part = _compare_part(fresh, donor, to_rows, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
+            difference += part[0]
+            norm += part[1]
+    relative = tl.where(difference == 0.0, 0.0, tl.sqrt(difference / norm))
+    tl.store(output + kind * total + tl.load(span + 12) + tokens, relative, mask=live)
