@@ -7,11 +7,9 @@ TRITON_INTERPRET=1 sends those on the host to Triton's interpreter, which is how
 from __future__ import annotations
 
 import math
-import os
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kernels.dispatch import triton_serves
 from kernels.sparse_prefill import eager
 from kernels.sparse_prefill.rows import SequenceRows, check_rows
 
@@ -41,7 +39,7 @@ def write_rows(
     if not sequences:
         return
     check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
-    if _runs_triton(pool):
+    if triton_serves(pool, ()):
         from kernels.sparse_prefill import triton_rows
 
         triton_rows.write_rows(k, v, pool, layer, sequences, geometry)
@@ -71,17 +69,8 @@ def sparse_prefill(
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
     check_rows({"q": q}, q.shape[1], pool, layer, sequences, geometry)
-    if sequences and _runs_triton(pool):
+    if sequences and triton_serves(pool, ()):
         from kernels.sparse_prefill import triton_attention
 
         return triton_attention.sparse_prefill(q, pool, layer, sequences, geometry, scale)
     return eager.sparse_prefill(q, pool, layer, sequences, geometry, scale)
-
-
-def _runs_triton(pool: torch.Tensor) -> bool:
-    return (pool.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -103,6 +103,8 @@ def check_rows(
     is known on the host, so that nothing waits for a device.
     """
     check_pool(pool, geometry)
+    if geometry.kv_factor != 2:
+        raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows are written and attended as K and V, 2")
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
     rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)

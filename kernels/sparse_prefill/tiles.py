@@ -29,7 +29,8 @@ NEGLIGIBLE_SHARE = 8
 class TileConfig:
     """Sizes of one compiled kernel.
 
-    `block_m` packed rows and `block_n` tokens of KV a tile; `resident`: programs of it that one multiprocessor holds.
+    `block_m` packed rows and `block_n` tokens of KV a tile; `resident`: programs of it that one multiprocessor holds;
+    `max_registers`: what a thread may use, so that as many fit, or None.
     """
 
     block_m: int
@@ -37,6 +38,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     resident: int = 1
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,15 @@ def attention_work(
     """Plans the launch of a batch, once for all layers.
 
     `group`: query heads a KV head; `processors`: multiprocessors of the card; `piece`: tokens of KV an item may cover,
-    a multiple of block_n, or None to choose it by an estimate of the time.
+    a multiple of block_n, or None to choose it by an estimate of the time. Raises ValueError for another piece.
     """
     first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece)
     if key not in first.memo:
         table, reach = cut_rows(sequences, group, config.block_m)
         if piece is None:
             piece = choose_piece(reach, kv_heads, processors * config.resident, config.block_n)
+        if piece < 1 or piece % config.block_n:
+            raise ValueError(f"piece is {piece}; it must be a multiple of block_n, {config.block_n}")
         first.memo[key] = _plan(table, reach, piece, first.positions.device)
     work: AttentionWork = first.memo[key]
     return work

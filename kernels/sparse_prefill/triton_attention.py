@@ -45,7 +45,7 @@ def sparse_prefill(
     group = q.shape[1] // kv_heads
     if config is None:
         config = choose_config(max(sequence.count for sequence in sequences) * group, head_dim, q.dtype)
-    processors = _processors(q.device)
+    processors = processors_of(q.device)
     work = attention_work(sequences, group, kv_heads, config, processors, piece)
     index = batch_index(sequences)
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -87,6 +87,7 @@ def sparse_prefill(
         PRECISION="ieee" if exact else None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     if work.split:
         join_kernel[(work.tiles.shape[0] * config.block_m, kv_heads)](
@@ -119,7 +120,8 @@ def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileCo
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of the card, or what stands for them where kernels are interpreted."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -256,6 +256,13 @@ def test_the_scale_is_finite_and_positive(scale: float) -> None:
         sparse_prefill(torch.zeros(1, 2, 8), pool, 0, [rows_at(0, [0], [0])], geometry, scale)
 
 
+def test_latent_pools_are_refused() -> None:
+    geometry = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=BLOCK, kv_factor=1)
+    pool = torch.zeros(3, 2, 1, geometry.row_elements)
+    with pytest.raises(ValueError, match="kv_factor is 1"):
+        sparse_prefill(torch.zeros(1, 2, 8), pool, 0, [rows_at(0, [0], [0])], geometry, 1.0)
+
+
 def test_rows_are_checked_once_for_a_pool() -> None:
     geometry = geometry_of()
     pool = torch.zeros(3, 2, 2, geometry.row_elements)

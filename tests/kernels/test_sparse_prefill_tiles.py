@@ -108,3 +108,9 @@ def test_few_rows_over_long_kv_are_split_to_fill_the_card(tiles: int) -> None:
 
 def test_short_kv_is_not_split() -> None:
     assert choose_piece(np.full(3, 200), 4, PROCESSORS, 64) == 256
+
+
+@pytest.mark.parametrize("piece", [0, -16, 24])
+def test_pieces_are_whole_tiles(piece: int) -> None:
+    with pytest.raises(ValueError, match="it must be a multiple of block_n, 16"):
+        attention_work(batch_of([5]), 1, 1, TileConfig(16, 16, 4, 2), PROCESSORS, piece)
