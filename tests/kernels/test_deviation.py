@@ -99,8 +99,10 @@ def test_lengths_offsets_and_layouts(length: int, source_start: int, target_star
     assert_matches_naive(move, rows(fresh, 0, 2), 0, rotation_of(8), device)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 3])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (80, 80), (80, 32), (128, 128)])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "rotary_dim"),
+    [(1, 8, 8), (3, 64, 64), (2, 80, 80), (1, 80, 32), (8, 128, 128), (2, 256, 256)],
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_heads_widths_and_dtypes(

@@ -29,6 +29,9 @@ def test_sizes() -> None:
     geometry = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
     assert geometry.row_elements == 64
     assert geometry.bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 8 * 2
+    latent = KvGeometry(num_layers=3, kv_heads=1, head_dim=8, block_size=4, kv_factor=1)
+    assert latent.bytes_per_token(torch.float8_e4m3fn) == 3 * 8
+    assert pool_view(torch.empty(5, 3, 1, 32), latent).shape == (5, 3, 1, 1, 4, 8)
     assert [geometry.blocks_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert PagedKv(torch.empty(9, 3, 2, 64), torch.tensor([1, 2]), geometry).capacity == 8
     assert ContiguousKv(torch.empty(3, 2, 2, 11, 8)).capacity == 11
@@ -39,6 +42,8 @@ def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"num_layers": 1, "kv_heads": 1, "head_dim": 1, "block_size": 1, name: 0}
     with pytest.raises(ValueError, match=rf"{name} is 0"):
         KvGeometry(**sizes)
+    with pytest.raises(ValueError, match="kv_factor is 3"):
+        KvGeometry(1, 1, 1, 1, kv_factor=3)
 
 
 @pytest.mark.parametrize(

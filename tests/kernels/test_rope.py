@@ -173,3 +173,19 @@ def test_frequencies_and_rotary_dim_must_agree(frequencies: tuple[float, ...], r
 def test_keys_narrower_than_the_rotary_dim_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim 2, below the rotary_dim 4"):
         rotate_keys(torch.zeros(1, 2), 1, RopeRotation((1.0, 0.5), 4))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_before_first_channel_pass(interleaved: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(2, 3, 20, generator=generator)
+    rotation = RopeRotation((1.0, 0.1), 4, interleaved, first_channel=12)
+    rotated = rotate_keys(keys, 5, rotation)
+    assert torch.equal(rotated[..., :12], keys[..., :12])
+    assert torch.equal(rotated[..., 16:], keys[..., 16:])
+    leading = rotate_keys(keys[..., 12:16], 5, RopeRotation((1.0, 0.1), 4, interleaved))
+    assert torch.equal(rotated[..., 12:16], leading)
+    with pytest.raises(ValueError, match="head_dim 15, below the rotary_dim 4 behind the first_channel 12"):
+        rotate_keys(keys[..., :15], 5, rotation)
+    with pytest.raises(ValueError, match="first_channel is -1"):
+        RopeRotation((1.0, 0.1), 4, first_channel=-1)

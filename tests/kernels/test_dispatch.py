@@ -1,0 +1,58 @@
+"""Triton serves where it can and is never needed where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import dispatch
+from kernels.dispatch import triton_serves
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kernels.deviation import deviation
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv
+from kernels.rope import RopeRotation
+donor, target = (ContiguousKv(torch.ones(1, 2, 1, 4, 8)) for _ in range(2))
+kv_move([Move(donor, 0, 1, 3)], target, RopeRotation((1.0,), 2))
+deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
+"""
+
+
+def test_the_kernels_work_without_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_on_the_cpu_only_the_interpreter_serves(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tensor = torch.zeros(4, 8)
+    assert triton_serves(tensor, [tensor])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not triton_serves(tensor, [tensor])
+
+
+def test_channels_must_be_side_by_side(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tensor, apart = torch.zeros(8, 8, device=triton_device), torch.zeros(8, 8, device=triton_device).T
+    assert triton_serves(tensor, [])
+    assert not triton_serves(apart, [tensor])
+    assert not triton_serves(tensor, [tensor, apart])
+
+
+def test_without_triton_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert not triton_serves(torch.zeros(4, 8), [])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
+def test_sources_in_host_memory_are_served_if_they_are_pinned() -> None:
+    card, host = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8)
+    assert triton_serves(card, [card, host.pin_memory()])
+    assert not triton_serves(card, [card, host])
