@@ -76,6 +76,7 @@ class FusedDecoder:
         self._layers = layers
         self.pool = pool
         self.geometry = geometry
+        self.num_heads = int(model.config.num_attention_heads)
         self.scale = float(model.model.layers[0].self_attn.scaling)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

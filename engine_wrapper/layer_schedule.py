@@ -6,13 +6,14 @@ come back. A schedule is therefore the rows of layer 0 and, at a few layers, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.sparse_prefill import SequenceRows
+from kernels.sparse_prefill.rows import to_device
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 
@@ -56,6 +57,11 @@ class Stage:
         """Active rows."""
         return sum(sequence.count for sequence in self.sequences)
 
+    def to(self, device: torch.device | str) -> Stage:
+        """The same stage with its tensors on `device`, copied without waiting."""
+        keep = None if self.keep is None else to_device(self.keep, device)
+        return Stage(self.first_layer, keep, tuple(sequence.to(device) for sequence in self.sequences))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSchedule:
@@ -68,6 +74,17 @@ class LayerSchedule:
     positions: torch.Tensor
     stages: tuple[Stage, ...]
     output_rows: torch.Tensor
+
+    def to(self, device: torch.device | str) -> LayerSchedule:
+        """The same schedule with its tensors on `device`, copied without waiting."""
+        token_ids, positions, output_rows = (
+            to_device(tensor, device) for tensor in (self.token_ids, self.positions, self.output_rows)
+        )
+        return LayerSchedule(token_ids, positions, tuple(stage.to(device) for stage in self.stages), output_rows)
+
+    def last_rows(self, lengths: Sequence[int]) -> LayerSchedule:
+        """The same schedule with the last output row of each slice only; `lengths` are the slices' tokens."""
+        return replace(self, output_rows=self.output_rows[np.cumsum(lengths) - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from engine_wrapper.embedded.models import load_model
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import LayerHook, SparseForward
@@ -17,6 +15,9 @@ from semblend_trt.errors import ConfigurationError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
+    from engine_wrapper.graph_forward import GraphForward
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
@@ -28,7 +29,8 @@ class ModelRunner:
     """One model over one pool.
 
     `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet.
-    `before_layer` and `after_layer` are called with the layer's index around every layer of every forward.
+    `before_layer` and `after_layer` are called with the layer's index around every layer of every forward. On a card,
+    short iterations without them replay CUDA graphs.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ModelRunner:
         """Loads the model; see `load_model` for the settings and errors."""
         self._loaded = load_model(model_path, dtype, device, tokenizer, revision)
         self._forward: SparseForward | None = None
+        self._graphs: GraphForward | None = None
         self.plan_source: PlanSource | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
@@ -84,13 +87,18 @@ class ModelRunner:
     def share(self) -> ModelRunner:
         """A runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
-        runner._forward = None
+        runner._forward = runner._graphs = None
         runner.plan_source = runner.before_layer = runner.after_layer = None
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]. Raises ConfigurationError."""
         self._forward = SparseForward(self.model, pool, geometry)
+        self._graphs = None
+        if self._forward.fused is not None and pool.is_cuda:
+            from engine_wrapper.graph_forward import GraphForward
+
+            self._graphs = GraphForward(self._forward.fused)
 
     @overload
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
@@ -107,13 +115,19 @@ class ModelRunner:
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         planned = [self._with_plan(piece) for piece in slices]
-        schedule = build_schedule(planned, self.facts.num_layers, self.device)
+        schedule = build_schedule(planned, self.facts.num_layers)
         lengths = [len(piece.token_ids) for piece in slices]
         if not all_rows:
-            last_rows = torch.tensor(lengths).cumsum(0).sub(1).to(self.device, non_blocking=True)
-            schedule = replace(schedule, output_rows=schedule.output_rows.index_select(0, last_rows))
+            schedule = schedule.last_rows(lengths)
+            if self._graphs is not None and self._without_hooks and self._graphs.fits(schedule):
+                return self._graphs(schedule)
+        schedule = schedule.to(self.device)
         logits = self._forward.logits(self._forward(schedule, self.before_layer, self.after_layer))
         return list(logits.split(lengths)) if all_rows else logits
+
+    @property
+    def _without_hooks(self) -> bool:
+        return self.before_layer is None and self.after_layer is None
 
     def _with_plan(self, piece: SequenceSlice) -> SequenceSlice:
         if piece.plan is not None or self.plan_source is None:

@@ -1,0 +1,190 @@
+"""sparse_prefill with a launch that does not follow the lengths, so that a CUDA graph can hold it.
+
+A `LaunchShape` fixes the grid for every batch of up to so many rows and sequences; which tile of rows and piece of KV
+a program takes is read from tables on the device, which are refilled before each replay. Spare items cover no token.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels.sparse_prefill.tiles import SPLIT_OVERHEAD, TileConfig, cut_rows
+from kernels.sparse_prefill.triton_attention import INTERPRETED_PROCESSORS, JOINED_SLOTS, LOG2_E, choose_config
+from kernels.sparse_prefill.triton_kernels import attention_kernel, join_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kernels.layout import KvGeometry
+    from kernels.sparse_prefill.rows import SequenceRows
+
+ITEM_FIELDS, TILE_FIELDS = 6, 5
+# Rounds of programs that a launch may take: fewer cannot even out the pieces, more cost their overhead.
+MAX_ROUNDS = 4
+MIN_PIECE = 256
+# Further than any token: an item that begins there covers none.
+_NOWHERE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """A launch for up to `rows` rows of up to `sequences` sequences, `group` query heads a KV head.
+
+    Each tile's KV is cut into at most `pieces` pieces of `piece` tokens.
+    """
+
+    rows: int
+    sequences: int
+    group: int
+    config: TileConfig
+    piece: int
+    pieces: int
+
+    @property
+    def tiles(self) -> int:
+        """The most tiles that so many rows of so many sequences can have."""
+        packed, tile = self.rows * self.group, self.config.block_m
+        return (packed + self.sequences * (tile - 1)) // tile
+
+    @property
+    def items(self) -> int:
+        return self.tiles * self.pieces
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTables:
+    """What a launch reads, all on one device: `items` int32 [items, 6], `tiles` int32 [tiles, 5], as in AttentionWork;
+    `positions` int64 [rows]; `block_ids` int64, those of all sequences in order."""
+
+    items: torch.Tensor
+    tiles: torch.Tensor
+    positions: torch.Tensor
+    block_ids: torch.Tensor
+
+
+def launch_shape(
+    rows: int, sequences: int, longest: int, reach: int, q: tuple[int, torch.dtype, torch.device], geometry: KvGeometry
+) -> LaunchShape:
+    """The shape for a batch whose longest sequence has `longest` rows and whose furthest query sees `reach` tokens.
+
+    `q`: the query's heads, dtype and device. Pieces come in two sizes an octave, so that few shapes serve all reaches.
+    """
+    heads, dtype, device = q
+    group = heads // geometry.kv_heads
+    config = choose_config(longest * group, geometry.head_dim, dtype)
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else INTERPRETED_PROCESSORS
+    programs = processors * config.resident
+    columns = LaunchShape(rows, sequences, group, config, MIN_PIECE, 1).tiles * geometry.kv_heads
+    pieces = max(1, MAX_ROUNDS * programs // columns)
+    best, least = MIN_PIECE, float("inf")
+    piece = MIN_PIECE
+    while True:
+        count = -(-reach // piece)
+        time = -(-count * columns // programs) * (piece + SPLIT_OVERHEAD)
+        if count <= pieces and time < least:
+            best, least = piece, time
+        if count == 1:
+            return LaunchShape(rows, sequences, group, config, best, pieces)
+        # 256, 384, 512, 768, ...
+        piece = piece * 3 // 2 if piece & (piece - 1) == 0 else piece * 4 // 3
+
+
+def fill_tables(
+    shape: LaunchShape,
+    sequences: Sequence[SequenceRows],
+    items: npt.NDArray[np.int32],
+    tiles: npt.NDArray[np.int32],
+) -> None:
+    """Writes the host's `items` [items, 6] and `tiles` [tiles, 5] for a batch that fits the shape.
+
+    Raises ValueError when it does not.
+    """
+    table, reach = cut_rows(tuple(sequences), shape.group, shape.config.block_m)
+    counts = -(-reach // shape.piece)
+    used = int(counts.sum())
+    if len(table) > shape.tiles or used > shape.items:
+        raise ValueError(
+            f"the batch has {len(table)} tiles and {used} pieces; the launch has room for {shape.tiles} and "
+            f"{shape.items}"
+        )
+    first_slots = np.cumsum(counts) - counts
+    tile_of = np.repeat(np.arange(len(table)), counts)
+    items[:used, :4] = table[tile_of]
+    items[:used, 4] = (np.arange(used) - first_slots[tile_of]) * shape.piece
+    items[used:] = (0, 0, 1, 0, _NOWHERE, 0)
+    items[:, 5] = np.arange(shape.items)
+    tiles[: len(table), :3] = table[:, :3]
+    tiles[: len(table), 3], tiles[: len(table), 4] = first_slots, counts
+    tiles[len(table) :] = 0
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    shape: LaunchShape,
+    tables: LaunchTables,
+    geometry: KvGeometry,
+    scale: float,
+) -> torch.Tensor:
+    """As `kernels.sparse_prefill.sparse_prefill`, for what `fill_tables` wrote; spare rows are left unwritten.
+
+    `q`: [shape.rows, heads, head_dim], its channels side by side. Nothing is checked: the caller filled the tables.
+    """
+    kv_heads, head_dim, config = geometry.kv_heads, geometry.head_dim, shape.config
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lanes = shape.items * kv_heads * config.block_m
+    lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
+    partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
+    # The interpreter cannot multiply bf16.
+    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
+    sizes = {
+        "KV_HEADS": kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_M": config.block_m,
+    }
+    attention_kernel[(shape.items * kv_heads,)](
+        q,
+        pool,
+        output,
+        partial,
+        lse,
+        tables.items,
+        tables.positions,
+        tables.block_ids,
+        layer,
+        shape.items,
+        shape.piece,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        BLOCK_SIZE=geometry.block_size,
+        BLOCK_N=config.block_n,
+        SPLIT=True,
+        HEAD_MAJOR=False,
+        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
+        PRECISION="ieee" if exact else None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+        **sizes,
+    )
+    join_kernel[(shape.tiles * config.block_m, kv_heads)](
+        partial, lse, output, tables.tiles, SLOTS=JOINED_SLOTS, num_warps=4, **sizes
+    )
+    return output
