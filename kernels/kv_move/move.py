@@ -17,17 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`length` tokens of `source`, from position `source_start`, go to the target's position `target_start`."""
+    """`length` tokens of `source`, from index `source_start`, go to the target's index `target_start`.
+
+    An index is a position, unless `turn` says by how many positions K rotates: a staged copy begins anywhere.
+    """
 
     source: PagedKv | ContiguousKv
     source_start: int
     target_start: int
     length: int
+    turn: int | None = None
 
     @property
     def shift(self) -> int:
         """Positions by which K is rotated."""
-        return self.target_start - self.source_start
+        return self.target_start - self.source_start if self.turn is None else self.turn
 
 
 def check_moves(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:

@@ -7,6 +7,7 @@ device and interpreted where there is none.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, 
     placed = on(target, device)
     sources = {id(move.source): on(move.source, device) for move in moves}
     sources[id(target)] = placed
-    moved = [Move(sources[id(move.source)], move.source_start, move.target_start, move.length) for move in moves]
+    moved = [replace(move, source=sources[id(move.source)]) for move in moves]
     kv_move(moved, placed, rotation)
     memory_of(target).copy_(memory_of(placed))
 
@@ -398,3 +399,15 @@ def test_a_rotation_wider_than_the_head_is_refused() -> None:
     geometry = geometry_of()
     with pytest.raises(ValueError, match="target has head_dim 8, below the rotary_dim 16"):
         kv_move([Move(donor_of(geometry, 9, seed=1), 0, 0, 2)], target_of(geometry), rotation_of(16))
+
+
+@pytest.mark.parametrize("turn", [0, 5, -3])
+def test_a_turn_replaces_the_difference_of_the_indices(turn: int, device: str) -> None:
+    """A staged copy begins anywhere: what its keys rotate by is said, not read off the indices."""
+    rotation = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
+    source = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(2)).to(device)
+    target = torch.full_like(source, math.nan)
+    kv_move([Move(ContiguousKv(source), 4, 1, 5, turn=turn)], ContiguousKv(target), rotation)
+    expected = rotate_keys(source[:, 0, :, 4:9], turn, rotation)
+    torch.testing.assert_close(target[:, 0, :, 1:6], expected, atol=1e-5, rtol=0 if turn == 0 else 1e-5)
+    assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
