@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.kv_move import Move, kv_move
+from kernels.kv_move.move import sizes_of, tensor_of
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
 
-DonorSource = Mapping[str, ContiguousKv] | Callable[[str], ContiguousKv | None]
+DonorKv = PagedKv | ContiguousKv
+DonorSource = Mapping[str, DonorKv] | Callable[[str], DonorKv | None]
 
 
 def materialize(
@@ -24,8 +26,9 @@ def materialize(
 ) -> int:
     """Writes every span of `plan` into `pool`, all layers, in one kernel call; returns the tokens moved.
 
-    `donors` gives each donor's KV, [layers, 2, kv_heads, tokens, head_dim], by its id. Only the spans' positions are
-    written, and none of them lies below the plan's `num_computed_tokens`. A discovery_only plan moves nothing.
+    `donors` gives each donor's KV by its id: blocks of an arena on the pool's device, or a tensor
+    [layers, 2, kv_heads, tokens, head_dim]; one plan may mix them. Only the spans' positions are written, and none of
+    them lies below the plan's `num_computed_tokens`. A discovery_only plan moves nothing.
 
     Raises, always before anything is written: DonorUnavailableError when a donor is missing, shorter than its span or
     of another geometry or dtype; PlanError when the plan has no target blocks or another block size; ValueError when
@@ -33,6 +36,13 @@ def materialize(
     """
     if plan.kind is PlanKind.DISCOVERY_ONLY or not plan.spans:
         return 0
+    target = target_of(plan, pool, geometry)
+    kv_move(moves_of(plan, donors, pool, geometry), target, rotation)
+    return plan.reused_tokens
+
+
+def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:
+    """The request's blocks in `pool`. Raises PlanError when the plan has none or counts in another block size."""
     if plan.target_block_ids is None:
         raise PlanError("blocks_unknown", f"request {plan.request_id}: the plan has spans but no target blocks yet")
     if plan.block_size != geometry.block_size:
@@ -41,16 +51,20 @@ def materialize(
             f"request {plan.request_id}: the plan counts blocks of {plan.block_size} tokens, the pool has blocks of "
             f"{geometry.block_size}",
         )
+    return PagedKv(pool, torch.tensor(plan.target_block_ids, dtype=torch.int64), geometry)
+
+
+def moves_of(plan: SemanticKvPlan, donors: DonorSource, pool: torch.Tensor, geometry: KvGeometry) -> list[Move]:
+    """The plan's spans as moves; none for a discovery_only plan. Raises DonorUnavailableError as `materialize` does."""
+    if plan.kind is PlanKind.DISCOVERY_ONLY:
+        return []
     held = {donor_id: _donor(donors, donor_id) for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)}
     for span in plan.spans:
         _check_donor(span, held[span.donor_id], pool, geometry)
-    target = PagedKv(pool, torch.tensor(plan.target_block_ids, dtype=torch.int64), geometry)
-    moves = [Move(held[span.donor_id], span.donor_start, span.target_start, span.length) for span in plan.spans]
-    kv_move(moves, target, rotation)
-    return plan.reused_tokens
+    return [Move(held[span.donor_id], span.donor_start, span.target_start, span.length) for span in plan.spans]
 
 
-def _donor(donors: DonorSource, donor_id: str) -> ContiguousKv:
+def _donor(donors: DonorSource, donor_id: str) -> DonorKv:
     try:
         donor = donors[donor_id] if isinstance(donors, Mapping) else donors(donor_id)
     except KeyError:
@@ -60,16 +74,24 @@ def _donor(donors: DonorSource, donor_id: str) -> ContiguousKv:
     return donor
 
 
-def _check_donor(span: PlanSpan, donor: ContiguousKv, pool: torch.Tensor, geometry: KvGeometry) -> None:
-    shape = tuple(donor.tensor.shape)
-    sizes = (geometry.num_layers, 2, geometry.kv_heads, geometry.head_dim)
-    if len(shape) != 5 or (*shape[:3], shape[4]) != sizes:
+def _check_donor(span: PlanSpan, donor: DonorKv, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    memory = tensor_of(donor)
+    needed = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
+    if isinstance(donor, ContiguousKv) and donor.tensor.ndim != 5:
         raise DonorUnavailableError(
-            f"donor {span.donor_id} has shape {list(shape)}; [{sizes[0]}, 2, {sizes[2]}, tokens, {sizes[3]}] is needed"
+            f"donor {span.donor_id} has shape {list(donor.tensor.shape)}; [layers, 2, kv_heads, tokens, head_dim] is "
+            "needed"
         )
-    if donor.tensor.dtype != pool.dtype:
-        raise DonorUnavailableError(f"donor {span.donor_id} is {donor.tensor.dtype}; the pool is {pool.dtype}")
-    if shape[3] < span.donor_end:
+    if sizes_of(donor) != needed:
         raise DonorUnavailableError(
-            f"donor {span.donor_id} holds {shape[3]} tokens; the span needs {span.donor_start}..{span.donor_end}"
+            f"donor {span.donor_id} has shape {list(memory.shape)} and (layers, 2, kv_heads, head_dim) "
+            f"{sizes_of(donor)}; {needed} is needed"
+        )
+    if memory.dtype != pool.dtype:
+        raise DonorUnavailableError(f"donor {span.donor_id} is {memory.dtype}; the pool is {pool.dtype}")
+    if isinstance(donor, PagedKv) and memory.device != pool.device:
+        raise DonorUnavailableError(f"donor {span.donor_id} is on {memory.device}; the pool is on {pool.device}")
+    if donor.capacity < span.donor_end:
+        raise DonorUnavailableError(
+            f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
         )

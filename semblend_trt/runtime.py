@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.active_plans import ActivePlans
+from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedDonor:
-    """The worker's word on one save: `tokens` positions are held, or none when `error` says why not."""
+    """The worker's word on one donor: `tokens` positions are held, or none (any more) when `error` says why not."""
 
     donor_id: str
     tokens: int
@@ -45,10 +46,12 @@ class Runtime:
 
     `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
-    the worker's news, read by the scheduler at its next call.
+    the worker's news, read by the scheduler at its next call. `readiness` says which layers of the running loads are
+    in the pool.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
+    readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
     publication_guard: bool = False
     saved: deque[SavedDonor] = field(default_factory=deque)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.donors.arena import arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 
@@ -26,8 +28,19 @@ logger = logging.getLogger(__name__)
 MAX_PLANNING_ROUNDS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class TierOrders:
+    """What every rank's tiers have to do, in this order."""
+
+    drops: tuple[str, ...] = ()
+    demotions: tuple[str, ...] = ()
+
+
 class Library:
-    """Index, planner and catalog kept in step: a donor is found only while its bytes are held."""
+    """Index, planner and catalog kept in step: a donor is found only while its bytes are held.
+
+    What the catalog decides about the tiers is collected until `take_orders`.
+    """
 
     def __init__(self, settings: Settings, pool: PoolFacts) -> None:
         self._settings = settings
@@ -37,7 +50,11 @@ class Library:
             byte_budget=settings.host_bytes,
             bytes_per_token=pool.geometry.bytes_per_token(pool.dtype),
             max_donors=settings.max_donors,
+            device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
+            block_size=pool.geometry.block_size,
         )
+        self._drops: list[str] = []
+        self._demotions: list[str] = []
         self._saving: dict[str, tuple[str, npt.NDArray[np.int32]]] = {}
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
@@ -58,33 +75,40 @@ class Library:
             excluded |= missing
         return Planned(plan=None, outcome_reason="donor_unavailable", runs_found=planned.runs_found), []
 
-    def intend(
-        self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int
-    ) -> tuple[SaveIntent | None, list[str]]:
-        """Reserves room for the request's exact part, so that no save can exceed the budget later.
+    def intend(self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int) -> SaveIntent | None:
+        """Reserves room for the request's exact part, so that no save can exceed a budget later.
 
-        Returns no intent when the part is too short, already held, or does not fit, and the donors dropped for it.
+        Returns no intent when the part is too short, already held, or does not fit.
         """
         plan = tracked.plan
         limit = len(tracked.prompt) + max_new_tokens
         if plan is not None and plan.matched_tokens and not plan.is_exact:
             limit = min(limit, plan.exact_token_count)
         if limit < self._settings.min_donor_tokens:
-            return None, []
+            return None
         text = _digest(tracked.namespace_key, tracked.prompt[:limit])
         held = self._donor_of_text.get(text)
         if held is not None:
             self.catalog.touch(held)
-            return None, []
+            return None
         try:
-            dropped = self.catalog.reserve(donor_id, tracked.namespace_key, limit)
+            placement = self.catalog.reserve(donor_id, tracked.namespace_key, limit)
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", tracked.request_id, error)
-            return None, []
-        for dropped_id in dropped:
+            return None
+        for dropped_id in placement.dropped:
             self._forget(dropped_id)
+        self._drops.extend(placement.dropped)
+        self._demotions.extend(placement.demoted)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
-        return SaveIntent(tracked.request_id, donor_id, limit), dropped
+        return SaveIntent(tracked.request_id, donor_id, limit, placement.tier)
+
+    def take_orders(self) -> TierOrders:
+        """What the tiers have to do since the last call; it must reach the workers before any later intent."""
+        orders = TierOrders(tuple(self._drops), tuple(self._demotions))
+        self._drops.clear()
+        self._demotions.clear()
+        return orders
 
     def begin_save(self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
         """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word."""
@@ -95,9 +119,11 @@ class Library:
         return True
 
     def saved(self, news: SavedDonor) -> None:
-        """The worker holds the donor, or could not save it; only a held donor can be found."""
+        """The worker holds the donor, could not save it, or lost it on its way down; only a held donor is found."""
         entry = self._saving.pop(news.donor_id, None)
         if entry is None:
+            if news.error is not None:
+                self.lost({news.donor_id})
             return
         namespace_key, tokens = entry
         if news.error is not None or news.tokens < self._settings.min_donor_tokens:
@@ -117,6 +143,7 @@ class Library:
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
         for donor_id in dropped:
             self._forget(donor_id)
+        self._drops.extend(dropped)
         return dropped
 
     def cancel(self, intent: SaveIntent) -> None:

@@ -21,7 +21,7 @@ from semblend_trt.connector.eligibility import (
     check_eligible,
 )
 from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.library import Library
+from semblend_trt.connector.library import Library, TierOrders
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
@@ -56,7 +56,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
-        self._drops: list[str] = []
         self._namespace: CacheNamespace | None = None
         self.library: Library | None = None
         self.outcomes = OutcomeLedger()
@@ -161,10 +160,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
-        tracked.intent, dropped = library.intend(
+        tracked.intent = library.intend(
             f"{self._generation}-{request_id}", tracked, int(getattr(request, "max_new_tokens", 0) or 0)
         )
-        self._drops.extend(dropped)
         return tracked
 
     def _standing_refusal(self) -> str | None:
@@ -210,7 +208,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.load_failed = True
                 tracked.release_leases()
                 if self.library is not None and tracked.plan is not None:
-                    self._drops.extend(self.library.lost({span.donor_id for span in tracked.plan.spans}))
+                    self.library.lost({span.donor_id for span in tracked.plan.spans})
 
     # -- an iteration ----------------------------------------------------------------------------------------------
 
@@ -233,10 +231,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if tracked is not None:
                 tracked.release_leases()  # its load was ordered before the forward that has run since
                 progress.append(_progress(tracked, data, 0, is_first=False))
+        orders = TierOrders() if self.library is None else self.library.take_orders()
         metadata = SemBlendConnectorMetadata(
-            tuple(plans), tuple(intents), tuple(progress), tuple(self._drops), tuple(self._forgotten)
+            tuple(plans), tuple(intents), tuple(progress), orders.drops, tuple(self._forgotten), orders.demotions
         )
-        self._drops, self._forgotten = [], []
+        self._forgotten = []
         for data in scheduler_output.new_requests:
             if (tracked := self._requests.get(data.request_id)) is not None:
                 tracked.is_followed = True

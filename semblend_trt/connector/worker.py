@@ -1,12 +1,11 @@
 """The connector's worker half, on every rank: places donors' KV before the forward, keeps finished requests' KV after.
 
-It takes no decision: plans, drops and save intents arrive in the metadata, so that all ranks do the same.
+It takes no decision: plans, save intents, demotions and drops arrive in the metadata, so that all ranks do the same.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,26 @@ from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.donors.arena import DeviceTier, arena_blocks
+from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import UnsupportedModelError
-from semblend_trt.materialize import materialize
+from semblend_trt.loader import PlanLoader
 from semblend_trt.runtime import EngineMode, PoolFacts, runtime_for
+from semblend_trt.staging import HostReader, HostWriter, Staging
+from semblend_trt.streams import on
 
 if TYPE_CHECKING:
+    from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
+
+# Of the staging memory: enough slots for loads that copying never waits for the kernels behind it, one for saves.
+_LOAD_SLOTS = 3
+_SAVE_SLOTS = 1
 
 
 @dataclass(slots=True)
@@ -41,19 +49,22 @@ class _FollowedRequest:
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
-    """Loads are complete and ordered on the given stream when `start_load_kv` returns; the layer hooks do nothing,
-    because CUDA-graph replay skips them."""
+    """Loads are ordered before what follows on the given stream when `start_load_kv` returns, unless the engine wrapper
+    has said that it waits layer by layer; the layer hooks do nothing, because CUDA-graph replay skips them.
+
+    `store` holds the donors, `loader` and `saver` tell how long their transfers took; all exist once the caches are
+    registered.
+    """
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings()
         self._facts: ModelFacts | None = None
-        self._pool: torch.Tensor | None = None
-        self._geometry: KvGeometry | None = None
-        self._saver: DonorSaver | None = None
         self._followed: dict[int, _FollowedRequest] = {}
-        self.tier = HostTier(self._settings.host_bytes, pin=torch.cuda.is_available())
+        self.store: DonorStore | None = None
+        self.loader: PlanLoader | None = None
+        self.saver: DonorSaver | None = None
         try:
             self._facts = model_facts(llm_args.model)
         except UnsupportedModelError as error:
@@ -63,7 +74,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.refusal = "model_unreadable"
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name."""
+        """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name.
+
+        Raises ConfigurationError when the device tier or the staging memory asked for cannot be had: on one rank alone
+        that would let ranks decide differently.
+        """
         if self._facts is None:
             return
         geometry = _geometry_of(kv_cache_tensor, self._facts, int(getattr(self._llm_args, "tensor_parallel_size", 1)))
@@ -75,17 +90,19 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             )
             self._runtime.refusal = "pool_layout"
             return
-        self._pool, self._geometry = kv_cache_tensor, geometry
-        self._saver = DonorSaver(self.tier, geometry, self._facts.rotation)
+        self._open(kv_cache_tensor, geometry, self._facts.rotation)
         self._runtime.pool = PoolFacts(geometry, kv_cache_tensor.shape[0], kv_cache_tensor.dtype)
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        """Applies the bound metadata: drops donors, follows blocks, and places every plan's spans on `stream`."""
+        """Applies the bound metadata: drops and demotes donors, follows blocks, and places plans' spans on `stream`."""
         metadata = self.get_connector_meta()
         if not isinstance(metadata, SemBlendConnectorMetadata):
             return
-        for donor_id in metadata.drops:
-            self.tier.drop(donor_id)
+        if self.store is not None and self.saver is not None:
+            for donor_id in metadata.drops:
+                self.store.drop(donor_id)
+            for donor_id in metadata.demotions:
+                self.saver.demote(donor_id)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
             self._runtime.active_plans.discard(request_id)
@@ -93,35 +110,51 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._followed[intent.request_id] = _FollowedRequest(intent)
         for progress in metadata.progress:
             self._follow(progress)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for plan in metadata.plans:
-                self._load(plan)
+        with on(stream):
+            self._load(metadata.plans)
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
-        """Nothing to wait for: `start_load_kv` ordered every layer before the forward."""
+        """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
 
     def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Nothing to wait for: the engine holds the blocks until `get_finished` names the request."""
+        """Ends this iteration's loads; a save needs no waiting, its blocks are held until `get_finished` names it."""
+        self._runtime.readiness.join(stream)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         """Starts saving the requests handed in, returns those whose save has ended. Never blocks."""
         unknown = [request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id)]
-        if self._saver is None:
+        if self.saver is None:
             return unknown, started_loading_req_ids
-        ended = self._saver.finished()
+        ended = self.saver.finished()
         self._runtime.saved.extend(saved for _, saved in ended)
+        self._runtime.saved.extend(self.saver.lost())
         return unknown + [request_id for request_id, _ in ended], started_loading_req_ids
 
     def close(self) -> None:
         """Waits for running saves and frees the donors."""
-        if self._saver is not None:
-            self._saver.close()
-        self.tier.clear()
+        if self.saver is not None:
+            self.saver.close()
+        if self.store is not None:
+            self.store.clear()
+
+    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: RopeRotation) -> None:
+        settings, device, dtype = self._settings, pool.device, pool.dtype
+        arena = None
+        if settings.device_bytes:
+            arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
+        self.store = DonorStore(HostTier(settings.host_bytes, pin=pool.is_cuda), arena)
+        reader, writer = None, HostWriter(rotation, None)
+        if pool.is_cuda and settings.host_bytes:
+            slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
+            reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
+            writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
+        self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
+        self.saver = DonorSaver(self.store, pool, geometry, rotation, writer)
 
     def _follow(self, progress: RequestProgress) -> None:
         followed = self._followed.get(progress.request_id)
@@ -132,27 +165,30 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         followed.block_ids.extend(progress.new_block_ids)
         followed.written_tokens = progress.written_tokens
 
-    def _load(self, plan: SemanticKvPlan) -> None:
-        assert self._pool is not None
-        assert self._geometry is not None
-        assert self._facts is not None
-        try:
-            materialize(plan, self.tier.get, self._pool, self._geometry, self._facts.rotation)
-        except Exception:
-            self._runtime.failed_loads.append(plan.request_id)
-            if plan.execution.mode is EngineMode.STOCK:
-                # The stock engine skips these tokens whatever we do: an error is the only answer that is not wrong.
-                raise
-            logger.exception("request %d: its donors cannot be placed; the engine computes everything", plan.request_id)
-            plan = plan.without_spans("load_failed")
-        self._runtime.active_plans.put(plan)
+    def _load(self, plans: tuple[SemanticKvPlan, ...]) -> None:
+        assert self.loader is not None or not plans
+        failures = {} if self.loader is None else {id(plan): error for plan, error in self.loader.load(plans)}
+        for plan in plans:
+            error = failures.get(id(plan))
+            if error is not None:
+                self._runtime.failed_loads.append(plan.request_id)
+                if plan.execution.mode is EngineMode.STOCK:
+                    # The stock engine skips these tokens whatever we do: an error is the only answer not wrong.
+                    raise error
+                logger.error(
+                    "request %d: its donors cannot be placed; the engine computes everything",
+                    plan.request_id,
+                    exc_info=error,
+                )
+            self._runtime.active_plans.put(plan if error is None else plan.without_spans("load_failed"))
 
     def _begin_save(self, request_id: int) -> bool:
         followed = self._followed.pop(request_id, None)
-        if followed is None or self._saver is None or self._pool is None:
+        if followed is None or self.saver is None:
             return False
-        tokens = min(followed.written_tokens, followed.intent.max_tokens)
-        self._saver.start(request_id, followed.intent.donor_id, self._pool, followed.block_ids, tokens)
+        intent = followed.intent
+        tokens = min(followed.written_tokens, intent.max_tokens)
+        self.saver.start(request_id, intent.donor_id, intent.tier, followed.block_ids, tokens)
         return True
 
 

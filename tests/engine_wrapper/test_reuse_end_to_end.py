@@ -290,7 +290,7 @@ def test_every_layer_of_a_reused_span_is_written(engine):
 def test_lost_donor_costs_a_cold_prefill(engine, cold):
     llm = engine()
     serve(llm, DONOR, PREFILL)
-    llm.connector_worker.tier.clear()
+    llm.connector_worker.store.clear()
     output, expected = serve(llm, SHIFTED), serve(cold, SHIFTED)
     assert token_ids(output) == token_ids(expected)
     assert torch.allclose(first_logits(output), first_logits(expected), atol=1e-4, rtol=0)
@@ -314,7 +314,7 @@ def test_byte_budget_holds_and_evicts(engine, monkeypatch):
     llm = engine()
     for seed in range(5):
         serve(llm, text(100 + seed, len(DONOR) - 1), PREFILL)
-        assert llm.connector_worker.tier.used_bytes <= one_donor * 2.2
+        assert llm.connector_worker.store.host.used_bytes <= one_donor * 2.2
     serve(llm, DONOR, PREFILL)
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
     assert serve(llm, text(1, 9) + text(100, len(DONOR) - 1)).reused_tokens == 0

@@ -25,6 +25,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
     "host_bytes": ("1048576", 1048576),
+    "device_bytes": ("2097152", 2097152),
+    "staging_bytes": ("1048576", 1048576),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),
     "donor_tenant": ("acme", "acme"),

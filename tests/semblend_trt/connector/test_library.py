@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.library import Library
+from semblend_trt.connector.library import Library, TierOrders
 from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.plan import EngineMode
@@ -37,10 +37,10 @@ def tracked(request_id, prompt, key="namespace"):
 
 
 def keep(books, donor_id, tokens, key="namespace"):
-    intent, dropped = books.intend(donor_id, tracked(1, tokens, key), 0)
+    intent = books.intend(donor_id, tracked(1, tokens, key), 0)
     assert books.begin_save(intent, key, tokens)
     books.saved(SavedDonor(donor_id, len(tokens)))
-    return dropped
+    return intent
 
 
 def lookup(tokens, key="namespace"):
@@ -57,7 +57,7 @@ def lookup(tokens, key="namespace"):
 
 def test_donor_is_found_only_once_it_is_held():
     books, tokens = library(), text(1, 200)
-    intent, _ = books.intend("donor", tracked(1, tokens), 0)
+    intent = books.intend("donor", tracked(1, tokens), 0)
     assert books.plan(lookup(tokens))[0].plan is None
     books.begin_save(intent, "namespace", tokens)
     assert books.plan(lookup(tokens))[0].plan is None
@@ -69,17 +69,17 @@ def test_donor_is_found_only_once_it_is_held():
 
 def test_failed_save_leaves_nothing():
     books, tokens = library(), text(1, 200)
-    intent, _ = books.intend("donor", tracked(1, tokens), 0)
+    intent = books.intend("donor", tracked(1, tokens), 0)
     books.begin_save(intent, "namespace", tokens)
     books.saved(SavedDonor("donor", 0, "disk on fire"))
     assert books.catalog.stats().used_bytes == 0
     assert books.plan(lookup(tokens))[0].plan is None
-    assert books.intend("donor-2", tracked(2, tokens), 0)[0] is not None
+    assert books.intend("donor-2", tracked(2, tokens), 0) is not None
 
 
 def test_only_saved_tokens_are_indexed():
     books, tokens = library(), text(1, 200)
-    intent, _ = books.intend("donor", tracked(1, tokens), 0)
+    intent = books.intend("donor", tracked(1, tokens), 0)
     books.begin_save(intent, "namespace", tokens)
     books.saved(SavedDonor("donor", 120))
     assert books.plan(lookup(tokens))[0].plan.reused_tokens == 120
@@ -89,14 +89,14 @@ def test_only_saved_tokens_are_indexed():
 def test_same_text_is_kept_once():
     books, tokens = library(), text(1, 200)
     keep(books, "donor", tokens)
-    assert books.intend("again", tracked(2, tokens), 0) == (None, [])
-    assert books.intend("other-tenant", tracked(3, tokens, "other"), 0)[0] is not None
+    assert books.intend("again", tracked(2, tokens), 0) is None
+    assert books.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
 
 
 def test_short_requests_do_not_become_donors():
     books = library(min_donor_tokens=64)
-    assert books.intend("donor", tracked(1, text(1, 63)), 0) == (None, [])
-    intent, _ = books.intend("donor", tracked(1, text(1, 63)), 30)
+    assert books.intend("donor", tracked(1, text(1, 63)), 0) is None
+    intent = books.intend("donor", tracked(1, text(1, 63)), 30)
     assert books.begin_save(intent, "namespace", text(1, 63)) is False
     assert books.catalog.stats().used_bytes == 0
 
@@ -105,8 +105,9 @@ def test_room_is_reserved_before_the_save_and_evicts_the_oldest():
     books = library(host_tokens=500)
     keep(books, "a", text(1, 200))
     keep(books, "b", text(2, 200))
-    intent, dropped = books.intend("c", tracked(3, text(3, 200)), 0)
-    assert dropped == ["a"]
+    intent = books.intend("c", tracked(3, text(3, 200)), 0)
+    assert books.take_orders() == TierOrders(drops=("a",))
+    assert books.take_orders() == TierOrders()
     assert intent.max_tokens == 200
     assert books.plan(lookup(text(1, 200)))[0].plan is None
 
@@ -115,10 +116,11 @@ def test_leased_donor_stays_and_the_request_is_simply_not_kept():
     books = library(host_tokens=250)
     keep(books, "a", text(1, 200))
     _, leases = books.plan(lookup(text(1, 200)))
-    assert books.intend("b", tracked(2, text(2, 200)), 0) == (None, [])
+    assert books.intend("b", tracked(2, text(2, 200)), 0) is None
     for lease in leases:
         lease.release()
-    assert books.intend("b", tracked(2, text(2, 200)), 0)[1] == ["a"]
+    assert books.intend("b", tracked(2, text(2, 200)), 0) is not None
+    assert books.take_orders().drops == ("a",)
 
 
 def test_lost_donors_are_dropped_unless_somebody_reads_them():
@@ -161,7 +163,7 @@ class LibraryMachine(RuleBasedStateMachine):
     def intend(self, seed, length):
         self.serial += 1
         tokens = text(seed, length)
-        intent, _ = self.books.intend(f"donor-{self.serial}", tracked(self.serial, tokens), 0)
+        intent = self.books.intend(f"donor-{self.serial}", tracked(self.serial, tokens), 0)
         if intent is not None:
             self.open.append((intent, tokens))
 

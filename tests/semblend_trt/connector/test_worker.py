@@ -107,7 +107,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     follow(worker, 1, (3, 5), 12)
     step(worker, progress=(RequestProgress(1, (9,), 21, False),))
     assert saved(worker, 1) == [1]
-    kv = worker.tier.get("donor-1").tensor
+    kv = worker.store.host.get("donor-1").tensor
     assert kv.shape == (LAYERS, 2, KV_HEADS, 21, HEAD_DIM)
     blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
     assert torch.equal(kv[:, :, :, 16:21], blocks[9, :, :, :, :5])
@@ -119,7 +119,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
 def test_save_stops_at_the_exact_part(worker):
     follow(worker, 1, (3, 5), 16, max_tokens=10)
     saved(worker, 1)
-    assert worker.tier.get("donor-1").capacity == 10
+    assert worker.store.host.get("donor-1").capacity == 10
 
 
 def test_failed_save_still_gives_the_blocks_back(worker, args):
@@ -132,7 +132,7 @@ def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
     follow(worker, 1, (3,), 8)
     step(worker, forgotten=(1,))
     assert worker.get_finished([1, 99], [5]) == ([1, 99], [5])
-    assert len(worker.tier) == 0
+    assert len(worker.store) == 0
 
 
 def test_replayed_request_starts_its_blocks_anew(worker):
@@ -140,7 +140,7 @@ def test_replayed_request_starts_its_blocks_anew(worker):
     follow(worker, 1, (6, 7), 16)
     saved(worker, 1)
     assert torch.equal(
-        worker.tier.get("donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
+        worker.store.host.get("donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
     )
 
 
@@ -148,16 +148,16 @@ def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
     step(worker, drops=("donor-1", "donor-unknown"))
-    assert len(worker.tier) == 0
+    assert len(worker.store) == 0
 
 
 def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
     follow(worker, 1, (3, 5), 16)
     saved(worker, 1)
     step(worker, plans=(reuse(),))
-    once = worker._pool.clone()
+    once = worker.loader._pool.clone()
     step(worker, plans=(reuse(),))
-    assert torch.equal(once, worker._pool)
+    assert torch.equal(once, worker.loader._pool)
     assert len(runtime_for(args).active_plans) == 1
     before, after = (tensor.unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM)) for tensor in (pool(), once))
     changed = (before != after).any(-1).any(-2).any(2).any(1).nonzero().tolist()
@@ -166,7 +166,7 @@ def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
 
 def test_missing_donor_lets_the_wrapper_compute(worker, args):
     step(worker, plans=(reuse(),))
-    assert torch.equal(worker._pool, pool())
+    assert torch.equal(worker.loader._pool, pool())
     plan = runtime_for(args).active_plans.take(7)
     assert plan.spans == ()
     assert list(plan.holes) == [range(4, 20)]
@@ -176,18 +176,18 @@ def test_missing_donor_lets_the_wrapper_compute(worker, args):
 def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
     with pytest.raises(DonorUnavailableError):
         step(worker, plans=(reuse(EngineMode.STOCK),))
-    assert torch.equal(worker._pool, pool())
+    assert torch.equal(worker.loader._pool, pool())
 
 
 def test_foreign_metadata_is_ignored(worker):
     for metadata in (None, {"plans": [1]}, "garbage", random.Random(0)):
         worker.bind_connector_meta(metadata)
         worker.start_load_kv(None)
-    assert torch.equal(worker._pool, pool())
+    assert torch.equal(worker.loader._pool, pool())
 
 
 def test_layer_hooks_and_save_wait_do_nothing(worker):
     worker.wait_for_layer_load(0, None)
     worker.save_kv_layer(0, None)
     worker.wait_for_save(None)
-    assert torch.equal(worker._pool, pool())
+    assert torch.equal(worker.loader._pool, pool())

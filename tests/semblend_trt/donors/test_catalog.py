@@ -22,14 +22,14 @@ def tokens(count: int) -> np.ndarray:
 def catalog_with(sizes: dict[str, int], budget_tokens: int = 100, max_donors: int = 10) -> DonorCatalog:
     catalog = DonorCatalog(budget_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors)
     for donor_id, size in sizes.items():
-        assert catalog.reserve(donor_id, "space", size) == []
+        assert catalog.reserve(donor_id, "space", size).dropped == ()
         catalog.commit(donor_id, tokens(size))
     return catalog
 
 
 def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size() -> None:
     catalog = catalog_with({})
-    assert catalog.reserve("a", "space", 60) == []
+    assert catalog.reserve("a", "space", 60).dropped == ()
     assert catalog.state("a") is DonorState.SAVING
     assert catalog.stats().used_bytes == 600
     with pytest.raises(DonorUnavailableError, match="a is not held"):
@@ -44,15 +44,15 @@ def test_the_least_recently_used_donors_make_room() -> None:
     catalog.touch("a")
     with catalog.lease("b"):
         pass
-    assert catalog.reserve("d", "space", 40) == ["c"]
-    assert catalog.reserve("e", "space", 20) == ["a"]
+    assert catalog.reserve("d", "space", 40).dropped == ("c",)
+    assert catalog.reserve("e", "space", 20).dropped == ("a",)
     assert catalog.state("c") is None
     assert catalog.stats().evicted == 2
 
 
 def test_the_number_of_donors_is_bounded_too() -> None:
     catalog = catalog_with({"a": 1, "b": 1}, max_donors=2)
-    assert catalog.reserve("c", "space", 1) == ["a"]
+    assert catalog.reserve("c", "space", 1).dropped == ("a",)
     assert len(catalog) == 2
 
 
@@ -76,7 +76,7 @@ def test_leased_and_saving_donors_stay_and_a_failed_reservation_changes_nothing(
     assert not catalog.drop("a")
     assert not catalog.drop("saving")
     lease.release()
-    assert catalog.reserve("c", "space", 50) == ["b", "a"]
+    assert catalog.reserve("c", "space", 50).dropped == ("b", "a")
 
 
 def test_what_can_never_fit_evicts_nobody() -> None:
@@ -178,11 +178,11 @@ def test_another_policy_decides_who_goes() -> None:
         def candidates(self) -> Iterator[str]:
             return iter(self.held[::-1])
 
-    catalog = DonorCatalog(100, 1, 2, NewestFirst())
+    catalog = DonorCatalog(100, 1, 2, NewestFirst)
     for donor_id in ("a", "b"):
         catalog.reserve(donor_id, "space", 10)
         catalog.commit(donor_id, tokens(10))
-    assert catalog.reserve("c", "space", 10) == ["b"]
+    assert catalog.reserve("c", "space", 10).dropped == ("b",)
 
 
 def test_threads_keep_the_budget_and_the_leases() -> None:
@@ -262,7 +262,7 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.catalog.reserve(donor_id, "space", size)
             assert self.catalog.stats() == before
             return multiple()
-        assert self.catalog.reserve(donor_id, "space", size) == expected
+        assert self.catalog.reserve(donor_id, "space", size).dropped == tuple(expected)
         for dropped in expected:
             self.forget(dropped)
         self.sizes[donor_id] = size

@@ -27,7 +27,7 @@ def test_gives_back_what_was_saved(dtype: torch.dtype) -> None:
     held = tier.get("a").tensor
     assert torch.equal(held, kv)
     assert held.dtype == dtype
-    assert held.is_contiguous()
+    assert held.permute(0, 3, 1, 2, 4).is_contiguous()  # any tokens of a layer are one run
     assert tier.used_bytes == kv.numel() * kv.element_size()
     assert "a" in tier
     assert len(tier) == 1
@@ -47,7 +47,7 @@ def test_a_strided_view_is_held_contiguous() -> None:
     wide = donor_kv(20)
     tier.save("a", wide[:, :, :, 3:11])
     assert torch.equal(tier.get("a").tensor, wide[:, :, :, 3:11])
-    assert tier.get("a").tensor.is_contiguous()
+    assert tier.get("a").tensor.permute(0, 3, 1, 2, 4).is_contiguous()
     assert tier.used_bytes == 8 * BYTES_PER_TOKEN
 
 

@@ -1,0 +1,96 @@
+"""What one rank holds, in both tiers. It obeys the scheduler's catalog and decides nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import CapacityError, DonorUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from kernels.layout import ContiguousKv, PagedKv
+    from semblend_trt.donors.arena import DeviceTier
+    from semblend_trt.donors.tiers import HostTier
+
+
+class DonorStore:
+    """The host tier and, where there is one, the device tier. Thread safe.
+
+    A donor that moves down stays readable: it is in the host tier before it leaves the device.
+    """
+
+    def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
+        self.host = host
+        self.device = device
+
+    @contextmanager
+    def reading(self, donor_id: str) -> Iterator[PagedKv | ContiguousKv]:
+        """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
+
+        Raises DonorUnavailableError when neither tier holds it.
+        """
+        with ExitStack() as reads:
+            yield self._readable(donor_id, reads)
+
+    def demote(self, donor_id: str, copy: Callable[[PagedKv, int, torch.Tensor], None]) -> bool:
+        """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
+
+        `copy(source, tokens, held)` fills `held` ([layers, 2, kv_heads, tokens, head_dim]) before it returns. After an
+        error the donor is in neither tier: the catalog has given its blocks away.
+        """
+        if self.device is None or donor_id not in self.device:
+            return False
+        try:
+            self._copy_down(self.device, donor_id, copy)
+        except Exception:
+            # Dropped by the scheduler meanwhile: then nobody misses it.
+            if not self.device.drop(donor_id):
+                return False
+            raise
+        if not self.device.drop(donor_id):
+            self.host.drop(donor_id)
+            return False
+        return True
+
+    def drop(self, donor_id: str) -> bool:
+        """Drops the donor, or stops its save or its way down; False when there is none."""
+        on_device = self.device is not None and self.device.drop(donor_id)
+        return self.host.drop(donor_id) or on_device
+
+    def device_tier(self) -> DeviceTier:
+        """The device tier; CapacityError where this rank has none."""
+        if self.device is None:
+            raise CapacityError("this rank has no device tier; set SEMBLEND_DEVICE_BYTES alike on every rank")
+        return self.device
+
+    def clear(self) -> None:
+        """Drops every donor."""
+        if self.device is not None:
+            self.device.clear()
+        self.host.clear()
+
+    def __len__(self) -> int:
+        return len(self.host) + (0 if self.device is None else len(self.device))
+
+    def __contains__(self, donor_id: object) -> bool:
+        return (self.device is not None and donor_id in self.device) or donor_id in self.host
+
+    def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | ContiguousKv:
+        if self.device is not None:
+            try:
+                return reads.enter_context(self.device.reading(donor_id))
+            except DonorUnavailableError:
+                pass  # never there, or moved down since: then the host has it already
+        return self.host.get(donor_id)
+
+    def _copy_down(self, device: DeviceTier, donor_id: str, copy: Callable[[PagedKv, int, torch.Tensor], None]) -> None:
+        tokens = device.tokens_of(donor_id)
+        with device.reading(donor_id) as source:
+            sizes = source.geometry
+            shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
+            with self.host.writing(donor_id, shape, source.pool.dtype) as held:
+                copy(source, tokens, held)

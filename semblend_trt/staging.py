@@ -1,0 +1,211 @@
+"""Copies between host and device through staging slots on the device.
+
+Host memory is copied in long runs at the bus's full rate; the kernel that scatters or gathers then works on device
+memory. A slot holds some tokens of some layers, so that staging memory is bounded and allocated once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kernels.rope import RopeRotation
+
+Kv = TypeVar("Kv", PagedKv, ContiguousKv)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One buffer, and the event behind which it may be written again."""
+
+    memory: torch.Tensor
+    free: Event | None = None
+
+
+class Staging:
+    """`slots` buffers of at most `byte_budget` bytes together on `device`, used in turn.
+
+    `capacity` is the tokens of one layer that a slot holds. Raises ConfigurationError when that is none.
+    """
+
+    def __init__(
+        self, byte_budget: int, slots: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        token_elements = geometry.kv_factor * geometry.kv_heads * geometry.head_dim
+        self.capacity = byte_budget // slots // (token_elements * dtype.itemsize)
+        if self.capacity < 1:
+            raise ConfigurationError(
+                f"staging of {byte_budget} bytes has no room for {slots} tokens of one layer; raise "
+                "SEMBLEND_STAGING_BYTES"
+            )
+        memory = torch.empty((slots, self.capacity * token_elements), dtype=dtype, device=device)
+        self._slots = [_Slot(row) for row in memory]
+        self._turn = 0
+
+    def next(self) -> _Slot:
+        """The slot whose turn it is."""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % len(self._slots)
+        return slot
+
+    def view(self, slot: _Slot, layers: int, tokens: int) -> torch.Tensor:
+        """`slot` as [layers, kv_factor, kv_heads, tokens, head_dim], in memory token by token as in the host tier."""
+        geometry = self.geometry
+        shape = (layers, tokens, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
+        return slot.memory[: torch.Size(shape).numel()].view(shape).permute(0, 2, 3, 1, 4)
+
+
+class HostReader:
+    """Places spans of host donors into a pool: copied on one stream, rotated and scattered on another.
+
+    With `staging` None the kernel reads host memory itself, on the second stream.
+    """
+
+    def __init__(self, device: torch.device, rotation: RopeRotation, staging: Staging | None) -> None:
+        self._rotation = rotation
+        self._staging = staging
+        self._copies = side_stream(device)
+        self._moves = side_stream(device)
+        # Of memory that a kernel reads in place torch knows nothing: it is kept until the kernel has run.
+        self._read_in_place: deque[tuple[Event | None, list[Move]]] = deque()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one layer that are staged at once; 0 when nothing is staged."""
+        return 0 if self._staging is None else self._staging.capacity
+
+    def begin(self, begun: Event | None) -> None:
+        """Nothing that is queued from now on starts before `begun`: until then others may use the target's blocks."""
+        wait(self._moves, [begun])
+
+    def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
+        """Queues `moves`, all from ContiguousKv of the host and with a length, for the layers given."""
+        part = layers_of(target, first_layer, end_layer)
+        if self._staging is None:
+            self._place_in_place(moves, part, first_layer, end_layer)
+            return
+        capacity = self._staging.capacity // (end_layer - first_layer)
+        for piece in pieces(moves, capacity):
+            self._place_piece(self._staging, piece, part, first_layer, end_layer)
+
+    def placed(self, *, timed: bool = False) -> Event | None:
+        """An event behind everything that was placed so far."""
+        return record(self._moves, timed=timed)
+
+    def synchronize(self) -> None:
+        """Waits until everything that was placed is there."""
+        if self._moves is not None:
+            self._moves.synchronize()
+
+    def _place_in_place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
+        while self._read_in_place and ((event := self._read_in_place[0][0]) is None or event.query()):
+            self._read_in_place.popleft()
+        direct = [replace(move, source=layers_of(_contiguous(move.source), first_layer, end_layer)) for move in moves]
+        with on(self._moves):
+            kv_move(direct, target, self._rotation)
+        self._read_in_place.append((record(self._moves), direct))
+
+    def _place_piece(
+        self, staging: Staging, piece: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int
+    ) -> None:
+        slot = staging.next()
+        staged = staging.view(slot, end_layer - first_layer, sum(move.length for move in piece))
+        staged_moves, column = [], 0
+        wait(self._copies, [slot.free])
+        with on(self._copies):
+            for move in piece:
+                source = layers_of(_contiguous(move.source), first_layer, end_layer)
+                rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
+                _copy_rows(rows, staged[:, :, :, column : column + move.length])
+                staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, move.shift))
+                column += move.length
+        wait(self._moves, [record(self._copies)])
+        with on(self._moves):
+            kv_move(staged_moves, target, self._rotation)
+        slot.free = record(self._moves)
+
+
+class HostWriter:
+    """Copies paged KV on the device into host memory, through one slot, on the stream that is current."""
+
+    def __init__(self, rotation: RopeRotation, staging: Staging | None) -> None:
+        self._rotation = rotation
+        self._staging = staging
+
+    def copy(self, source: PagedKv, tokens: int, held: torch.Tensor) -> None:
+        """Copies the first `tokens` positions into `held` ([layers, kv_factor, kv_heads, tokens, head_dim]).
+
+        The bytes are there when it returns.
+        """
+        if self._staging is None:
+            kv_move([Move(source, 0, 0, tokens)], ContiguousKv(held), self._rotation)
+            return
+        num_layers = source.geometry.num_layers
+        layers = max(1, min(num_layers, self._staging.capacity // tokens))
+        chunk = self._staging.capacity // layers
+        for first in range(0, num_layers, layers):
+            end = min(first + layers, num_layers)
+            part = layers_of(source, first, end)
+            for start in range(0, tokens, chunk):
+                length = min(chunk, tokens - start)
+                staged = self._staging.view(self._staging.next(), end - first, length)
+                kv_move([Move(part, start, 0, length, turn=0)], ContiguousKv(staged), self._rotation)
+                _copy_rows(staged, held[first:end, :, :, start : start + length])
+        stream = current_stream(source.pool.device)
+        if stream is not None:
+            stream.synchronize()
+
+
+def layers_of(kv: Kv, first: int, end: int) -> Kv:
+    """Layers `first .. end - 1` of `kv`, without a copy."""
+    if isinstance(kv, PagedKv):
+        return replace(kv, pool=kv.pool[:, first:end], geometry=replace(kv.geometry, num_layers=end - first))
+    return replace(kv, tensor=kv.tensor[first:end])
+
+
+def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
+    """The same moves in groups of at most `capacity` tokens; a move that does not fit is divided."""
+    piece: list[Move] = []
+    room = capacity
+    for move in moves:
+        done = 0
+        while done < move.length:
+            length = min(room, move.length - done)
+            piece.append(Move(move.source, move.source_start + done, move.target_start + done, length, turn=move.shift))
+            done, room = done + length, room - length
+            if not room:
+                yield piece
+                piece, room = [], capacity
+    if piece:
+        yield piece
+
+
+def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies [layers, kv_factor, kv_heads, tokens, head_dim] where any tokens of a layer are one run of memory.
+
+    A run is one asynchronous copy; anything else torch would first gather on the host.
+    """
+    runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
+    if runs.is_contiguous() and target_runs.is_contiguous():
+        target_runs.copy_(runs, non_blocking=True)
+        return
+    for layer, target_layer in zip(runs, target_runs, strict=True):
+        target_layer.copy_(layer, non_blocking=True)
+
+
+def _contiguous(kv: PagedKv | ContiguousKv) -> ContiguousKv:
+    if not isinstance(kv, ContiguousKv):
+        raise ValueError("a source on the host is a PagedKv; host donors are ContiguousKv")
+    return kv
