@@ -25,6 +25,9 @@ __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     """The stock worker, which attaches to its engine once the caches are registered."""
 
+    # They do nothing, so an engine may replay CUDA graphs, which cannot call them.
+    uses_layer_hooks = False
+
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         super().register_kv_caches(kv_cache_tensor)
         attach(self._runtime)
@@ -34,7 +37,8 @@ def attach(runtime: Runtime) -> bool:
     """Attaches plan execution and the publication guard to the runtime's engine; False leaves it untouched.
 
     Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner
-    with a `plan_source` and a block manager with a `publication`, as the embedded engine has.
+    with a `plan_source` and a block manager with a `publication`, as the embedded engine has. A runner with a
+    `readiness` waits for loads layer by layer; for any other one `start_load_kv` orders them before the forward.
     """
     runner: Any = getattr(runtime.engine, "model_runner", None)
     blocks: Any = getattr(runtime.engine, "block_manager", None)
@@ -42,6 +46,9 @@ def attach(runtime: Runtime) -> bool:
         logger.warning("the engine offers no place to attach; only identical text from position 0 is reused")
         return False
     runner.plan_source = runtime.active_plans.take
+    if hasattr(runner, "readiness"):
+        runner.readiness = runtime.readiness
+        runtime.readiness.is_awaited = True
     blocks.publication = PublicationGuard(runtime.active_plans, runtime.pool.geometry.block_size)
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER

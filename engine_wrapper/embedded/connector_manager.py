@@ -64,6 +64,11 @@ class KvCacheConnectorManager:
         if wait_for_initialization is not None:
             wait_for_initialization()
 
+    @property
+    def uses_layer_hooks(self) -> bool:
+        """False when the worker says by an attribute of this name that its layer hooks do nothing."""
+        return bool(getattr(self.worker, "uses_layer_hooks", True))
+
     # -- a new request --------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +27,24 @@ def next_token(request: LlmRequest, logits: torch.Tensor, sampler: Sampler) -> i
         request.generation_logits.append(logits.clone())
     if params.forced_token_ids is not None:
         return params.forced_token_ids[request.num_generated]
-    if not torch.isfinite(logits.max()):
-        raise SemBlendError("the model's logits are not finite")
+    if params.is_greedy:
+        return _greedy(logits)
+    _check_finite(float(logits.max()))
     assert request.generator is not None
     return sampler.sample(logits, params, request.generator)
+
+
+def _greedy(logits: torch.Tensor) -> int:
+    """The first token of the largest logit, in one transfer from the device."""
+    best, token = logits.max(0)
+    value, index = torch.stack((best.double(), token.double())).tolist()
+    _check_finite(value)
+    return int(index)
+
+
+def _check_finite(best: float) -> None:
+    if not math.isfinite(best):
+        raise SemBlendError("the model's logits are not finite")
 
 
 def finish_reason(request: LlmRequest, token: int, eos_token_ids: Collection[int]) -> str | None:

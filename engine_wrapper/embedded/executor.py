@@ -93,7 +93,6 @@ class Executor:
                 check_fits(request, self.llm_args, self.max_seq_len, self.block_manager)
             for request in requests:
                 request.generator = self._sampler.generator(request.sampling_params)
-                request.arrival_time = perf_counter()
                 self._waiting.append(request)
 
     def abort(self, request: LlmRequest) -> bool:
@@ -203,7 +202,7 @@ class Executor:
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """Returns logits, float32 [requests, vocabulary], of each request's last row."""
-        if self.connector is not None and self.llm_args.layer_hooks:
+        if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:
             self.model_runner.before_layer = partial(self.connector.layer_pre_hook, stream=stream)
             self.model_runner.after_layer = partial(self.connector.layer_post_hook, stream=stream)
         logits = self.model_runner.forward([self._slice(request) for request in batch.requests])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from itertools import count
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.executor import Executor
@@ -163,6 +164,7 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None
     ) -> LlmRequest:
+        arrival_time = perf_counter()
         vocabulary = int(self._runner.config.vocab_size)
         forced = params.forced_token_ids
         if forced is not None and max(forced) >= vocabulary:
@@ -177,6 +179,7 @@ class LLM:
             cache_salt=cache_salt,
             lora_task_id=self._lora_task_id(lora_request),
             lora_path=lora_request,
+            arrival_time=arrival_time,
         )
 
     def _lora_task_id(self, lora_request: str | None) -> int | None:

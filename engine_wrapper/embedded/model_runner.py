@@ -11,6 +11,7 @@ from engine_wrapper.embedded.models import load_model
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import LayerHook, SparseForward
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.streams import current_stream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from engine_wrapper.graph_forward import GraphForward
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import SemanticKvPlan
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
@@ -28,9 +30,10 @@ PlanSource = Callable[[int], "SemanticKvPlan | None"]
 class ModelRunner:
     """One model over one pool.
 
-    `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet.
-    `before_layer` and `after_layer` are called with the layer's index around every layer of every forward. On a card,
-    short iterations without them replay CUDA graphs.
+    `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet. So is
+    `readiness`: while KV is on its way into the pool, every layer waits for its own. `before_layer` and `after_layer`
+    are called with the layer's index around every layer of every forward. On a card, short iterations with nothing to
+    call or to wait for replay CUDA graphs.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ModelRunner:
         self._forward: SparseForward | None = None
         self._graphs: GraphForward | None = None
         self.plan_source: PlanSource | None = None
+        self.readiness: LayerReadiness | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
 
@@ -88,7 +92,7 @@ class ModelRunner:
         """A runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
         runner._forward = runner._graphs = None
-        runner.plan_source = runner.before_layer = runner.after_layer = None
+        runner.plan_source = runner.readiness = runner.before_layer = runner.after_layer = None
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
@@ -117,17 +121,29 @@ class ModelRunner:
         planned = [self._with_plan(piece) for piece in slices]
         schedule = build_schedule(planned, self.facts.num_layers)
         lengths = [len(piece.token_ids) for piece in slices]
+        before_layer = self._before_layer()
         if not all_rows:
             schedule = schedule.last_rows(lengths)
-            if self._graphs is not None and self._without_hooks and self._graphs.fits(schedule):
+            without_hooks = before_layer is None and self.after_layer is None
+            if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
                 return self._graphs(schedule)
         schedule = schedule.to(self.device)
-        logits = self._forward.logits(self._forward(schedule, self.before_layer, self.after_layer))
+        logits = self._forward.logits(self._forward(schedule, before_layer, self.after_layer))
         return list(logits.split(lengths)) if all_rows else logits
 
-    @property
-    def _without_hooks(self) -> bool:
-        return self.before_layer is None and self.after_layer is None
+    def _before_layer(self) -> LayerHook | None:
+        """What this forward calls before each layer: the hook, behind the arrival of the layer's KV."""
+        readiness, hook = self.readiness, self.before_layer
+        if readiness is None or not readiness.is_arriving:
+            return hook
+        stream = current_stream(self.device)
+
+        def wait_and_call(layer: int) -> None:
+            readiness.wait(layer, stream)
+            if hook is not None:
+                hook(layer)
+
+        return wait_and_call
 
     def _with_plan(self, piece: SequenceSlice) -> SequenceSlice:
         if piece.plan is not None or self.plan_source is None:

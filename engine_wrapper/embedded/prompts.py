@@ -5,6 +5,8 @@ from __future__ import annotations
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
+import numpy as np
+
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,16 +31,20 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     """Token ids of a prompt, checked against the vocabulary. Raises ConfigurationError."""
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    try:
+        tokens = np.asarray(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    except ValueError:
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing nested") from None
     # A tokenizer may begin even an empty text with a token of its own.
-    if len(prompt) == 0 or not tokens:
+    if len(prompt) == 0 or not tokens.size:
         raise ConfigurationError("the prompt is empty; at least one token is needed")
-    if not all(isinstance(token, Integral) for token in tokens):
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iub":
         raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed")
-    for token in tokens:
-        if not 0 <= token < vocabulary:
-            raise ConfigurationError(f"the prompt holds token id {token}; the model's ids are 0..{vocabulary - 1}")
-    return [int(token) for token in tokens]
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if outside.size:
+        raise ConfigurationError(f"the prompt holds token id {outside[0]}; the model's ids are 0..{vocabulary - 1}")
+    ids: list[int] = tokens.astype(np.int64).tolist()
+    return ids
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.radix_tree import RootKey
@@ -41,6 +42,7 @@ class LlmRequest:
 
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
+    `arrival_time` is on the clock of `time.perf_counter`, now by default.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LlmRequest:
         cache_salt: str | None = None,
         lora_task_id: int | None = None,
         lora_path: str | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
@@ -83,9 +86,9 @@ class LlmRequest:
         self.reuse_report: Any = None
         self.generator: torch.Generator | None = None
         self.generation_logits: list[torch.Tensor] = []
-        self.arrival_time = 0.0
+        self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
-        self._tokens = [int(token) for token in prompt_token_ids]
+        self._tokens = list(prompt_token_ids)
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""

@@ -89,6 +89,13 @@ def test_layer_hooks_can_be_left_out(make_shelf_llm):
     assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
 
 
+def test_layer_hooks_that_do_nothing_are_not_called(make_shelf_llm):
+    llm, shelf = make_shelf_llm()
+    llm.connector_worker.uses_layer_hooks = False
+    llm.generate([prompt(5)], TWO)
+    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
+
+
 def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
     llm, shelf = make_shelf_llm()
     shelf.calls.clear()
