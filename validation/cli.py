@@ -183,6 +183,10 @@ def _show(report: Report, options: argparse.Namespace) -> int:
     console.print(f"{report.seconds:.0f} s; every sample is in {options.output}", markup=False, highlight=False)
     for gate in report.failed:
         _complain(f"gate failed: {gate.sentence()}")
+    refused = report.audit[report.policy].rejection_reasons
+    if report.failed and refused:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused)
+        _complain(f"look-ups of the arm {report.policy} that placed nothing: {reasons}")
     return GATE_FAILED if report.failed else ALL_HOLD
 
 

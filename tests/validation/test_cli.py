@@ -193,3 +193,13 @@ def test_help_explains_the_gates(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrelated_fires" in text
     assert "Exit status: 0 all gates hold" in text
     assert main(["scoreboard", "--help"]) == 0
+
+
+def test_a_failed_run_says_why_nothing_was_placed(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", str(tmp_path / "report.json"), "--audit-path", str(tmp_path / "audit.jsonl")]
+    assert main([*command, *places, "--min-match-length", "900"]) == 1
+    error = capsys.readouterr().err
+    assert "gate failed: materializations is 0" in error
+    assert "look-ups of the arm position_fix that placed nothing: " in error
