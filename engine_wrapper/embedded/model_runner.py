@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from engine_wrapper.embedded.models import load_model
+from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import LayerHook, SparseForward
 from semblend_trt.errors import ConfigurationError
@@ -46,7 +46,21 @@ class ModelRunner:
         revision: str | None = None,
     ) -> None:
         """Loads the model; see `load_model` for the settings and errors."""
-        self._loaded = load_model(model_path, dtype, device, tokenizer, revision)
+        self._own(load_model(model_path, dtype, device, tokenizer, revision))
+
+    @classmethod
+    def from_model(cls, model: Any, config_path: str | Path, tokenizer: Any = None) -> ModelRunner:
+        """A runner of a model in memory, as it is: on its device, in its dtype.
+
+        `config_path` is a folder with the model's config.json, which engine and connector read again; without a
+        `tokenizer`, prompts are token ids. Raises UnsupportedModelError and ConfigurationError as loading does.
+        """
+        runner = cls.__new__(cls)
+        runner._own(adopt_model(model, config_path, tokenizer))
+        return runner
+
+    def _own(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
         self._forward: SparseForward | None = None
         self._graphs: GraphForward | None = None
         self.plan_source: PlanSource | None = None
@@ -84,7 +98,8 @@ class ModelRunner:
     def eos_token_ids(self) -> frozenset[int]:
         """Every token that ends a generation by the model's generation settings or its tokenizer."""
         found: set[int] = set()
-        for ids in (self.model.generation_config.eos_token_id, self.config.eos_token_id, self.tokenizer.eos_token_id):
+        sources = (self.model.generation_config, self.config, self.tokenizer)
+        for ids in (getattr(source, "eos_token_id", None) for source in sources):
             found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
         return frozenset(found)
 

@@ -46,16 +46,38 @@ def load_model(
     the model's architecture or positions are not supported.
     """
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    facts = _supported_facts(model, revision)
+    words = _load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    weights = _load_weights(str(model), target_dtype, revision)
+    weights.to(target_device).eval().requires_grad_(False)
+    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device)
+
+
+def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> LoadedModel:
+    """Takes a model that is in memory; `config_path` is a folder with its config.json.
+
+    Raises as `load_model` does, and ConfigurationError when the folder describes a model of another type or size.
+    """
+    facts, config = _supported_facts(config_path, None), model.config
+    described = (facts.model_type, facts.num_layers, facts.num_heads, facts.kv_heads)
+    given = (config.model_type, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    if described != given:
+        raise ConfigurationError(
+            f"{config_path} describes {described}, the model is {given} (type, layers, query heads, KV heads); "
+            "save its own configuration there"
+        )
+    model.eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device)
+
+
+def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
     facts = model_facts(model, revision)
     if facts.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(
             "engine_model_type",
             f"model {model} is of type {facts.model_type}; the embedded engine runs {', '.join(SUPPORTED_MODEL_TYPES)}",
         )
-    words = _load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
-    weights = _load_weights(str(model), target_dtype, revision)
-    weights.to(target_device).eval().requires_grad_(False)
-    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device)
+    return facts
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

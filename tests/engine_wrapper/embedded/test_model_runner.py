@@ -212,3 +212,18 @@ def test_a_missing_tokenizer_is_refused(model_folder: Path) -> None:
 def test_unknown_settings_are_refused(tiny_qwen2_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ModelRunner(tiny_qwen2_path, **settings)
+
+
+def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path: Path, runner: ModelRunner) -> None:
+    adopted = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(tiny_qwen2_path), tiny_qwen2_path)
+    attach_pool(adopted)
+    piece = SequenceSlice(1, 0, tokens_of(19), (4, 1, 2))
+    assert torch.equal(adopted.forward([piece]), runner.forward([piece]))
+    assert adopted.eos_token_ids == frozenset({256})
+
+
+def test_a_model_that_is_not_the_one_described_is_refused(model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    change_config(model_folder, num_hidden_layers=2, layer_types=None)
+    with pytest.raises(ConfigurationError, match="describes"):
+        ModelRunner.from_model(model, model_folder)
