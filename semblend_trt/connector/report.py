@@ -11,8 +11,8 @@ from semblend_trt.plan import PlanKind
 if TYPE_CHECKING:
     from semblend_trt.connector.request_table import TrackedRequest
 
-# Donors were found or the plan was made, yet this engine or setting could not use them.
-_COLD_REASONS = frozenset({"no_donor_match", "short_prompt"})
+# Runs were found, but none where it could have helped.
+_NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,11 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
         return Outcome.BACKEND_DECLINED_REUSE, "load_failed"
     if plan is not None:
         return Outcome.BACKEND_MATERIALIZED_REUSE, None
-    if tracked.runs_found and tracked.reason not in _COLD_REASONS:
+    found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
+    if found or tracked.reason == "internal_error":
         return Outcome.BACKEND_DECLINED_REUSE, tracked.reason
     if tracked.num_computed_tokens:
-        return Outcome.EXACT_PREFIX_ROUTE, None
+        return Outcome.EXACT_PREFIX_ROUTE, tracked.reason
     return Outcome.COLD_FALLBACK, tracked.reason
 
 

@@ -47,9 +47,10 @@ def tracked(**fields):
         ({"plan": plan(), "load_failed": True}, Outcome.BACKEND_DECLINED_REUSE, "load_failed"),
         ({"plan": plan(PlanKind.DISCOVERY_ONLY)}, Outcome.SEMANTIC_DISCOVERY_ONLY, None),
         ({"reason": "low_reuse", "runs_found": 2, "computed": 16}, Outcome.BACKEND_DECLINED_REUSE, "low_reuse"),
-        ({"reason": "no_donor_match", "runs_found": 2, "computed": 16}, Outcome.EXACT_PREFIX_ROUTE, None),
-        ({"reason": "prefix_covers_prompt", "computed": 96}, Outcome.EXACT_PREFIX_ROUTE, None),
+        ({"reason": "no_donor_match", "runs_found": 2, "computed": 16}, Outcome.EXACT_PREFIX_ROUTE, "no_donor_match"),
+        ({"reason": "prefix_covers_prompt", "computed": 96}, Outcome.EXACT_PREFIX_ROUTE, "prefix_covers_prompt"),
         ({"reason": "no_donor_match"}, Outcome.COLD_FALLBACK, "no_donor_match"),
+        ({"reason": "internal_error", "computed": 96}, Outcome.BACKEND_DECLINED_REUSE, "internal_error"),
         ({"reason": "salt_invalid"}, Outcome.COLD_FALLBACK, "salt_invalid"),
     ],
 )
