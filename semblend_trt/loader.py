@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Enough groups that the first layers are there early, few enough that launching them takes no longer than the copies.
 LAYER_GROUPS = 8
+# Waiting layer by layer keeps a forward from replaying a graph; below some milliseconds of copying that costs more.
+OVERLAP_FROM_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class PlanLoader:
         self._rotation = rotation
         self._readiness = readiness
         self._reader = reader
+        self._token_bytes = geometry.bytes_per_token(pool.dtype)
         self.last_timing: LoadTiming | None = None
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
@@ -140,14 +143,15 @@ class PlanLoader:
         self._reader.begin(began)
         groups: list[tuple[int, Event | None]] = []
         num_layers = self._geometry.num_layers
-        step = self._layers_at_once(self._reader, sum(move.length for load in distant for move in load.far))
+        tokens = sum(move.length for load in distant for move in load.far)
+        step = self._layers_at_once(self._reader, tokens)
         for first in range(0, num_layers, step):
             end = min(first + step, num_layers)
             for load in distant:
                 self._reader.place(load.far, load.target, first, end)
             groups.append((end, self._reader.placed(timed=end == num_layers)))
         self._readiness.expect(groups)
-        if not self._readiness.is_awaited:
+        if not self._readiness.is_awaited or tokens * self._token_bytes < OVERLAP_FROM_BYTES:
             self._readiness.join(stream)
         return groups[-1][1], len(groups)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from semblend_trt.donors.catalog import CatalogStats, DonorCatalog, DonorState, Lease
+from semblend_trt.donors.placement import Placement, Tier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
 BYTES_PER_TOKEN = 10
@@ -341,3 +342,82 @@ class CatalogMachine(RuleBasedStateMachine):
 
 CatalogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCatalogMachine = CatalogMachine.TestCase
+
+
+def two_tiers(blocks: int = 4, host_tokens: int = 40, max_donors: int = 10) -> DonorCatalog:
+    return DonorCatalog(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, device_blocks=blocks, block_size=10)
+
+
+def hold(catalog: DonorCatalog, donor_id: str, size: int) -> Placement:
+    placement = catalog.reserve(donor_id, "space", size)
+    catalog.commit(donor_id, tokens(size))
+    return placement
+
+
+def test_donors_go_to_the_device_while_it_has_room_then_the_oldest_move_down() -> None:
+    catalog = two_tiers()
+    assert hold(catalog, "a", 20) == Placement(Tier.DEVICE)
+    assert hold(catalog, "b", 11) == Placement(Tier.DEVICE)
+    catalog.touch("a")
+    assert hold(catalog, "c", 15) == Placement(Tier.DEVICE, demoted=("b",))
+    assert [catalog.tier(donor_id) for donor_id in "abc"] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
+    stats = catalog.stats()
+    assert (stats.used_bytes, stats.device_blocks_used, stats.demoted, stats.evicted) == (110, 4, 1, 0)
+
+
+def test_the_full_host_drops_its_oldest_for_what_comes_down() -> None:
+    catalog = two_tiers(blocks=2, host_tokens=25)
+    for donor_id in "abc":
+        hold(catalog, donor_id, 12)
+    assert hold(catalog, "d", 12) == Placement(Tier.DEVICE, demoted=("c",), dropped=("a",))
+    assert [catalog.tier(donor_id) for donor_id in "abcd"] == [None, Tier.HOST, Tier.HOST, Tier.DEVICE]
+
+
+def test_the_latest_used_of_the_displaced_has_the_first_claim_on_the_host() -> None:
+    catalog = two_tiers(blocks=3, host_tokens=15)
+    for donor_id in "abc":
+        hold(catalog, donor_id, 10)
+    assert hold(catalog, "d", 30) == Placement(Tier.DEVICE, demoted=("c",), dropped=("b", "a"))
+
+
+def test_without_a_host_tier_the_displaced_are_dropped() -> None:
+    catalog = two_tiers(blocks=2, host_tokens=0)
+    hold(catalog, "a", 20)
+    assert hold(catalog, "b", 5) == Placement(Tier.DEVICE, dropped=("a",))
+
+
+def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the_host() -> None:
+    catalog = two_tiers()
+    hold(catalog, "a", 20)
+    catalog.reserve("saving", "space", 20)
+    with catalog.lease("a"):
+        assert hold(catalog, "b", 15) == Placement(Tier.HOST)
+    assert hold(catalog, "c", 20) == Placement(Tier.DEVICE, demoted=("a",))
+
+
+def test_what_the_arena_can_never_hold_goes_to_the_host() -> None:
+    catalog = two_tiers(blocks=2)
+    hold(catalog, "a", 20)
+    assert hold(catalog, "b", 21) == Placement(Tier.HOST)
+    with pytest.raises(CapacityError, match="5 device blocks of 2"):
+        catalog.reserve("c", "space", 41)
+
+
+def test_a_commit_gives_blocks_back_that_it_does_not_need() -> None:
+    catalog = two_tiers()
+    catalog.reserve("a", "space", 40)
+    catalog.commit("a", tokens(21))
+    assert catalog.stats().device_blocks_used == 3
+    assert hold(catalog, "b", 10) == Placement(Tier.DEVICE)
+
+
+def test_places_are_made_from_the_bottom() -> None:
+    catalog = two_tiers(blocks=2, max_donors=3)
+    for donor_id in "abc":
+        hold(catalog, donor_id, 10)
+    assert catalog.tier("a") is Tier.HOST
+    assert hold(catalog, "d", 10) == Placement(Tier.DEVICE, demoted=("b",), dropped=("a",))
+    catalog.drop("b")
+    with catalog.lease("c"), catalog.lease("d"):
+        hold(catalog, "e", 5)
+        assert hold(catalog, "f", 5) == Placement(Tier.HOST, dropped=("e",))

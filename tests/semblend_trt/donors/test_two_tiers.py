@@ -1,0 +1,302 @@
+"""Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
+from kernels.rope import RopeRotation
+from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.donors.arena import DeviceTier, arena_blocks
+from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
+from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.tiers import HostTier
+from semblend_trt.errors import CapacityError, DonorUnavailableError
+from semblend_trt.staging import HostWriter, Staging
+
+GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
+ROTATION = RopeRotation((1.0, 0.1), 4)
+TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
+CPU = torch.device("cpu")
+ARENA_BLOCKS, HOST_TOKENS, MAX_DONORS = 6, 30, 6
+SAVE_BLOCKS = 8
+
+
+def pattern(number: int, tokens: int) -> torch.Tensor:
+    """KV that no other donor, position, layer, kind or head has: [layers, 2, kv_heads, tokens, head_dim]."""
+    shape = (GEOMETRY.num_layers, 2, GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
+    sizes = torch.tensor([7, 3, 5, 64, 2])
+    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+    places = sum(axis * int(sizes[dim:].prod()) for dim, axis in enumerate(axes))
+    return (number * 50_000 + places).float()
+
+
+def contents(kv: PagedKv | ContiguousKv, tokens: int) -> torch.Tensor:
+    """A copy of the first `tokens` positions."""
+    if isinstance(kv, ContiguousKv):
+        return kv.tensor[:, :, :, :tokens].clone()
+    blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids]  # [blocks, layers, 2, kv_heads, block_size, head_dim]
+    return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
+
+
+def engine_pool(blocks: int) -> torch.Tensor:
+    return torch.full((blocks, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
+
+
+def write(pool: torch.Tensor, block_ids: list[int], kv: torch.Tensor) -> None:
+    for position in range(kv.shape[3]):
+        slot = pool_view(pool, GEOMETRY)[block_ids[position // 4], :, :, :, position % 4]
+        slot.copy_(kv[:, :, :, position])
+
+
+class Rank:
+    """One rank's tiers with their saver, over an engine pool of `slots` requests."""
+
+    def __init__(self, arena: int = ARENA_BLOCKS, host_tokens: int = HOST_TOKENS, slots: int = 4) -> None:
+        self.pool = engine_pool(slots * SAVE_BLOCKS)
+        device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
+        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, pin=False), device)
+        writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
+        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer)
+
+    def save(self, slot: int, donor_id: str, tier: Tier, kv: torch.Tensor) -> None:
+        blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
+        write(self.pool, blocks, kv)
+        self.saver.start(slot, donor_id, tier, blocks, kv.shape[3])
+
+    def keep(self, donor_id: str, tier: Tier, number: int, tokens: int) -> None:
+        self.save(0, donor_id, tier, pattern(number, tokens))
+        self.saver.drain()
+        ((_, news),) = self.saver.finished()
+        assert (news.error, news.tokens) == (None, tokens)
+
+    def read(self, donor_id: str, tokens: int) -> torch.Tensor:
+        with self.store.reading(donor_id) as kv:
+            return contents(kv, tokens)
+
+
+@pytest.fixture
+def rank():
+    built = Rank()
+    yield built
+    built.saver.close()
+
+
+def test_arena_is_as_large_as_whole_blocks_allow():
+    block = 4 * TOKEN_BYTES
+    assert [arena_blocks(size, GEOMETRY, torch.float32) for size in (0, block - 1, block, 3 * block + 1)] == [
+        0,
+        0,
+        1,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_save_lands_in_the_tier_that_was_decided(rank, tier):
+    rank.keep("a", tier, 1, 11)
+    assert ("a" in rank.store.host) == (tier is Tier.HOST)
+    assert torch.equal(rank.read("a", 11), pattern(1, 11))
+
+
+def test_demoted_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
+    rank.keep("a", Tier.DEVICE, 1, 21)
+    rank.saver.demote("a")
+    rank.keep("b", Tier.DEVICE, 2, 24)  # needs every block of the arena
+    assert ("a" in rank.store.host, "a" in rank.store.device) == (True, False)
+    assert torch.equal(rank.read("a", 21), pattern(1, 21))
+    assert torch.equal(rank.read("b", 24), pattern(2, 24))
+    assert [timing.what for timing in rank.saver.timings] == ["save_device", "demotion", "save_device"]
+
+
+def test_demoting_what_is_not_on_the_device_changes_nothing(rank):
+    rank.keep("a", Tier.HOST, 1, 8)
+    for donor_id in ("a", "unknown"):
+        rank.saver.demote(donor_id)
+    rank.saver.drain()
+    assert rank.saver.lost() == []
+    assert torch.equal(rank.read("a", 8), pattern(1, 8))
+
+
+def test_demotion_that_does_not_fit_says_that_the_donor_is_lost():
+    rank = Rank(host_tokens=3)
+    rank.keep("a", Tier.DEVICE, 1, 8)
+    rank.saver.demote("a")
+    rank.saver.drain()
+    ((donor_id, error),) = ((news.donor_id, news.error) for news in rank.saver.lost())
+    assert donor_id == "a"
+    assert "CapacityError" in error
+    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+
+
+def test_donor_dropped_on_its_way_down_is_in_neither_tier(rank):
+    rank.keep("a", Tier.DEVICE, 1, 8)
+
+    def dropped_meanwhile(source, tokens, held):
+        assert rank.store.drop("a")
+        assert rank.store.device.used_bytes == 2 * 4 * TOKEN_BYTES  # still being read
+        assert rank.store.host.used_bytes == 8 * TOKEN_BYTES
+
+    assert rank.store.demote("a", dropped_meanwhile) is False
+    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+
+
+def test_donor_dropped_before_its_way_down_reached_the_host_leaves_nothing_there(rank):
+    rank.keep("a", Tier.DEVICE, 1, 8)
+    # The drop looked at the host before the copy claimed room there.
+    assert rank.store.demote("a", lambda source, tokens, held: rank.store.device.drop("a")) is False
+    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+
+
+def test_donor_on_its_way_down_can_be_read(rank):
+    rank.keep("a", Tier.DEVICE, 1, 8)
+
+    def copy(source, tokens, held):
+        assert torch.equal(rank.read("a", 8), pattern(1, 8))
+        held.copy_(contents(source, tokens))
+
+    assert rank.store.demote("a", copy)
+    assert torch.equal(rank.read("a", 8), pattern(1, 8))
+
+
+def test_blocks_that_are_read_are_given_to_nobody(rank):
+    rank.keep("a", Tier.DEVICE, 1, 24)
+    reading = rank.store.reading("a")
+    kv = reading.__enter__()
+    assert rank.store.drop("a")
+    rank.save(1, "b", Tier.DEVICE, pattern(2, 24))  # waits in the background for the reader to leave
+    assert torch.equal(contents(kv, 24), pattern(1, 24))
+    reading.__exit__(None, None, None)
+    rank.saver.drain()
+    assert torch.equal(rank.read("b", 24), pattern(2, 24))
+
+
+def test_save_without_a_device_tier_is_refused():
+    rank = Rank(arena=0)
+    rank.save(0, "a", Tier.DEVICE, pattern(1, 4))
+    rank.saver.drain()
+    assert "no device tier" in rank.saver.finished()[0][1].error
+
+
+def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
+    tier = rank.store.device
+    with tier.writing("a", 13):
+        pass
+    with pytest.raises(CapacityError, match="needs 3 blocks; 2 of 6 are free"), tier.writing("b", 9):
+        pass
+    with pytest.raises(ValueError, match="already"), tier.writing("a", 1):
+        pass
+    with pytest.raises(RuntimeError, match="copy failed"), tier.writing("c", 8):
+        raise RuntimeError("copy failed")
+    assert (len(tier), tier.used_bytes) == (1, 4 * 4 * TOKEN_BYTES)
+    with pytest.raises(DonorUnavailableError), tier.reading("c"):
+        pass
+
+
+class TwoTiers(RuleBasedStateMachine):
+    """A scheduler's catalog and a rank that obeys it, with saves and demotions running in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = Rank()
+        self.catalog = DonorCatalog(
+            HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
+        )
+        self.number = 0
+        self.admitted: list[tuple[str, int, Tier]] = []
+        self.saving: dict[int, tuple[str, int]] = {}
+        self.tokens: dict[str, int] = {}
+        self.leases: list[tuple[Lease, Tier]] = []
+
+    @rule(bound=st.integers(1, 24))
+    def admit(self, bound: int) -> None:
+        donor_id = str(self.number)
+        self.number += 1
+        before = {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases}
+        try:
+            placement = self.catalog.reserve(donor_id, "space", bound)
+        except CapacityError:
+            return
+        assert {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases} == before
+        for dropped in placement.dropped:
+            self.rank.store.drop(dropped)
+            del self.tokens[dropped]
+        for demoted in placement.demoted:
+            self.rank.saver.demote(demoted)
+        self.admitted.append((donor_id, bound, placement.tier))
+
+    @precondition(lambda self: self.admitted and len(self.saving) < 4)
+    @rule(share=st.floats(0, 1))
+    def finish(self, share: float) -> None:
+        donor_id, bound, tier = self.admitted.pop(0)
+        tokens = max(1, int(bound * share))
+        slot = min(set(range(4)) - set(self.saving))
+        self.saving[slot] = (donor_id, tokens)
+        self.rank.save(slot, donor_id, tier, pattern(int(donor_id), tokens))
+
+    @precondition(lambda self: self.admitted)
+    @rule()
+    def abort(self) -> None:
+        assert self.catalog.cancel(self.admitted.pop()[0])
+
+    @rule()
+    def poll(self) -> None:
+        self.rank.saver.drain()  # what happens next must not hang on how fast the background is
+        for slot, news in self.rank.saver.finished():
+            donor_id, tokens = self.saving.pop(slot)
+            assert (news.donor_id, news.tokens, news.error) == (donor_id, tokens, None)
+            self.catalog.commit(donor_id, torch.zeros(tokens, dtype=torch.int32).numpy())
+            self.tokens[donor_id] = tokens
+        assert self.rank.saver.lost() == []
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        donor_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.leases.append((self.catalog.lease(donor_id), self.catalog.tier(donor_id)))
+
+    @rule()
+    def release(self) -> None:
+        while self.leases:
+            self.leases.pop()[0].release()
+
+    @invariant()
+    def every_ready_donor_is_readable_and_right(self) -> None:
+        for donor_id, tokens in self.tokens.items():
+            assert self.catalog.state(donor_id) is DonorState.READY
+            assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
+        assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        stats, store = self.catalog.stats(), self.rank.store
+        assert stats.used_bytes <= stats.byte_budget == store.host.byte_budget
+        assert stats.device_blocks_used <= ARENA_BLOCKS
+        assert store.host.used_bytes <= store.host.byte_budget
+        assert store.device.used_bytes <= store.device.byte_budget
+
+    @invariant()
+    def no_block_has_two_owners(self) -> None:
+        owned = [
+            block for donor in map(str, range(self.number)) for block in self.rank.store.device.block_ids_of(donor)
+        ]
+        assert len(owned) == len(set(owned))
+
+    def teardown(self) -> None:
+        self.release()
+        self.poll()
+        store, stats = self.rank.store, self.catalog.stats()
+        reserved = sum(bound for _, bound, tier in self.admitted if tier is Tier.HOST) * TOKEN_BYTES
+        reserved_blocks = sum(-(-bound // 4) for _, bound, tier in self.admitted if tier is Tier.DEVICE)
+        assert store.host.used_bytes == stats.used_bytes - reserved
+        assert store.device.used_bytes == (stats.device_blocks_used - reserved_blocks) * 4 * TOKEN_BYTES
+        self.rank.saver.close()
+
+
+TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
