@@ -90,7 +90,8 @@ class GraphForward:
             run_static(self._decoder, shape, inputs)
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Saves may allocate in threads of their own meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = run_static(self._decoder, shape, inputs)
         return _Captured(graph, inputs, logits)
 

@@ -51,8 +51,10 @@ def _silu_kernel(gate_up_ptr, output_ptr, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normed_half(values, scale, weight_ptr, channels, mask, DTYPE: tl.constexpr):
-    weight = tl.load(weight_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+def _normed_half(values, scale, query_norm_ptr, key_norm_ptr, is_query, channels, mask, DTYPE: tl.constexpr):
+    query_weight = tl.load(query_norm_ptr + channels, mask=mask, other=0.0)
+    key_weight = tl.load(key_norm_ptr + channels, mask=mask, other=0.0)
+    weight = tl.where(is_query, query_weight, key_weight).to(tl.float32)
     return ((values * scale[:, None]).to(DTYPE).to(tl.float32) * weight[None, :]).to(DTYPE).to(tl.float32)
 
 
@@ -92,11 +94,13 @@ def _rotate_kernel(
     second = tl.load(qkv_ptr + offsets + half, mask=mask, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
         if NORMED:
-            norm_ptr = query_norm_ptr if head < HEADS else key_norm_ptr
+            is_query = head < HEADS
             squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
             scale = tl.math.rsqrt(squares / HEAD_DIM + eps)
-            first = _normed_half(first, scale, norm_ptr, channels, in_half, dtype)
-            second = _normed_half(second, scale, norm_ptr + half, channels, in_half, dtype)
+            first = _normed_half(first, scale, query_norm_ptr, key_norm_ptr, is_query, channels, in_half, dtype)
+            second = _normed_half(
+                second, scale, query_norm_ptr, key_norm_ptr, is_query, channels + half, in_half, dtype
+            )
         angles = rows[:, None] * half + channels[None, :]
         cos = tl.load(cos_ptr + angles, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)

@@ -1,0 +1,48 @@
+"""The benchmarks' model: the shape of Qwen2.5-7B with random weights, made on the spot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
+_QWEN_7B: dict[str, Any] = {
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# A dry run shows that everything runs; its figures say nothing about the model above.
+_NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
+
+
+def make_runner(folder: Path, device: str, layers: int | None = None, seed: int = 0) -> ModelRunner:
+    """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
+
+    With `layers` it is narrow and has so many of them, for a dry run.
+    """
+    narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
+    config = Qwen2Config(**(_QWEN_7B | narrow))
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return ModelRunner.from_model(model, folder)
