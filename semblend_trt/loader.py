@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.kv_move import Move, kv_move
-from kernels.kv_move.move import check_moves, tensor_of
+from kernels.kv_move.move import check_moves
+from kernels.layout import PagedKv
 from semblend_trt.materialize import moves_of, target_of
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kernels.layout import KvGeometry, PagedKv
+    from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.layer_readiness import LayerReadiness
@@ -52,7 +53,7 @@ class LoadTiming:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One plan's moves: `near` are from the pool's device, `far` from the host."""
+    """One plan's moves: `near` are from the arena (or all, without a reader), `far` from the host."""
 
     target: PagedKv
     near: list[Move]
@@ -127,7 +128,7 @@ class PlanLoader:
         check_moves(moves, target, self._rotation)
         load = _Load(target, [], [])
         for move in moves:
-            is_near = self._reader is None or tensor_of(move.source).device == self._pool.device
+            is_near = self._reader is None or isinstance(move.source, PagedKv)
             (load.near if is_near else load.far).append(move)
         return load
 

@@ -91,12 +91,20 @@ class HostReader:
         wait(self._moves, [begun])
 
     def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
-        """Queues `moves`, all from ContiguousKv of the host and with a length, for the layers given."""
+        """Queues `moves`, all from ContiguousKv of the host and with a length, for the layers given.
+
+        Raises ValueError for other sources, and when a slot does not hold one token of that many layers.
+        """
         part = layers_of(target, first_layer, end_layer)
         if self._staging is None:
             self._place_in_place(moves, part, first_layer, end_layer)
             return
         capacity = self._staging.capacity // (end_layer - first_layer)
+        if capacity < 1:
+            raise ValueError(
+                f"layers {first_layer}..{end_layer - 1} do not fit into a staging slot of {self._staging.capacity} "
+                "tokens of one layer; place fewer at once"
+            )
         for piece in pieces(moves, capacity):
             self._place_piece(self._staging, piece, part, first_layer, end_layer)
 

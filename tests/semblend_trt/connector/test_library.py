@@ -14,6 +14,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.library import Library, TierOrders
 from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.placement import Tier
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -110,6 +111,30 @@ def test_room_is_reserved_before_the_save_and_evicts_the_oldest():
     assert books.take_orders() == TierOrders()
     assert intent.max_tokens == 200
     assert books.plan(lookup(text(1, 200)))[0].plan is None
+
+
+def test_intents_name_the_tier_and_orders_say_who_moves_down():
+    books = library(host_tokens=300, device_bytes=15 * 16 * TOKEN_BYTES)
+    assert keep(books, "a", text(1, 200)).tier is Tier.DEVICE
+    assert keep(books, "b", text(2, 200)).tier is Tier.DEVICE
+    assert books.take_orders() == TierOrders(demotions=("a",))
+    assert books.plan(lookup(text(1, 200)))[0].plan.reused_tokens == 200  # found wherever it lies
+    _, leases = books.plan(lookup(text(2, 200)))
+    assert books.intend("c", tracked(3, text(3, 200)), 0) is None  # both are leased by now
+    for lease in leases:
+        lease.release()
+    assert books.intend("c", tracked(3, text(3, 200)), 0).tier is Tier.DEVICE
+
+
+def test_donor_lost_on_its_way_down_is_found_no_more():
+    books, tokens = library(device_bytes=13 * 16 * TOKEN_BYTES), text(1, 200)
+    keep(books, "donor", tokens)
+    keep(books, "other", text(2, 200))
+    assert books.take_orders().demotions == ("donor",)
+    books.saved(SavedDonor("donor", 0, "out of memory"))
+    assert books.plan(lookup(tokens))[0].plan is None
+    assert books.catalog.tier("donor") is None
+    assert books.take_orders().drops == ("donor",)
 
 
 def test_leased_donor_stays_and_the_request_is_simply_not_kept():

@@ -10,6 +10,7 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
+from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
     AttentionMode,
@@ -191,3 +192,79 @@ def test_layer_hooks_and_save_wait_do_nothing(worker):
     worker.save_kv_layer(0, None)
     worker.wait_for_save(None)
     assert torch.equal(worker.loader._pool, pool())
+
+
+@pytest.fixture
+def two_tiers(args, monkeypatch):
+    """A worker with an arena of three blocks."""
+    monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(3 * LAYERS * 2 * KV_HEADS * BLOCK * HEAD_DIM * 4))
+    built = SemBlendKvConnectorWorker(args)
+    built.register_kv_caches(pool())
+    yield built
+    built.close()
+
+
+def keep_on_device(worker, request_id, blocks, written):
+    intent = SaveIntent(request_id, f"donor-{request_id}", 100, Tier.DEVICE)
+    step(worker, intents=(intent,), progress=(RequestProgress(request_id, blocks, written, True),))
+    saved(worker, request_id)
+
+
+def test_intents_name_the_tier(two_tiers, args):
+    keep_on_device(two_tiers, 1, (3, 5), 12)
+    follow(two_tiers, 2, (6,), 8)
+    saved(two_tiers, 2)
+    assert "donor-1" in two_tiers.store.device
+    assert "donor-2" in two_tiers.store.host
+    assert [news.error for news in runtime_for(args).saved] == [None, None]
+
+
+def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
+    keep_on_device(two_tiers, 1, (3, 5), 16)
+    step(
+        two_tiers,
+        demotions=("donor-1", "donor-unknown"),
+        intents=(SaveIntent(2, "donor-2", 100, Tier.DEVICE),),
+        progress=(RequestProgress(2, (6, 7, 8), 24, True),),
+    )
+    saved(two_tiers, 2)
+    assert ("donor-1" in two_tiers.store.host, "donor-2" in two_tiers.store.device) == (True, True)
+    assert [news.error for news in runtime_for(args).saved] == [None, None]
+
+
+def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, args):
+    keep_on_device(two_tiers, 1, (3, 5), 16)
+    keep_on_device(two_tiers, 2, (6, 7), 16)
+    assert "CapacityError" in runtime_for(args).saved[-1].error
+    assert len(two_tiers.store) == 1
+
+
+def test_what_is_dropped_is_not_demoted(two_tiers):
+    keep_on_device(two_tiers, 1, (3, 5), 16)
+    step(two_tiers, drops=("donor-1",), demotions=("donor-1",))
+    two_tiers.saver.drain()
+    assert len(two_tiers.store) == 0
+
+
+def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(1 << 20))
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "100")
+    worker = SemBlendKvConnectorWorker(args)
+    worker.register_kv_caches(pool())
+    keep_on_device(worker, 1, (3, 5), 16)
+    step(worker, demotions=("donor-1",))
+    worker.saver.drain()
+    worker.get_finished([], [])
+    news = runtime_for(args).saved[-1]
+    assert (news.donor_id, news.tokens) == ("donor-1", 0)
+    assert "CapacityError" in news.error
+    worker.close()
+
+
+def test_loads_read_either_tier_alike(two_tiers, worker):
+    keep_on_device(two_tiers, 1, (3, 5), 16)
+    follow(worker, 1, (3, 5), 16)
+    saved(worker, 1)
+    for each in (two_tiers, worker):
+        step(each, plans=(reuse(),))
+    assert torch.equal(two_tiers.loader._pool, worker.loader._pool)

@@ -1,0 +1,112 @@
+"""Whatever the slots' size, staged copies place and fetch what one plain move would; nothing else is written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.rope import RopeRotation
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.staging import HostReader, HostWriter, Staging, pieces
+
+GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
+ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
+ROW_BYTES = 2 * 2 * 8 * 4  # one token of one layer, float32
+CPU = torch.device("cpu")
+MOVES = ((0, 3, 9, 11), (1, 0, 21, 5), (0, 13, 40, 1), (1, 9, 27, 4))  # donor, its start, the target's, length
+
+
+def host_donor(tokens: int, seed: int) -> ContiguousKv:
+    generator = torch.Generator().manual_seed(seed)
+    return ContiguousKv(torch.randn(5, tokens, 2, 2, 8, generator=generator).permute(0, 2, 3, 1, 4))
+
+
+def empty_target() -> PagedKv:
+    pool = torch.full((20, 5, 2, GEOMETRY.row_elements), math.nan)
+    return PagedKv(pool, torch.tensor([7, 2, 9, 0, 4, 6, 13, 1, 19, 3, 11]), GEOMETRY)
+
+
+def staging(tokens: int, slots: int = 2) -> Staging:
+    return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, CPU)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    capacity=st.one_of(st.none(), st.integers(1, 120)),
+    layers=st.integers(1, 5),
+    slots=st.integers(1, 3),
+    data=st.data(),
+)
+def test_staged_spans_are_those_of_one_plain_move(capacity, layers, slots, data):
+    donors = [host_donor(14, 1), host_donor(13, 2)]
+    chosen = data.draw(st.lists(st.sampled_from(MOVES), min_size=1, unique=True))
+    moves = [Move(donors[donor], *place) for donor, *place in chosen]
+    expected, target = empty_target(), empty_target()
+    kv_move(moves, expected, ROTATION)
+    ring = None if capacity is None else staging(max(capacity, layers), slots)
+    reader = HostReader(CPU, ROTATION, ring)
+    for first in range(0, 5, layers):
+        reader.place(moves, target, first, min(first + layers, 5))
+    torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(capacity=st.one_of(st.none(), st.integers(1, 130)), tokens=st.integers(1, 23))
+def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens):
+    source = PagedKv(torch.randn(8, 5, 2, GEOMETRY.row_elements), torch.tensor([5, 0, 3, 7, 1, 2]), GEOMETRY)
+    held = torch.full((5, tokens, 2, 2, 8), math.nan).permute(0, 2, 3, 1, 4)
+    expected = torch.full((5, 2, 2, tokens, 8), math.nan)
+    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)).copy(source, tokens, held)
+    kv_move([Move(source, 0, 0, tokens)], ContiguousKv(expected), ROTATION)
+    assert torch.equal(held, expected)
+
+
+@given(st.integers(1, 12))
+def test_pieces_keep_order_turn_and_every_token(capacity):
+    donor = host_donor(14, 1)
+    moves = [Move(donor, 3, 9, 11), Move(donor, 0, 21, 5), Move(donor, 13, 40, 1)]
+    divided = list(pieces(moves, capacity))
+    assert all(sum(move.length for move in piece) == capacity for piece in divided[:-1])
+    assert 1 <= sum(move.length for move in divided[-1]) <= capacity
+    tokens = [
+        (move.source_start + offset, move.target_start + offset, move.shift)
+        for piece in divided
+        for move in piece
+        for offset in range(move.length)
+    ]
+    assert tokens == [
+        (move.source_start + offset, move.target_start + offset, move.shift)
+        for move in moves
+        for offset in range(move.length)
+    ]
+
+
+def test_slots_share_the_budget_and_take_turns():
+    ring = Staging(10 * ROW_BYTES, 3, GEOMETRY, torch.float32, CPU)
+    assert ring.capacity == 3
+    slots = [ring.next() for _ in range(4)]
+    assert slots[0] is slots[3]
+    assert len({slot.memory.data_ptr() for slot in slots}) == 3
+
+
+def test_staging_without_room_for_a_token_is_refused():
+    with pytest.raises(ConfigurationError, match="raise SEMBLEND_STAGING_BYTES"):
+        Staging(3 * ROW_BYTES - 1, 3, GEOMETRY, torch.float32, CPU)
+
+
+def test_blocks_of_the_device_are_no_host_donor():
+    source = PagedKv(torch.zeros(2, 5, 2, GEOMETRY.row_elements), torch.tensor([0, 1]), GEOMETRY)
+    with pytest.raises(ValueError, match="host donors are ContiguousKv"):
+        HostReader(CPU, ROTATION, staging(8)).place([Move(source, 0, 0, 4)], empty_target(), 0, 5)
+
+
+def test_more_layers_than_a_slot_holds_are_refused():
+    moves = [Move(host_donor(14, 1), 0, 0, 4)]
+    with pytest.raises(ValueError, match="do not fit into a staging slot of 4 tokens"):
+        HostReader(CPU, ROTATION, staging(4)).place(moves, empty_target(), 0, 5)

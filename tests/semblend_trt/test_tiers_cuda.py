@@ -1,0 +1,230 @@
+"""What only a card can show: that streams are ordered. Work that must wait is put behind a kernel that takes long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.kv_move import Move, kv_move
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.rope import RopeRotation
+from semblend_trt import loader as loader_module
+from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.donors.arena import DeviceTier
+from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.tiers import HostTier
+from semblend_trt.layer_readiness import LayerReadiness
+from semblend_trt.loader import PlanLoader
+from semblend_trt.plan import (
+    AttentionMode,
+    EngineExecution,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    PublicationPolicy,
+    SemanticKvPlan,
+)
+from semblend_trt.staging import HostReader, HostWriter, Staging
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+GEOMETRY = KvGeometry(num_layers=12, kv_heads=4, head_dim=64, block_size=32)
+ROTATION = RopeRotation(tuple(10000.0 ** (-plane / 32) for plane in range(32)), 64)
+TOKENS, BLOCKS, ARENA = 1000, 128, 40
+ROW_BYTES = 2 * 4 * 64 * 2  # one token of one layer, bfloat16
+A_WHILE = 200_000_000  # cycles, about a tenth of a second
+
+
+def random_kv(seed: int, tokens: int = TOKENS) -> torch.Tensor:
+    """[layers, 2, kv_heads, tokens, head_dim] on the host."""
+    return torch.randn(12, 2, 4, tokens, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def engine_pool() -> torch.Tensor:
+    return torch.full((BLOCKS, 12, 2, GEOMETRY.row_elements), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
+def staging(slots: int, tokens: int = 700) -> Staging:
+    return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.bfloat16, torch.device("cuda"))
+
+
+def put(pool: torch.Tensor, block_ids: range, kv: torch.Tensor) -> None:
+    target = PagedKv(pool, torch.tensor(list(block_ids)), GEOMETRY)
+    kv_move([Move(ContiguousKv(kv.cuda()), 0, 0, kv.shape[3])], target, ROTATION)
+
+
+def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
+    out = torch.empty(12, 2, 4, tokens, 64, dtype=torch.bfloat16, device="cuda")
+    kv_move([Move(source, 0, 0, tokens)], ContiguousKv(out), ROTATION)
+    return out
+
+
+class Card:
+    """A rank on the card: the arena holds donor "near", the host "far"."""
+
+    def __init__(self, staged: bool = True, awaited: bool = False) -> None:
+        self.pool = engine_pool()
+        device = self.pool.device
+        self.store = DonorStore(HostTier(1 << 30, pin=True), DeviceTier(ARENA, GEOMETRY, torch.bfloat16, device))
+        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, HostWriter(ROTATION, staging(1)))
+        self.readiness = LayerReadiness()
+        self.readiness.is_awaited = awaited
+        reader = HostReader(device, ROTATION, staging(3) if staged else None)
+        self.loader = PlanLoader(self.store, self.pool, GEOMETRY, ROTATION, self.readiness, reader)
+        self.keep("near", Tier.DEVICE, 1)
+        self.keep("far", Tier.HOST, 2)
+
+    def keep(self, donor_id: str, tier: Tier, seed: int) -> None:
+        put(self.pool, range(60, 92), random_kv(seed))
+        self.saver.start(0, donor_id, tier, list(range(60, 92)), TOKENS)
+        self.saver.drain()
+        ((_, news),) = self.saver.finished()
+        assert news.error is None
+
+    def read(self, donor_id: str) -> torch.Tensor:
+        with self.store.reading(donor_id) as kv:
+            return taken(kv) if isinstance(kv, PagedKv) else kv.tensor.clone()
+
+
+@pytest.fixture
+def card():
+    built = Card()
+    yield built
+    built.saver.close()
+
+
+PLAN = SemanticKvPlan(
+    request_id=1,
+    namespace_key="space",
+    kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
+    publication=PublicationPolicy.REQUEST_LOCAL,
+    spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
+    prompt_token_ids=tuple(range(1600)),
+    num_computed_tokens=0,
+    matched_tokens=1577,
+    block_size=32,
+    execution=EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, 12, 1577),
+    target_block_ids=tuple(range(50)),
+)
+
+
+def expected_pool(before: torch.Tensor) -> torch.Tensor:
+    pool = before.clone()
+    donors = {"near": ContiguousKv(random_kv(1).cuda()), "far": ContiguousKv(random_kv(2).cuda())}
+    moves = [Move(donors[span.donor_id], span.donor_start, span.target_start, span.length) for span in PLAN.spans]
+    kv_move(moves, PagedKv(pool, torch.tensor(PLAN.target_block_ids), GEOMETRY), ROTATION)
+    return pool
+
+
+def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_what_follows_on_the_stream_sees_the_whole_load(staged, own_stream):
+    card = Card(staged)
+    expected = expected_pool(card.pool)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # the slots go round more than once, and a load may follow a load
+            card.pool[:50].fill_(float("nan"))
+            assert card.loader.load([PLAN]) == []
+            seen = card.pool.clone()
+    stream.synchronize()
+    assert_equal(seen, expected)
+    timing = card.loader.last_timing
+    assert (timing.device_tokens, timing.host_tokens) == (500, 877)
+    assert timing.milliseconds() > 0
+    card.saver.close()
+
+
+def test_the_load_waits_for_what_reads_the_blocks_before_it(card):
+    card.pool[:50].fill_(1.0)
+    torch.cuda._sleep(A_WHILE)
+    before = card.pool[:50].clone()
+    card.loader.load([PLAN])
+    torch.cuda.synchronize()
+    assert bool((before == 1.0).all())
+
+
+def test_a_forward_that_waits_layer_by_layer_sees_each_layer(monkeypatch):
+    monkeypatch.setattr(loader_module, "OVERLAP_FROM_BYTES", 0)
+    card = Card(awaited=True)
+    expected = expected_pool(card.pool)
+    stream = torch.cuda.current_stream()
+    assert card.loader.load([PLAN]) == []
+    assert card.readiness.is_arriving
+    seen = []
+    for layer in range(12):
+        card.readiness.wait(layer, stream)
+        seen.append(card.pool[:, layer].clone())
+    assert not card.readiness.is_arriving
+    assert card.loader.last_timing.groups > 1
+    assert_equal(torch.stack(seen, dim=1), expected)
+    card.saver.close()
+
+
+def test_short_loads_are_joined_at_once():
+    card = Card(awaited=True)
+    card.loader.load([PLAN])
+    assert not card.readiness.is_arriving
+    card.saver.close()
+
+
+def test_loading_does_not_wait_for_the_card(card):
+    card.loader.load([PLAN])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    behind = torch.cuda.Event()
+    behind.record()
+    card.loader.load([PLAN])
+    assert not behind.query()
+    torch.cuda.synchronize()
+
+
+def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_a_demotion(card):
+    for donor_id, seed in (("near", 1), ("far", 2)):
+        assert torch.equal(card.read(donor_id).cpu(), random_kv(seed))
+    card.saver.demote("near")
+    card.saver.drain()
+    assert card.saver.lost() == []
+    assert "near" not in card.store.device
+    held = card.store.host.get("near").tensor
+    assert held.is_pinned()
+    assert torch.equal(held, random_kv(1))
+
+
+def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), card.store.reading("near") as kv:
+        torch.cuda._sleep(A_WHILE)
+        seen = taken(kv)
+    card.store.drop("near")
+    card.keep("next", Tier.DEVICE, 3)  # 32 of 40 blocks: it must take those of "near"
+    torch.cuda.synchronize()
+    assert torch.equal(seen.cpu(), random_kv(1))
+    assert torch.equal(card.read("next").cpu(), random_kv(3))
+
+
+def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
+    card.saver.demote("near")
+    put(card.pool, range(60, 92), random_kv(3))
+    card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
+    card.saver.drain()
+    assert torch.equal(card.store.host.get("near").tensor, random_kv(1))
+    assert torch.equal(card.read("next").cpu(), random_kv(3))
+
+
+def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
+    torch.cuda._sleep(A_WHILE)
+    expected = expected_pool(card.pool)
+    card.loader.load([PLAN])
+    card.store.drop("far")
+    for seed in range(4, 8):
+        card.store.host.save(f"other-{seed}", random_kv(seed))
+    torch.cuda.synchronize()
+    assert_equal(card.pool, expected)
