@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """TTFT and speed-up are over timed samples, everything else over all; None where no sample has the figure.
+    """TTFT, speed-up and token counts are over timed samples, the rest over all; None where no sample has the figure.
 
     `speedup` is the median over cases of cold's TTFT divided by the arm's. `exact_match`, `rouge*`, `token_f1`,
     `first_token_kl`, `token_agreement` and the token counts are means, `perplexity_ratio` is a median.
@@ -62,7 +62,8 @@ def summarise(samples: Sequence[Sample]) -> list[Summary]:
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> Summary:
     """One line of the given samples, whatever they are."""
-    timed = [sample.ttft_s for sample in samples if sample.timed]
+    timed = [sample for sample in samples if sample.timed]
+    ttft = [sample.ttft_s for sample in timed]
     outcomes = Counter(_outcome(sample) for sample in samples if sample.outcome is not None)
     return Summary(
         arm=arm,
@@ -70,8 +71,8 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> Su
         size=size,
         samples=len(samples),
         timed=len(timed),
-        ttft_median_s=median(timed),
-        ttft_p95_s=percentile(timed, 0.95),
+        ttft_median_s=median(ttft),
+        ttft_p95_s=percentile(ttft, 0.95),
         speedup=median(_known(sample.speedup for sample in samples)),
         exact_match=mean([float(match) for match in _known(sample.exact_match for sample in samples)]),
         rouge1_cold=mean([sample.rouge1_cold for sample in samples]),
@@ -83,10 +84,10 @@ def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> Su
         perplexity_ratio=median(_known(sample.perplexity_ratio for sample in samples)),
         first_token_kl=mean([sample.first_token_kl for sample in samples]),
         token_agreement=mean([sample.token_agreement for sample in samples]),
-        prompt_tokens=mean([sample.prompt_tokens for sample in samples]),
-        exact_prefix_tokens=mean([sample.exact_prefix_tokens for sample in samples]),
-        reused_tokens=mean([sample.reused_tokens for sample in samples]),
-        computed_tokens=mean([sample.computed_tokens for sample in samples]),
+        prompt_tokens=mean([sample.prompt_tokens for sample in timed]),
+        exact_prefix_tokens=mean([sample.exact_prefix_tokens for sample in timed]),
+        reused_tokens=mean([sample.reused_tokens for sample in timed]),
+        computed_tokens=mean([sample.computed_tokens for sample in timed]),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
         outcomes=dict(sorted(outcomes.items())),
         scored_perplexity=mean(_known(sample.scored_perplexity for sample in samples)),

@@ -102,6 +102,8 @@ def assert_matches_naive(
         [list(range(BLOCK + 1))],
         [list(range(13))],
         [list(range(5, 13))],
+        [list(range(2, 13))],
+        [list(range(1, 6)), list(range(3, 17))],
         [[0, 3, 4, 9, 10, 18]],
         [[2], list(range(9)), [1, 7, 8], [16]],
     ],
