@@ -112,11 +112,6 @@ class HostReader:
         """An event behind everything that was placed so far."""
         return record(self._moves, timed=timed)
 
-    def synchronize(self) -> None:
-        """Waits until everything that was placed is there."""
-        if self._moves is not None:
-            self._moves.synchronize()
-
     def _place_in_place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
         while self._read_in_place and ((event := self._read_in_place[0][0]) is None or event.query()):
             self._read_in_place.popleft()
