@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from engine_wrapper.whole_attention import WholeAttention
 from kernels.layer_ops import HeadNorms, add_rms_norm, rotate_rows, silu_mul, slots_of
 from kernels.sparse_prefill import SequenceRows, sparse_prefill
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 KNOWN_LAYERS = (Qwen2DecoderLayer, Qwen3DecoderLayer, LlamaDecoderLayer, MistralDecoderLayer)
 
-# query, key, value: [rows, heads or kv_heads, head_dim], rotated; returns [rows, heads, head_dim].
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# From a layer and its rotated rows [rows, heads + 2 * kv_heads, head_dim] to [rows, heads, head_dim].
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class FusedDecoder:
         self.geometry = geometry
         self.num_heads = int(model.config.num_attention_heads)
         self.scale = float(model.model.layers[0].self_attn.scaling)
+        self.whole = WholeAttention(self.num_heads, geometry.kv_heads, geometry.head_dim, self.scale)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids`: int64 [rows]; returns [rows, hidden], which the layers may write."""
@@ -102,9 +104,7 @@ class FusedDecoder:
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
         rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.pool, index, self.geometry, weights.head_norms)
         heads = qkv.view(qkv.shape[0], -1, head_dim)
-        kv_heads = self.geometry.kv_heads
-        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-        attended = attend(index, query, key, value).reshape(qkv.shape[0], -1)
+        attended = attend(index, heads).reshape(qkv.shape[0], -1)
         normed = _normed(weights.output(attended), residual, weights.post_norm, weights.eps)
         return weights.down(silu_mul(weights.gate_up(normed)))
 
@@ -120,35 +120,27 @@ class FusedDecoder:
 
 
 class PagedAttend:
-    """Attention of one stage's rows. Sequences that are whole attend to the fresh K and V, others to the pool."""
+    """Attention of one stage's rows: to their fresh K and V where all sequences are whole, else to the pool."""
 
-    def __init__(
-        self, pool: torch.Tensor, geometry: KvGeometry, sequences: tuple[SequenceRows, ...], scale: float
-    ) -> None:
-        self._pool = pool
-        self._geometry = geometry
+    def __init__(self, decoder: FusedDecoder, sequences: tuple[SequenceRows, ...]) -> None:
+        self._decoder = decoder
         self._sequences = sequences
-        self._scale = scale
-        self._fresh = all(sequence.first_position == 0 and sequence.contiguous for sequence in sequences)
+        self._fresh = all(
+            each.first_position == 0 and each.contiguous and decoder.whole.serves(each.count, decoder.pool.device)
+            for each in sequences
+        )
 
     def slots(self) -> torch.Tensor:
-        return slots_of(self._sequences, self._geometry.block_size)
+        """Where the rows lie in the pool, int64 [rows]."""
+        return slots_of(self._sequences, self._decoder.geometry.block_size)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
+        decoder = self._decoder
         if not self._fresh:
-            return sparse_prefill(query, self._pool, layer, self._sequences, self._geometry, self._scale)
-        parts = [self._whole(query, key, value, sequence) for sequence in self._sequences]
+            query = heads[:, : decoder.num_heads]
+            return sparse_prefill(query, decoder.pool, layer, self._sequences, decoder.geometry, decoder.scale)
+        parts = [decoder.whole(heads[each.first_row : each.first_row + each.count]) for each in self._sequences]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _whole(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SequenceRows
-    ) -> torch.Tensor:
-        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
-        queries, keys, values = (tensor[rows].transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return attended[0].transpose(0, 1)
 
 
 def fuse(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> FusedDecoder | None:

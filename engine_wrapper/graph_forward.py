@@ -112,7 +112,8 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
 def run_static(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> torch.Tensor:
     """The forward over what `inputs` hold: logits, float32 [shape.sequences, vocabulary]."""
 
-    def attend(layer: int, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
+        query = heads[:, : decoder.num_heads]
         return sparse_prefill(query, decoder.pool, layer, shape, inputs.launch, decoder.geometry, decoder.scale)
 
     residual, delta = decoder.embed(inputs.token_ids), None

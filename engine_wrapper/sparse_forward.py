@@ -7,7 +7,7 @@ then the queries attend to all of their sequence that lies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ class SparseForward:
         residual, delta = decoder.embed(schedule.token_ids), None
         tables = None
         for stage, layers in self._stages(schedule):
-            attend = PagedAttend(self._pool, self._geometry, stage.sequences, decoder.scale)
+            attend = PagedAttend(decoder, stage.sequences)
             if tables is None:
                 tables = decoder.tables(schedule.positions, attend.slots())
             if stage.keep is not None:
@@ -154,6 +154,12 @@ class SparseForward:
         """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
         logits: torch.Tensor = self._model.lm_head(hidden)
         return logits.float()
+
+    @torch.inference_mode()
+    def warm_up(self, lengths: Iterable[int]) -> None:
+        """Prepares the card's libraries for prompts of these lengths; see `engine_wrapper.whole_attention`."""
+        if self.fused is not None and self._pool.is_cuda:
+            self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
 
     def _stages(self, schedule: LayerSchedule) -> Iterator[tuple[Stage, range]]:
         bounds = [*(stage.first_layer for stage in schedule.stages), self._geometry.num_layers]

@@ -107,6 +107,14 @@ class LLM:
         self._enqueue([request])
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
+    def warm_up(self, prompt_lengths: Sequence[int]) -> None:
+        """Prepares the card's libraries for prompts of about these lengths, a third of a second for each bucket.
+
+        Prompts of other lengths are served as well, up to a tenth slower. Call it from the thread that will run the
+        requests; on the CPU it does nothing.
+        """
+        self._executor.model_runner.warm_up(prompt_lengths)
+
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)

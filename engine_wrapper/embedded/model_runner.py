@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -118,6 +118,15 @@ class ModelRunner:
             from engine_wrapper.graph_forward import GraphForward
 
             self._graphs = GraphForward(self._forward.fused)
+
+    def warm_up(self, prompt_lengths: Iterable[int]) -> None:
+        """Prepares the card's libraries for prompts of about these lengths; nothing on the CPU.
+
+        Others are served a little slower. Call it from the thread that will run `forward`, after `attach_pool`.
+        """
+        if self._forward is None:
+            raise ConfigurationError("the model runner has no pool; call attach_pool before warm_up")
+        self._forward.warm_up(prompt_lengths)
 
     @overload
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...

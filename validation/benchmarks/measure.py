@@ -30,17 +30,25 @@ PARTS = ("lookup", "move", "forward", "rest")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share. `folder` holds the model's configuration; `repeats` runs count for a median."""
+    """What all measurements share. `folder` holds the model's configuration; `repeats` runs count for a median;
+    `longest` and `sizes` are tokens of the prompts."""
 
     runner: ModelRunner
     folder: Path
-    longest: int
     repeats: int
     prompts: Prompts
+    sizes: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.sizes)
 
     @contextmanager
-    def engine(self, **variables: str) -> Iterator[LLM]:
-        """An engine with room for two prompts; `variables`, without SEMBLEND_, set its connector, none means none."""
+    def engine(self, *, warm: bool = True, **variables: str) -> Iterator[LLM]:
+        """An engine with room for two prompts; `variables`, without SEMBLEND_, set its connector, none means none.
+
+        `warm` prepares it for the sizes that are measured.
+        """
         connector = None
         if variables:
             connector = KvCacheConnectorConfig(
@@ -60,6 +68,8 @@ class Bench:
                 kv_connector_config=connector,
             )
         with llm:
+            if warm:
+                llm.warm_up(self.sizes)
             yield llm
 
     def donor_bytes(self, donors: int) -> int:
