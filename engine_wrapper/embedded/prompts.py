@@ -12,6 +12,8 @@ from semblend_trt.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
 Prompt = Union[str, "Sequence[int]"]
 
 T = TypeVar("T")
@@ -29,8 +31,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
-    """Token ids of a prompt, checked against the vocabulary. Raises ConfigurationError."""
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int32]:
+    """Token ids of a prompt, int32 [n], checked against the vocabulary. Raises ConfigurationError."""
     try:
         tokens = np.asarray(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     except ValueError:
@@ -43,8 +45,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if outside.size:
         raise ConfigurationError(f"the prompt holds token id {outside[0]}; the model's ids are 0..{vocabulary - 1}")
-    ids: list[int] = tokens.astype(np.int64).tolist()
-    return ids
+    return tokens.astype(np.int32)
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:

@@ -8,11 +8,14 @@ from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine_wrapper.embedded.radix_tree import RootKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     import torch
 
     from engine_wrapper.embedded.sampling import SamplingParams
@@ -42,13 +45,14 @@ class LlmRequest:
 
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `arrival_time` is on the clock of `time.perf_counter`, now by default.
+    `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. `arrival_time` is on the
+    clock of `time.perf_counter`, now by default.
     """
 
     def __init__(
         self,
         request_id: int,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         sampling_params: SamplingParams,
         *,
         max_new_tokens: int,
@@ -88,7 +92,8 @@ class LlmRequest:
         self.generation_logits: list[torch.Tensor] = []
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
-        self._tokens = list(prompt_token_ids)
+        self.prompt_token_array: npt.NDArray[np.int32] = np.asarray(prompt_token_ids, dtype=np.int32)
+        self._tokens: list[int] = self.prompt_token_array.tolist()
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""

@@ -34,6 +34,8 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
 
@@ -146,7 +148,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         except NamespaceError as error:
             logger.warning("request %d is served cold: %s", request_id, error)
             return _refused(request_id, num_computed_tokens, "salt_invalid")
-        prompt = np.asarray(request.get_tokens(0), dtype=np.int32)[: request.prompt_len]
+        prompt = _prompt_of(request)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         planned, tracked.leases = library.plan(
             LookupRequest(
@@ -280,6 +282,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.library is not None:
             self.library.cancel(tracked.intent)
+
+
+def _prompt_of(request: Any) -> npt.NDArray[np.int32]:
+    """The prompt, int32 [prompt_len]. The embedded engine has it as an array, which spares reading a long list."""
+    held = getattr(request, "prompt_token_array", None)
+    if isinstance(held, np.ndarray):
+        return held
+    return np.asarray(request.get_tokens(0), dtype=np.int32)[: request.prompt_len]
 
 
 def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:

@@ -188,7 +188,7 @@ class SpanIndex:
         for index, gram in enumerate(anchors.hashes.tolist()):
             bucket = buckets.get(gram)
             if bucket is not None:
-                found = bucket[-limit:]
+                found = bucket if len(bucket) <= limit else bucket[-limit:]
                 postings.extend(found)
                 known.append(index)
                 sizes.append(len(found))

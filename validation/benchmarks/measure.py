@@ -17,7 +17,7 @@ from validation.benchmarks.stopwatch import Stopwatch
 from validation.engines import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
@@ -44,7 +44,7 @@ class Bench:
         return max(self.sizes)
 
     @contextmanager
-    def engine(self, *, warm: bool = True, **variables: str) -> Iterator[LLM]:
+    def engine(self, variables: Mapping[str, str] | None = None, *, warm: bool = True) -> Iterator[LLM]:
         """An engine with room for two prompts; `variables`, without SEMBLEND_, set its connector, none means none.
 
         `warm` prepares it for the sizes that are measured.
@@ -57,7 +57,7 @@ class Bench:
                 connector_worker_class="SemBlendKvConnectorWorker",
             )
         # Random weights have no revision; every engine of the run holds the same ones.
-        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"} | variables
+        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **(variables or {})}
         with environment({f"SEMBLEND_{name}": value for name, value in named.items()}):
             llm = LLM(
                 self.folder,

@@ -68,12 +68,13 @@ def run(bench: Bench, sizes: Sequence[int], rows: Rows) -> None:
     for size, milliseconds in plain.items():
         rows.add(f"transformers_cold_{label(size)}_ms", milliseconds, "ms", "Transformers, SDPA, KV cache on")
     device = {"POLICY": "position_fix", "HOST_BYTES": "0", "DEVICE_BYTES": str(bench.donor_bytes(DEVICE_DONORS))}
-    with bench.engine(warm=False) as without, bench.engine(**device) as connected:
+    with bench.engine(warm=False) as without, bench.engine(device) as connected:
         cold = _cold(bench, without, plain, rows)
         _miss(bench, without, connected, sizes, cold, rows)
         near = {size: measure.hits(bench, connected, size) for size in sizes}
     _shifted(near, cold, rows)
-    with bench.engine(POLICY="position_fix", HOST_BYTES=str(bench.donor_bytes(HOST_DONORS))) as llm:
+    host = {"POLICY": "position_fix", "HOST_BYTES": str(bench.donor_bytes(HOST_DONORS))}
+    with bench.engine(host) as llm:
         far = {size: measure.hits(bench, llm, size) for size in sizes}
     _host(bench, far, near, link_gbps, rows)
     _boundary(bench, device, cold, sizes, rows)
@@ -141,7 +142,7 @@ def _boundary(bench: Bench, device: dict[str, str], cold: dict[int, float], size
     layers = bench.runner.facts.num_layers
     boundary = min(goals.BOUNDARY_LAYER, layers - 1)
     variables = device | {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": str(boundary)}
-    with bench.engine(**variables) as llm:
+    with bench.engine(variables) as llm:
         found = measure.hits(bench, llm, size)
     baseline = f"{found.ttft:,.2f} ms over cold {cold[size]:,.1f} ms; boundary {boundary} of {layers} layers"
     rows.add(f"boundary3_over_cold_{label(size)}", found.ttft / cold[size], "x", baseline, goals.BOUNDARY_OVER_COLD)
