@@ -81,9 +81,13 @@ class Bench:
 
 @dataclass(slots=True)
 class Hits:
-    """Times to the first token of prompts behind a donor, and the median split of one more run."""
+    """Times to the first token of prompts behind a donor, and the median split of some more runs.
+
+    `first` is the very first one's, which captures a graph where no shorter prompt has done so.
+    """
 
     times: list[float]
+    first: float
     reused: int
     computed: int
     split: dict[str, float] = field(default_factory=dict)
@@ -148,7 +152,7 @@ def hits(bench: Bench, llm: LLM, size: int) -> Hits:
         assert output.time_to_first_token is not None
         times.append(output.time_to_first_token * 1e3)
         llm.settle()
-    found = Hits(times[WARM_UPS:], output.reused_tokens, output.computed_tokens)
+    found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
     watch = Stopwatch(llm)
     splits = [watch.read(ttft_ms(llm, bench.prompts.shifted(document))) for _ in range(bench.repeats)]
     watch.remove()

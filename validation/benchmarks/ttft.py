@@ -117,6 +117,7 @@ def _shifted(near: dict[int, Hits], cold: dict[int, float], rows: Rows) -> None:
         baseline = f"cold {cold[size]:,.1f} ms; {found.reused} tokens reused, {found.computed} computed, donor near"
         rows.add(f"shifted_ttft_{label(size)}_ms", found.ttft, "ms", baseline, goals.SHIFTED_GOAL_MS.get(size))
         rows.add(f"shifted_ttft_{label(size)}_worst_ms", max(found.times), "ms", "slowest of the runs")
+        rows.add(f"shifted_ttft_{label(size)}_first_ms", found.first, "ms", "the first prompt of this size")
         _split(f"shifted_{label(size)}", found, rows)
     low, high = goals.GROWTH_SIZES
     if low in near and high in near:
