@@ -63,7 +63,10 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="measure everything N times, each with fresh engines"
     )
-    what.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    what.add_argument(
+        "--device",
+        help="auto, cpu, cuda or cuda:N; default auto, but cpu for the shipped model, whose prefill no card notices",
+    )
     what.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="weights and KV"
     )

@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     for path in filter(None, (options.output, options.audit_path, options.record and options.record / FILE_NAME)):
         check_writable(path)
-    device = resolve_device(options.device)
+    device = resolve_device(options.device or ("cpu" if options.model is None else "auto"))
     torch.manual_seed(options.seed)
     disable_progress_bar()  # of loading weights; there is one of our own
     runner = ModelRunner(options.model or shipped_model(), _dtype(options.dtype, device), device)
