@@ -89,7 +89,10 @@ class Settings(BaseSettings):
         int, Variable("RECOMPUTE_BOUNDARY_LAYER", "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER")
     ] = Field(0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token.")
     min_span_tokens: Annotated[int, Variable("MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")] = Field(
-        64, ge=1, le=1 << 20, description="Shortest token-identical run that is reused."
+        64,
+        ge=1,
+        le=1 << 20,
+        description="Shortest token-identical run that is reused; runs below 32 tokens are not looked for.",
     )
     min_reuse_ratio: Annotated[float, Variable("MIN_REUSE_RATIO")] = Field(
         0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must cover."

@@ -339,6 +339,24 @@ def test_policy_off_keeps_and_finds_nothing(engine):
     assert serve(llm, SHIFTED).reused_tokens == 0
 
 
+def test_every_request_ends_in_exactly_one_outcome(engine):
+    llm = engine()
+    prompts = [DONOR, SHIFTED, DONOR, text(90, 30), text(91, 300), text(92, 300) + DOCUMENT]
+    outcomes = [outcome(llm, serve(llm, prompt)) for prompt in prompts]
+    stream = llm.generate_async(SHIFTED, SamplingParams(max_tokens=50, ignore_eos=True))
+    llm.abort(next(stream).request_id)
+    llm.settle()
+    counts = {kind.value: count for kind, count in llm.connector_scheduler.outcomes.counts().items() if count}
+    assert counts == {
+        "backend_materialized_reuse": 2,
+        "exact_prefix_route": 1,
+        "cold_fallback": 3,
+        "backend_declined_reuse": 1,
+    }
+    assert outcomes[-1] == "backend_declined_reuse"
+    assert llm.connector_scheduler.outcomes.reasons()["low_reuse"] == 1
+
+
 def test_audit_log_tells_the_story(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("SEMBLEND_AUDIT_PATH", str(tmp_path / "audit.jsonl"))
     llm = engine()
