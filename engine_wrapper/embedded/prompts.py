@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
@@ -33,15 +34,17 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int32]:
     """Token ids of a prompt, int32 [n], checked against the vocabulary. Raises ConfigurationError."""
-    try:
-        tokens = np.asarray(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    except ValueError:
-        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing nested") from None
+    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     # A tokenizer may begin even an empty text with a token of its own.
-    if len(prompt) == 0 or not tokens.size:
+    if len(prompt) == 0 or len(given) == 0:
         raise ConfigurationError("the prompt is empty; at least one token is needed")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iub":
-        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed")
+    try:
+        # The fastest way to read a list, and one that takes integers only; bytes alone it would not read one by one.
+        tokens = np.frombuffer(array("q", given if isinstance(given, list) else iter(given)), dtype=np.int64)
+    except TypeError:
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
+    except OverflowError:
+        raise ConfigurationError(f"the prompt holds a token id beyond the model's ids, 0..{vocabulary - 1}") from None
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if outside.size:
         raise ConfigurationError(f"the prompt holds token id {outside[0]}; the model's ids are 0..{vocabulary - 1}")

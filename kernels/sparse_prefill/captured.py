@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 ITEM_FIELDS, TILE_FIELDS = 6, 5
-# Rounds of programs that a launch may take: fewer cannot even out the pieces, more cost their overhead.
-MAX_ROUNDS = 4
 MIN_PIECE = 256
+# What joining one more piece costs, in tokens of KV; from a sweep of 1 and 128 rows behind 4k to 32k tokens on an H200.
+JOIN_COST = 12
 # Further than any token: an item that begins there covers none.
 _NOWHERE = 1 << 30
 
@@ -85,12 +85,13 @@ def launch_shape(
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else INTERPRETED_PROCESSORS
     programs = processors * config.resident
     columns = LaunchShape(rows, sequences, group, config, MIN_PIECE, 1).tiles * geometry.kv_heads
-    pieces = max(1, MAX_ROUNDS * programs // columns)
+    # One round of programs: in the sweep a second one never paid, and spare items are not free.
+    pieces = max(1, programs // columns)
     best, least = MIN_PIECE, float("inf")
     piece = MIN_PIECE
     while True:
         count = -(-reach // piece)
-        time = -(-count * columns // programs) * (piece + SPLIT_OVERHEAD)
+        time = -(-count * columns // programs) * (piece + SPLIT_OVERHEAD) + count * JOIN_COST
         if count <= pieces and time < least:
             best, least = piece, time
         if count == 1:

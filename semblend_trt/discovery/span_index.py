@@ -183,17 +183,11 @@ class SpanIndex:
     def _nominate(self, shelf: _Shelf, anchors: Fingerprints) -> _Pairs:
         """Pairs every anchor of the prompt with the donor places of the same hash, rare hashes first."""
         limit, buckets = self._bounds.max_bucket, shelf.buckets
-        postings = array("q")
-        known, sizes = [], []
-        for index, gram in enumerate(anchors.hashes.tolist()):
-            bucket = buckets.get(gram)
-            if bucket is not None:
-                found = bucket if len(bucket) <= limit else bucket[-limit:]
-                postings.extend(found)
-                known.append(index)
-                sizes.append(len(found))
-        places = np.frombuffer(postings, dtype=np.int64) if postings else np.empty(0, dtype=np.int64)
-        counts = np.asarray(sizes, dtype=np.int64)
+        nominated = list(map(buckets.get, anchors.hashes.tolist()))
+        known = [index for index, bucket in enumerate(nominated) if bucket is not None]
+        found = [bucket if len(bucket) <= limit else bucket[-limit:] for bucket in nominated if bucket is not None]
+        places = np.frombuffer(b"".join(found), dtype=np.int64)
+        counts = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
         targets = np.repeat(anchors.positions[known], counts)
         if len(places) > self._bounds.max_pairs:
             rare = np.argsort(np.repeat(counts, counts), kind="stable")[: self._bounds.max_pairs]
