@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import LayerSchedule
 
 MAX_ROWS = 256
+# Captures beyond these run eagerly: each takes time once, and host memory for good.
+MAX_GRAPHS = 128
 # Block ids that a graph's buffer has room for beside those of the pool: sequences may share blocks.
 SHARED_BLOCKS = 4096
 
@@ -40,8 +42,8 @@ class _Captured:
 class GraphForward:
     """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
 
-    The first iteration of a bucket captures its graph, which takes a fraction of a second. All graphs share one memory
-    pool: their outputs are copied before the next one runs.
+    The first iteration of a bucket captures its graph, which takes some hundredths of a second. All graphs share one
+    memory pool: their outputs are copied before the next one runs.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -54,12 +56,14 @@ class GraphForward:
         return len(self._graphs)
 
     def fits(self, schedule: LayerSchedule) -> bool:
-        """True when the schedule, whose output rows are one a sequence, can be replayed."""
+        """True when the schedule has one output row a sequence and a graph, or there is room for one."""
         if len(schedule.stages) > 1 or len(schedule.token_ids) > MAX_ROWS:
             return False
         sequences = schedule.stages[0].sequences
         blocks = sum(len(sequence.block_ids) for sequence in sequences)
-        return len(schedule.output_rows) == len(sequences) and blocks <= self._block_room
+        if len(schedule.output_rows) != len(sequences) or blocks > self._block_room:
+            return False
+        return len(self._graphs) < MAX_GRAPHS or shape_of(schedule, self._decoder) in self._graphs
 
     @torch.inference_mode()
     def __call__(self, schedule: LayerSchedule) -> torch.Tensor:

@@ -128,6 +128,19 @@ def test_replayed_graphs_equal_the_eager_forward(
 
 
 @needs_cuda
+def test_no_more_graphs_than_there_is_room_for(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_wrapper import graph_forward
+
+    monkeypatch.setattr(graph_forward, "MAX_GRAPHS", 1)
+    bench = Bench(tiny_qwen2_path)
+    assert bench.forward.fused is not None
+    graphs = graph_forward.GraphForward(bench.forward.fused)
+    graphs(bench.schedule((0, 56, 61)))
+    assert graphs.fits(bench.schedule((0, 55, 61)))
+    assert not graphs.fits(bench.schedule((0, 56, 57)))
+
+
+@needs_cuda
 def test_a_replay_never_waits_for_the_card(tiny_qwen2_path: Path) -> None:
     from engine_wrapper.graph_forward import GraphForward
 
