@@ -145,13 +145,12 @@ def _work_of(piece: SequenceSlice, num_layers: int) -> _SequenceWork:
     for hole in plan.holes:
         in_hole[hole.start - plan.num_computed_tokens : hole.stop - plan.num_computed_tokens] = True
     boundary = plan.execution.recompute_boundary_layer
-    computed: Sequence[int] = plan.prompt_token_ids[plan.num_computed_tokens : piece.begin]
+    computed = np.asarray(plan.prompt_token_ids)[plan.num_computed_tokens : piece.begin]
     if boundary == 0:
-        promised, in_hole = promised[in_hole], in_hole[in_hole]
-        computed = [token for hole in plan.holes for token in plan.prompt_token_ids[hole.start : hole.stop]]
+        promised, computed, in_hole = promised[in_hole], computed[in_hole], in_hole[in_hole]
     narrows = not in_hole.all() and boundary < num_layers
     return _SequenceWork(
-        token_ids=np.concatenate([np.array(computed, dtype=np.int64), own_tokens]),
+        token_ids=np.concatenate([computed.astype(np.int64), own_tokens]),
         positions=np.concatenate([promised, own_positions]),
         narrows_at=boundary if narrows else num_layers,
         stays=np.concatenate([in_hole, np.ones(len(own_tokens), dtype=bool)]) if narrows else None,

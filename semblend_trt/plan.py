@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
+from semblend_trt.token_ids import TokenIds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class EngineMode(str, Enum):
@@ -140,7 +144,8 @@ class SemanticKvPlan:
 
     `prompt_token_ids` are the request's own tokens, never a donor's. `num_computed_tokens` leading tokens are the
     engine's exact prefix and are never written. `matched_tokens` is what the executor was promised beyond them.
-    `target_block_ids` is None until the engine has allocated blocks for the request.
+    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` become
+    `TokenIds`, whatever sequence was given.
     """
 
     request_id: int
@@ -148,7 +153,7 @@ class SemanticKvPlan:
     kind: PlanKind
     publication: PublicationPolicy
     spans: tuple[PlanSpan, ...]
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     num_computed_tokens: int
     matched_tokens: int
     block_size: int
@@ -157,6 +162,8 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt_token_ids, TokenIds):
+            object.__setattr__(self, "prompt_token_ids", TokenIds(self.prompt_token_ids))
         _check_counts(self)
         _check_spans(self)
         _check_kind(self)
@@ -215,6 +222,7 @@ class SemanticKvPlan:
         """JSON-ready form, read back by `from_dict`."""
         fields = asdict(self)
         fields["kind"], fields["publication"] = self.kind.value, self.publication.value
+        fields["prompt_token_ids"] = list(self.prompt_token_ids)
         fields["execution"]["mode"] = self.execution.mode.value
         fields["execution"]["attention"] = self.execution.attention.value
         fields["execution"]["layers_to_recompute"] = list(self.execution.layers_to_recompute)
@@ -233,7 +241,7 @@ class SemanticKvPlan:
                 kind=PlanKind(values["kind"]),
                 publication=PublicationPolicy(values["publication"]),
                 spans=tuple(PlanSpan(**span) for span in values["spans"]),
-                prompt_token_ids=tuple(values["prompt_token_ids"]),
+                prompt_token_ids=TokenIds(values["prompt_token_ids"]),
                 execution=EngineExecution(**execution),
                 target_block_ids=None if blocks is None else tuple(blocks),
             )

@@ -17,6 +17,7 @@ from semblend_trt.plan import (
     SemanticKvPlan,
 )
 from semblend_trt.runtime import EngineMode
+from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +97,7 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
         kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
         publication=PublicationPolicy.REQUEST_LOCAL,
         spans=(span,),
-        prompt_token_ids=tuple(tokens),
+        prompt_token_ids=TokenIds(tokens),
         num_computed_tokens=0,
         matched_tokens=prefix_end,
         block_size=geometry.block_size,

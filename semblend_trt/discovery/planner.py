@@ -21,6 +21,7 @@ from semblend_trt.plan import (
     SemanticKvPlan,
 )
 from semblend_trt.policy import ReusePolicy, allows_approximate, allows_reuse, boundary_for
+from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,7 +161,7 @@ class Planner:
             kind=kind,
             publication=PublicationPolicy.REQUEST_LOCAL if request_local else PublicationPolicy.EXACT_CACHE,
             spans=tuple(spans),
-            prompt_token_ids=tuple(request.tokens.tolist()),
+            prompt_token_ids=TokenIds(request.tokens),
             num_computed_tokens=computed,
             matched_tokens=matched,
             block_size=request.block_size,
