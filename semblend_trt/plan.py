@@ -6,45 +6,24 @@ The constructor refuses every plan that could corrupt somebody's KV, so code tha
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
+from semblend_trt.plan_kinds import AttentionMode, EngineMode, PlanKind, PublicationPolicy
 from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-class EngineMode(str, Enum):
-    """Who executes a plan. A plan made for one mode is wrong in the other."""
-
-    STOCK = "stock"
-    WRAPPER = "wrapper"
-
-
-class PlanKind(str, Enum):
-    """What a plan does. Only the request-local kinds may place KV that a cold run would not have produced."""
-
-    DISCOVERY_ONLY = "discovery_only"
-    EXACT_PREFIX = "exact_prefix"
-    REQUEST_LOCAL_PREFIX = "request_local_prefix"
-    REQUEST_LOCAL_SEGMENTED = "request_local_segmented"
-
-
-class PublicationPolicy(str, Enum):
-    """Whether blocks that hold the placed KV may enter the engine's exact reuse tree."""
-
-    EXACT_CACHE = "exact_cache"
-    REQUEST_LOCAL = "request_local"
-
-
-class AttentionMode(str, Enum):
-    """Which prompt positions attend in the forward that executes the plan."""
-
-    FULL_PREFILL = "full_prefill"
-    SUFFIX_ONLY = "suffix_only_after_prefix"
-    HOLES_AND_SUFFIX = "holes_and_suffix"
+__all__ = [
+    "AttentionMode",
+    "EngineExecution",
+    "EngineMode",
+    "PlanKind",
+    "PlanSpan",
+    "PublicationPolicy",
+    "SemanticKvPlan",
+]
 
 
 @dataclass(frozen=True, slots=True)
