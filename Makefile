@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# The folder under benchmarks/results that `make bench` writes.
+MACHINE ?= h200
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
@@ -21,10 +23,10 @@ GPU_EXTRA := gpu$(comma)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env validate test lint format types imports check scoreboard wheel clean
+.PHONY: help env validate test gpu-test bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
 $(BIN)/python:
@@ -49,6 +51,21 @@ validate: $(VENV)/.installed-validation-$(KIND) ## run the validation on the shi
 
 test: env ## run the tests
 	$(RUN) -m pytest $(ARGS)
+
+card:
+	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }
+
+# Without a card that torch sees, or with TRITON_INTERPRET set, the tests would interpret the kernels instead.
+gpu-test: card env ## run the tests of kernels and engine, compiled, on this machine's card
+	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("This machine has a card, but torch sees none.")'
+	env -u TRITON_INTERPRET $(RUN) -m pytest tests/kernels tests/engine_wrapper $(ARGS)
+
+KERNEL_BENCHMARKS := ceilings kv_move deviation sparse_prefill layer_ops
+
+bench: card env ## run every kernel benchmark and the TTFT benchmark, writing benchmarks/results/$(MACHINE)
+	for name in $(KERNEL_BENCHMARKS); do \
+	  $(RUN) -m kernels.benchmarks.$$name --json benchmarks/results/$(MACHINE) || exit 1; done
+	$(RUN) -m validation.benchmarks.ttft --json benchmarks/results/$(MACHINE) $(ARGS)
 
 lint: env ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -206,3 +206,12 @@ def test_a_machine_without_a_gpu_is_kept_free_of_cuda(tmp_path: Path, target: st
     assert "constraints-cpu.txt" not in with_gpu
     pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
     assert {"torch==2.13.0", "cuda-toolkit<0"} <= set(pins)
+
+
+@pytest.mark.parametrize("target", ["gpu-test", "bench"])
+def test_a_target_that_needs_a_card_refuses_without_one(tmp_path: Path, target: str) -> None:
+    refused = run("make", "-C", ROOT, "GPU=", f"VENV={tmp_path}/venv", target, cwd=tmp_path)
+    assert refused.returncode != 0
+    assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."
+    assert not (tmp_path / "venv").exists()
+    assert f"make {target} " in run("make", "-C", ROOT, "help", cwd=tmp_path).stdout

@@ -1,4 +1,4 @@
-"""The layer operations in torch; they say what the kernels mean."""
+"""The layer operations in torch, all rows at once; `naive` says what they mean."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""The layer operations at the size of Qwen2.5-7B, as a share of the speed at which the card copies.
+
+`python -m kernels.benchmarks.layer_ops --json benchmarks/results/<machine>`; each beside what Transformers runs for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.activations import ACT2FN
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
+
+from kernels.benchmarks.ceilings import copy_gbps, time_ms
+from kernels.benchmarks.rows import Results, parser, require_cuda, say
+from kernels.benchmarks.shapes import QWEN_7B, ROTATION, random_pool
+from kernels.layer_ops import add_rms_norm, eager, has_kernels, rotate_rows, silu_mul, slots_of
+from kernels.layout import pool_view
+from kernels.sparse_prefill import SequenceRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HIDDEN, INNER, HEADS, EPS = 3584, 18944, 28, 1e-6
+LAYER = 2
+ROWS = {"24k": 24576, "128": 128}
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operation on its inputs: the kernel, the same in Transformers, and the bytes that must be read and written.
+
+    `check` returns the relative error of the kernel against torch, on copies of the inputs.
+    """
+
+    name: str
+    run: Callable[[], object]
+    transformers: Callable[[], object]
+    num_bytes: int
+    check: Callable[[], float]
+
+
+def main() -> None:
+    """Checks every operation against torch at each size, then measures it."""
+    arguments = parser(__doc__).parse_args()
+    require_cuda()
+    if not has_kernels(torch.device("cuda")):
+        raise SystemExit("This benchmark needs Triton, which the extra `gpu` installs.")
+    torch.manual_seed(7)
+    results = Results()
+    for size, rows in ROWS.items():
+        for make in (norm_case, swiglu_case, rotation_case):
+            with torch.inference_mode():
+                _measure(results, make(rows), size)
+    results.write(arguments.json, "layer_ops")
+
+
+def _measure(results: Results, case: Case, size: str) -> None:
+    error = case.check()
+    if not error <= TOLERANCE:
+        raise SystemExit(f"{case.name} is wrong: relative error {error:.2e} against torch")
+    say(f"{case.name} on {size} rows: relative error against torch {error:.1e}")
+    ours, theirs = time_ms(case.run), time_ms(case.transformers)
+    speed = case.num_bytes / ours / 1e6
+    baseline = f"Transformers {theirs:.4f} ms; copy {copy_gbps():.0f} GB/s, read + written"
+    name = f"layer_ops_{case.name}_{size}"
+    results.add(f"{name}_ms", ours, "ms", better="lower", baseline=baseline)
+    results.add(f"{name}_gbps", speed, "GB/s", better="higher", baseline=baseline)
+    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
+
+
+def norm_case(rows: int) -> Case:
+    """The residual added and the norm: two arrays read, two written."""
+    values, residual, weight = _random(rows, HIDDEN), _random(rows, HIDDEN), _random(HIDDEN)
+    module = Qwen2RMSNorm(HIDDEN, EPS).to(values.device, values.dtype)
+    module.weight.copy_(weight)
+
+    def check() -> float:
+        sums = residual.clone(), residual.clone()
+        actual = add_rms_norm(values, sums[0], weight, EPS)
+        return max(_error(actual, eager.add_rms_norm(values, sums[1], weight, EPS)), _error(*sums))
+
+    return Case(
+        "add_rms_norm",
+        lambda: add_rms_norm(values, residual, weight, EPS),
+        lambda: module(residual + values),
+        4 * values.nbytes + weight.nbytes,
+        check,
+    )
+
+
+def swiglu_case(rows: int) -> Case:
+    """SwiGLU; Transformers has gate and up from two products, so as two arrays."""
+    gate_up = _random(rows, 2 * INNER)
+    gate, up = (part.contiguous() for part in gate_up.chunk(2, dim=1))
+    activation = ACT2FN["silu"]
+    return Case(
+        "silu_mul",
+        lambda: silu_mul(gate_up),
+        lambda: activation(gate) * up,
+        gate_up.nbytes + gate.nbytes,
+        lambda: _error(silu_mul(gate_up), eager.silu_mul(gate_up)),
+    )
+
+
+def rotation_case(rows: int) -> Case:
+    """The rotation and the write of K and V into shuffled blocks; for Transformers the write is torch's indexing."""
+    head_dim, kv_heads = QWEN_7B.head_dim, QWEN_7B.kv_heads
+    qkv, paged = _random(rows, (HEADS + 2 * kv_heads) * head_dim), random_pool(rows)
+    pool, positions = paged.pool, torch.arange(rows)
+    slots = slots_of([SequenceRows(0, positions, paged.block_ids).to(str(pool.device))], QWEN_7B.block_size)
+    angles = positions[:, None] * torch.tensor(ROTATION.inverse_frequencies, dtype=torch.float64)
+    cos, sin = (table.to(qkv.device, torch.float32) for table in (angles.cos(), angles.sin()))
+    tables = [torch.cat([table, table], 1)[None].to(qkv.dtype) for table in (cos, sin)]
+    query, key, value = qkv.view(rows, -1, head_dim).split([HEADS, kv_heads, kv_heads], 1)
+    heads_first = [part.contiguous().transpose(0, 1)[None] for part in (query, key)]
+    blocks, offsets = slots // QWEN_7B.block_size, slots % QWEN_7B.block_size
+    # layer_pool: [blocks, 2, kv_heads, block_size, head_dim]
+    layer_pool = pool_view(pool, QWEN_7B)[:, LAYER]
+
+    def transformers() -> None:
+        _, turned = apply_rotary_pos_emb(*heads_first, *tables)
+        layer_pool[blocks, 0, :, offsets] = turned[0].transpose(0, 1)
+        layer_pool[blocks, 1, :, offsets] = value
+
+    def check() -> float:
+        turned, pools = (qkv.clone(), qkv.clone()), (pool.clone(), pool.clone())
+        rotate_rows(turned[0], cos, sin, slots, pools[0], LAYER, QWEN_7B)
+        eager.rotate_rows(turned[1], cos, sin, slots, pools[1], LAYER, QWEN_7B, None)
+        written = (pool_view(each, QWEN_7B)[:, LAYER][blocks, :, :, offsets] for each in pools)
+        return max(_error(*turned), _error(*written))
+
+    read, turned_heads, moved_heads = qkv.nbytes, HEADS + kv_heads, 2 * kv_heads
+    written = rows * (turned_heads + moved_heads) * head_dim * qkv.element_size()
+    return Case(
+        "rotate_rows",
+        lambda: rotate_rows(qkv, cos, sin, slots, pool, LAYER, QWEN_7B),
+        transformers,
+        read + written + cos.nbytes + sin.nbytes + slots.nbytes,
+        check,
+    )
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+if __name__ == "__main__":
+    main()
