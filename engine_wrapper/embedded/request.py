@@ -84,7 +84,6 @@ class LlmRequest:
         self.prepopulated_prompt_len = 0
         self.cached_tokens = 0
         self.py_num_connector_matched_tokens = 0
-        self.cancelled = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.reuse_report: Any = None

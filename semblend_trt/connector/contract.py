@@ -118,4 +118,3 @@ def _upstream_bases() -> tuple[type, type] | None:
 _bases = _upstream_bases()
 KvCacheConnectorScheduler: Any = _bases[0] if _bases else _SchedulerBase
 KvCacheConnectorWorker: Any = _bases[1] if _bases else _WorkerBase
-USES_TENSORRT_LLM: bool = _bases is not None

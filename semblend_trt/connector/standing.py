@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.policy import boundary_for
+from semblend_trt.policy import allows_reuse, boundary_for
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | None, str | None]:
     """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
+    if not allows_reuse(settings.policy):
+        return None, "policy_off"
     refusal = engine_refusal(llm_args)
     if refusal is not None:
         logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)

@@ -336,7 +336,9 @@ def test_aborted_request_leaves_nothing_behind(engine):
 def test_policy_off_keeps_and_finds_nothing(engine):
     llm = engine("off")
     serve(llm, DONOR, PREFILL)
-    assert serve(llm, SHIFTED).reused_tokens == 0
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
+    assert llm.connector_scheduler.library is None  # nothing was even reserved
 
 
 def test_every_request_ends_in_exactly_one_outcome(engine):

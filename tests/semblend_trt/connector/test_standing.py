@@ -19,6 +19,7 @@ def test_supported_model(tiny_qwen2_path):
         ({"speculative_config": object()}, {}, "speculative_decoding"),
         ({"model": "/nowhere/at/all"}, {}, "configuration"),
         ({"model": 7}, {}, None),
+        ({}, {"policy": "off"}, "policy_off"),
         ({}, {"policy": "boundary", "recompute_boundary_layer": 9}, "configuration"),
     ],
 )
