@@ -112,6 +112,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return self._finish(tracked, request)
         except Exception:
             logger.exception("finishing request %d failed; it does not become a donor", request_id)
+            tracked.release_leases()
             self._cancel_intent(tracked)
             return False
 
@@ -162,9 +163,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
-        tracked.intent = library.intend(
-            f"{self._generation}-{request_id}", tracked, int(getattr(request, "max_new_tokens", 0) or 0)
-        )
+        donor_id, max_new_tokens = f"{self._generation}-{request_id}", int(getattr(request, "max_new_tokens", 0) or 0)
+        try:
+            tracked.intent = library.intend(donor_id, tracked, max_new_tokens)
+        except Exception:
+            tracked.release_leases()
+            raise
         return tracked
 
     def _standing_refusal(self) -> str | None:

@@ -385,3 +385,16 @@ def test_scheduler_never_raises_into_the_engine(engine, monkeypatch):
     output = serve(llm, SHIFTED)
     assert output.reused_tokens == 0
     assert llm.connector_scheduler.outcomes.reasons()["internal_error"] == 1
+
+
+@pytest.mark.parametrize("step", ["intend", "begin_save"])
+def test_an_error_of_the_library_leaks_no_lease(engine, monkeypatch, step):
+    llm = engine()
+    serve(llm, DONOR, PREFILL)
+
+    def broken(*_arguments, **_options):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(llm.connector_scheduler.library, step, broken)
+    serve(llm, SHIFTED)
+    assert llm.connector_scheduler.library.catalog.stats().leases == 0
