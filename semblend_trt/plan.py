@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.engine_execution import EngineExecution
 from semblend_trt.errors import PlanError
 from semblend_trt.plan_kinds import AttentionMode, EngineMode, PlanKind, PublicationPolicy
+from semblend_trt.span_check import SpanCheck
 from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ __all__ = [
     "PlanSpan",
     "PublicationPolicy",
     "SemanticKvPlan",
+    "SpanCheck",
 ]
 
 
@@ -69,55 +72,6 @@ class PlanSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineExecution:
-    """How the engine runs the prompt once the spans are placed.
-
-    Layers below `recompute_boundary_layer` are computed for every prompt token; from there on only holes and suffix.
-    `check_layer` and `check_threshold` are set by policies that compare fresh with donor KV.
-    """
-
-    mode: EngineMode
-    attention: AttentionMode
-    num_layers: int
-    suffix_start: int
-    recompute_boundary_layer: int = 0
-    check_layer: int | None = None
-    check_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or not 0 <= self.recompute_boundary_layer <= self.num_layers:
-            raise PlanError(
-                "boundary_outside_model",
-                f"recompute boundary {self.recompute_boundary_layer} is outside 0..{self.num_layers}, "
-                "the layers of this model",
-            )
-        if self.recompute_boundary_layer and self.mode is EngineMode.STOCK:
-            raise PlanError(
-                "boundary_needs_wrapper",
-                f"recompute boundary {self.recompute_boundary_layer} needs the engine wrapper; "
-                "a stock engine can only skip whole tokens",
-            )
-        if (self.check_layer is None) != (self.check_threshold is None):
-            raise PlanError("check_incomplete", "check_layer and check_threshold are set together or not at all")
-        if self.check_layer is not None and self.mode is EngineMode.STOCK:
-            raise PlanError(
-                "check_needs_wrapper",
-                f"check layer {self.check_layer} needs the engine wrapper; a stock engine compares nothing",
-            )
-        if self.check_layer is not None and not 0 <= self.check_layer < self.num_layers:
-            raise PlanError(
-                "check_outside_model", f"check layer {self.check_layer} is outside 0..{self.num_layers - 1}"
-            )
-        if self.suffix_start < 0:
-            raise PlanError("suffix_negative", f"suffix_start {self.suffix_start} is negative")
-
-    @property
-    def layers_to_recompute(self) -> range:
-        """Layers computed for all prompt tokens. Always the lowest ones: a layer needs its input from the one below."""
-        return range(self.recompute_boundary_layer)
-
-
-@dataclass(frozen=True, slots=True)
 class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 
@@ -160,6 +114,14 @@ class SemanticKvPlan:
     @property
     def reused_tokens(self) -> int:
         return sum(span.length for span in self.spans)
+
+    @property
+    def is_checked(self) -> bool:
+        """True when the engine compares tokens with their donors' and leaves evidence; False where none are left to."""
+        execution = self.execution
+        if execution.check is None or self.kind is PlanKind.DISCOVERY_ONLY:
+            return False
+        return any(not span.exact and span.length > execution.head_tokens for span in self.spans)
 
     @property
     def is_exact(self) -> bool:
@@ -215,6 +177,8 @@ class SemanticKvPlan:
             execution = {k: v for k, v in values["execution"].items() if k != "layers_to_recompute"}
             execution["mode"] = EngineMode(execution["mode"])
             execution["attention"] = AttentionMode(execution["attention"])
+            check = execution["check"]
+            execution["check"] = None if check is None else SpanCheck(**check)
             blocks = values["target_block_ids"]
             values.update(
                 kind=PlanKind(values["kind"]),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
+    from semblend_trt.evidence import CheckEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Runtime:
 
     `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
-    the worker's news, read by the scheduler at its next call. `readiness` says which layers of the running loads are
-    in the pool.
+    the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
+    call. `readiness` says which layers of the running loads are in the pool.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -56,6 +57,7 @@ class Runtime:
     publication_guard: bool = False
     saved: deque[SavedDonor] = field(default_factory=deque)
     failed_loads: deque[int] = field(default_factory=deque)
+    evidence: deque[CheckEvidence] = field(default_factory=deque)
     pool: PoolFacts | None = None
     refusal: str | None = None
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

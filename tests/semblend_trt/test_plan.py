@@ -19,6 +19,7 @@ from semblend_trt.plan import (
     PlanSpan,
     PublicationPolicy,
     SemanticKvPlan,
+    SpanCheck,
 )
 
 NUM_LAYERS = 4
@@ -64,10 +65,10 @@ BROKEN: list[tuple[str, Any]] = [
     ("boundary_outside_model", lambda: execution(recompute_boundary_layer=-1)),
     ("boundary_outside_model", lambda: execution(num_layers=0)),
     ("boundary_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, recompute_boundary_layer=1)),
-    ("check_incomplete", lambda: execution(check_layer=1)),
-    ("check_incomplete", lambda: execution(check_threshold=0.1)),
-    ("check_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, check_layer=1, check_threshold=0.1)),
-    ("check_outside_model", lambda: execution(check_layer=NUM_LAYERS, check_threshold=0.1)),
+    ("check_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, check=SpanCheck(1, 0.1))),
+    ("check_outside_model", lambda: execution(check=SpanCheck(NUM_LAYERS, 0.1))),
+    ("head_tokens_negative", lambda: execution(head_tokens=-1)),
+    ("head_needs_wrapper", lambda: execution(mode=EngineMode.STOCK, head_tokens=16)),
     ("suffix_negative", lambda: execution(suffix_start=-1)),
     ("negative_count", lambda: plan(num_computed_tokens=-1)),
     ("negative_count", lambda: plan(matched_tokens=-1)),
@@ -118,6 +119,18 @@ def test_boundary_recomputes_the_lowest_layers() -> None:
     assert execution(recompute_boundary_layer=3).layers_to_recompute == range(3)
     assert execution().layers_to_recompute == range(0)
     assert execution(recompute_boundary_layer=NUM_LAYERS).layers_to_recompute == range(NUM_LAYERS)
+
+
+def test_only_approximate_tokens_behind_the_heads_are_checked() -> None:
+    check = SpanCheck(1, 0.1)
+    assert plan(execution=execution(check=check)).is_checked
+    assert plan(execution=execution(check=check, head_tokens=9)).is_checked
+    assert not plan(execution=execution(check=check, head_tokens=10)).is_checked
+    assert not plan().is_checked
+    exact = (PlanSpan("d", 10, 10, 10, exact=True),)
+    assert not plan(execution=execution(check=check), spans=exact).is_checked
+    assert not plan(execution=execution(check=check)).without_spans("gone").is_checked
+    assert not plan(execution=execution(check=check), kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0).is_checked
 
 
 def test_exact_spans_do_not_limit_what_is_exact() -> None:
@@ -175,6 +188,7 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
     prompt_length = position + tail_hole + draw(st.integers(1, 10))
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else position + tail_hole - computed
     boundary = 0 if mode is EngineMode.STOCK else draw(st.integers(0, NUM_LAYERS))
+    checks = st.builds(SpanCheck, st.integers(0, NUM_LAYERS - 1), st.floats(0, 1), max_span_share=st.floats(0, 1))
     exact_kind = kind in (PlanKind.EXACT_PREFIX, PlanKind.DISCOVERY_ONLY)
     block_size = draw(st.integers(1, 16))
     blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None
@@ -194,6 +208,8 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
             NUM_LAYERS,
             computed + matched,
             recompute_boundary_layer=boundary,
+            check=None if mode is EngineMode.STOCK else draw(st.none() | checks),
+            head_tokens=0 if mode is EngineMode.STOCK else draw(st.integers(0, 20)),
         ),
         target_block_ids=blocks,
         diagnostics=draw(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4), max_size=2)),
