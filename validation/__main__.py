@@ -6,7 +6,7 @@ if __name__ == "__main__":
     try:
         from validation.cli import main
     except ModuleNotFoundError as error:
-        if error.name not in ("rich", "rouge_score"):
+        if error.name not in ("matplotlib", "rich", "rouge_score", "scipy"):
             raise
         print(f"validation: {error.name} is not installed; pip install 'semblend-trt[validation]'.", file=sys.stderr)
         sys.exit(2)
