@@ -81,13 +81,26 @@ class Settings(BaseSettings):
         True, description="Master switch; without it every request is served cold and nothing is kept."
     )
     policy: Annotated[ReusePolicy, BeforeValidator(parse_policy), Variable("POLICY")] = Field(
-        ReusePolicy.EXACT,
-        description="What may be reused: nothing; KV equal to a cold run's; token-identical runs at any position; "
-        "the same with the lowest layers computed again.",
+        ReusePolicy.VERIFIED,
+        description="What may be reused: nothing; KV equal to a cold run's; what the reuse profile justifies, without "
+        "one as exact; runs at any position with the lowest layers computed again; runs at any position as they are; "
+        "and two published fixed budgets, there to be compared with and not safe.",
+    )
+    profile_path: Annotated[Path | None, Variable("PROFILE")] = Field(
+        None, description="JSON file of the reuse profile for policy verified, made by a calibration."
     )
     recompute_boundary_layer: Annotated[
         int, Variable("RECOMPUTE_BOUNDARY_LAYER", "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER")
     ] = Field(0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token.")
+    epic_tokens: Annotated[int, Variable("EPIC_TOKENS")] = Field(
+        16, ge=1, le=1 << 20, description="Policy epic computes this many first tokens of every run."
+    )
+    cacheblend_share: Annotated[float, Variable("CACHEBLEND_SHARE")] = Field(
+        0.15,
+        ge=0.0,
+        le=1.0,
+        description="Policy cacheblend computes this share of the reused tokens, those that deviate most at layer 1.",
+    )
     min_span_tokens: Annotated[int, Variable("MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")] = Field(
         64,
         ge=1,
@@ -95,7 +108,7 @@ class Settings(BaseSettings):
         description="Shortest token-identical run that is reused; runs below 32 tokens are not looked for.",
     )
     min_reuse_ratio: Annotated[float, Variable("MIN_REUSE_RATIO")] = Field(
-        0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must cover."
+        0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must reuse."
     )
     discovery_only: Annotated[bool, Variable("DISCOVERY_ONLY")] = Field(
         False, description="Look donors up and report what would be reused, but place nothing."
@@ -148,6 +161,9 @@ class Settings(BaseSettings):
     )
     audit_path: Annotated[Path | None, Variable("AUDIT_PATH", "SEMBLEND_TRTLLM_AUDIT_PATH")] = Field(
         None, description="JSONL file to which audit events are appended; unset, none are written."
+    )
+    metrics: Annotated[bool, Variable("METRICS")] = Field(
+        True, description="Counts in Prometheus' default registry, where prometheus_client is installed."
     )
 
     @classmethod

@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, PlanError
+from semblend_trt.span_check import SpanCheck
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
 
 
 class ReusePolicy(str, Enum):
-    """From nothing to the most that token equality can authorise.
+    """Which token-identical runs are reused, and what of them is computed again.
 
-    OFF: no lookup and no donors. EXACT: only KV that a cold run would produce. POSITION_FIX: any token-identical run,
-    its keys rotated to their new positions. BOUNDARY: as POSITION_FIX, and the layers below the recompute boundary are
-    computed for every token.
+    OFF: no lookup and no donors. EXACT: only KV that a cold run would produce. VERIFIED: what the model's reuse profile
+    justifies; without one that matches, as EXACT. BOUNDARY: any run, its keys rotated to their new positions, with the
+    layers below the recompute boundary computed for every token. POSITION_FIX: any run, rotated, and nothing computed
+    again.
+
+    Two published fixed budgets are there to be compared with, not because they are safe: they compute the same share
+    again whether a run's meaning has changed or not. EPIC (arXiv 2410.15332): the first tokens of every run. CACHEBLEND
+    (arXiv 2405.16444): a fixed share of the tokens, those that deviate most at layer 1.
     """
 
     OFF = "off"
     EXACT = "exact"
-    POSITION_FIX = "position_fix"
+    VERIFIED = "verified"
     BOUNDARY = "boundary"
+    POSITION_FIX = "position_fix"
+    EPIC = "epic"
+    CACHEBLEND = "cacheblend"
+
+
+# The layer whose deviation CacheBlend chooses by.
+CACHEBLEND_LAYER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseTerms:
+    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides."""
+
+    boundary: int = 0
+    check: SpanCheck | None = None
+    head_tokens: int = 0
+
+    @property
+    def wrapper_reason(self) -> str | None:
+        """Why a stock engine cannot keep to these terms; None when it can."""
+        if self.check is not None:
+            return "check_needs_wrapper"
+        if self.head_tokens:
+            return "head_needs_wrapper"
+        return "boundary_needs_wrapper" if self.boundary else None
+
+    def expected_reuse(self, length: int) -> int:
+        """Tokens of a run of `length` tokens that stay reused, as far as that is fixed before the run is checked."""
+        kept = max(0, length - self.head_tokens)
+        if self.check is None or self.check.largest_share is None:
+            return kept
+        return kept - int(self.check.largest_share * kept)
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
@@ -30,10 +69,7 @@ def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
     name = value.value if isinstance(value, ReusePolicy) else str(value).strip().lower()
     if name in _NAMES:
         return ReusePolicy(name)
-    known = ", ".join(_NAMES)
-    if name == "verified":
-        raise ConfigurationError(f"policy verified is not in this version; use one of {known}")
-    raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {known}")
+    raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {', '.join(_NAMES)}")
 
 
 _NAMES = tuple(policy.value for policy in ReusePolicy)
@@ -44,19 +80,25 @@ def allows_reuse(policy: ReusePolicy) -> bool:
     return policy is not ReusePolicy.OFF
 
 
-def allows_approximate(policy: ReusePolicy) -> bool:
-    """True when KV that a cold run would not have produced may be placed, for the request itself only."""
-    return policy in (ReusePolicy.POSITION_FIX, ReusePolicy.BOUNDARY)
+def terms_of(policy: ReusePolicy, settings: Settings, num_layers: int) -> ReuseTerms | None:
+    """The terms that the settings alone give; None where they allow exact spans only.
 
-
-def boundary_for(policy: ReusePolicy, settings: Settings, num_layers: int) -> int:
-    """Number of lowest layers that are computed for every token of the prompt, 0..num_layers.
-
-    Only BOUNDARY has any. Raises ConfigurationError when its boundary lies outside 1..num_layers: at 0 it would be
+    VERIFIED is among those: its terms come from a reuse profile. Raises ConfigurationError when the policy needs a
+    layer that the model of `num_layers` layers does not have, or a boundary that is not set: at 0 BOUNDARY would be
     POSITION_FIX under another name.
     """
-    if policy is not ReusePolicy.BOUNDARY:
-        return 0
+    if policy is ReusePolicy.POSITION_FIX:
+        return ReuseTerms()
+    if policy is ReusePolicy.BOUNDARY:
+        return ReuseTerms(boundary=_boundary(settings, num_layers))
+    if policy is ReusePolicy.EPIC:
+        return ReuseTerms(head_tokens=settings.epic_tokens)
+    if policy is ReusePolicy.CACHEBLEND:
+        return ReuseTerms(check=_cacheblend_check(settings, num_layers))
+    return None
+
+
+def _boundary(settings: Settings, num_layers: int) -> int:
     boundary = settings.recompute_boundary_layer
     if not 1 <= boundary <= num_layers:
         raise ConfigurationError(
@@ -64,3 +106,15 @@ def boundary_for(policy: ReusePolicy, settings: Settings, num_layers: int) -> in
             "policy boundary needs it in that range"
         )
     return boundary
+
+
+def _cacheblend_check(settings: Settings, num_layers: int) -> SpanCheck:
+    if num_layers <= CACHEBLEND_LAYER:
+        raise ConfigurationError(
+            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model has {num_layers} layer; "
+            "use another policy"
+        )
+    try:
+        return SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share)
+    except PlanError as error:
+        raise ConfigurationError(f"SEMBLEND_CACHEBLEND_SHARE is {settings.cacheblend_share}: {error}") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.policy import allows_reuse, boundary_for
+from semblend_trt.policy import allows_reuse, terms_of
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
@@ -27,7 +27,7 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         return None, refusal
     try:
         facts = model_facts(llm_args.model)
-        boundary_for(settings.policy, settings, facts.num_layers)
+        terms_of(settings.policy, settings, facts.num_layers)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)
         return None, "configuration"

@@ -20,7 +20,10 @@ from semblend_trt.policy import ReusePolicy
 SAMPLES: dict[str, tuple[str, Any]] = {
     "enabled": ("0", False),
     "policy": ("position_fix", ReusePolicy.POSITION_FIX),
+    "profile_path": ("/tmp/reuse-profile.json", Path("/tmp/reuse-profile.json")),
     "recompute_boundary_layer": ("3", 3),
+    "epic_tokens": ("32", 32),
+    "cacheblend_share": ("0.3", 0.3),
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
@@ -35,6 +38,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "tokenizer_revision": ("t3", "t3"),
     "adapter_id": ("lora", "lora"),
     "audit_path": ("/tmp/audit.jsonl", Path("/tmp/audit.jsonl")),
+    "metrics": ("0", False),
 }
 VARIABLES = [(row.name, variable) for row in settings_table() for variable in row.variables]
 
@@ -49,10 +53,12 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     settings = load_settings()
     assert settings.enabled
-    assert settings.policy is ReusePolicy.EXACT
+    assert settings.policy is ReusePolicy.VERIFIED
     assert (settings.recompute_boundary_layer, settings.min_span_tokens, settings.min_reuse_ratio) == (0, 64, 0.5)
     assert (settings.host_bytes, settings.max_donors, settings.min_donor_tokens) == (4 * 1024**3, 10_000, 64)
     assert not settings.discovery_only
+    assert (settings.epic_tokens, settings.cacheblend_share, settings.metrics) == (16, 0.15, True)
+    assert settings.profile_path is None
     assert settings.audit_path is settings.donor_tenant is settings.model_revision is None
 
 
@@ -126,7 +132,9 @@ def test_field_names_alone_are_no_variables(monkeypatch: pytest.MonkeyPatch) -> 
         ("SEMBLEND_MAX_DONORS", "1e3", "SEMBLEND_MAX_DONORS is '1e3'"),
         ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "-1", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is '-1'"),
         ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
-        ("SEMBLEND_POLICY", "verified", "SEMBLEND_POLICY: policy verified is not in this version"),
+        ("SEMBLEND_EPIC_TOKENS", "0", r"SEMBLEND_EPIC_TOKENS is '0'; allowed is 1\.\.1048576"),
+        ("SEMBLEND_CACHEBLEND_SHARE", "1.1", r"SEMBLEND_CACHEBLEND_SHARE is '1.1'; allowed is 0\.0\.\.1\.0"),
+        ("SEMBLEND_METRICS", "prometheus", "SEMBLEND_METRICS is 'prometheus'; allowed is 0 or 1"),
         ("SEMBLEND_POLICY", "most", "SEMBLEND_POLICY: policy 'most' is not known; use one of off, exact"),
     ],
 )

@@ -1,18 +1,23 @@
 """Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import AttentionMode, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.span_check import SpanCheck
 
 NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
@@ -24,6 +29,7 @@ def text(seed: int, length: int) -> np.ndarray:
 
 SYSTEM, DOCUMENT, OTHER, QUESTION = text(1, 100), text(2, 400), text(3, 300), text(4, 40)
 PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
+SHIFTED = np.concatenate([text(5, 9), PROMPT])
 
 
 def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overrides: object) -> Planner:
@@ -39,9 +45,33 @@ def request(
     computed: int = 0,
     mode: EngineMode = WRAPPER,
     guard: bool = True,
-    exclude: frozenset[str] = frozenset(),
+    profile: ReuseProfile | None = None,
+    profile_refusal: str = "no_profile",
 ) -> LookupRequest:
-    return LookupRequest(7, "space", tokens, computed, 32, mode, guard, exclude)
+    return LookupRequest(
+        7, "space", tokens, computed, 32, mode, guard, profile=profile, profile_refusal=profile_refusal
+    )
+
+
+def profile(policy: str, **fields: Any) -> ReuseProfile:
+    """A profile that the scheduler has found to hold: the planner asks for its terms only."""
+    namespace = CacheNamespace(
+        model="m",
+        model_revision="w",
+        tokenizer="t",
+        tokenizer_revision="r",
+        kv_layout="HND",
+        block_size=32,
+        kv_dtype="bfloat16",
+        cache_dtype="auto",
+        quantization=None,
+        adapter=None,
+        rope_config={"rope_type": "default"},
+        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
+        backend_cache_layout="engine",
+        extra={"compute_dtype": "bfloat16"},
+    )
+    return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
 
 
 def plan_of(planned: Planned) -> SemanticKvPlan:
@@ -139,6 +169,85 @@ def test_excluded_donors_are_planned_around() -> None:
     assert third.exclude == {"a", "b"}
     assert_refused(asked.plan(third), "no_donor_match")
     assert asked.plan(third).runs_found == 0
+
+
+# -- what each policy makes of a run ------------------------------------------------------------------------------
+
+
+CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "made", "boundary", "check", "head"),
+    [
+        ("position_fix", None, 0, None, 0),
+        ("boundary", None, 3, None, 0),
+        ("epic", None, 0, None, 24),
+        ("cacheblend", None, 0, SpanCheck(1, largest_share=0.3), 0),
+        ("verified", profile("position_fix"), 0, None, 0),
+        ("verified", profile("boundary", boundary=4), 4, None, 0),
+        ("verified", profile("verified", check=CHECK), 0, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
+        ("verified", profile("verified", check=CHECK, boundary=1), 1, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
+    ],
+)
+def test_the_execution_that_policy_and_profile_give(
+    policy: str, made: ReuseProfile | None, boundary: int, check: SpanCheck | None, head: int
+) -> None:
+    asked = planner(
+        {"a": SHIFTED}, policy, recompute_boundary_layer=3, epic_tokens=24, cacheblend_share=0.3, min_reuse_ratio=0.1
+    )
+    execution = plan_of(asked.plan(request(profile=made))).execution
+    assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (boundary, check, head)
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in ReusePolicy if policy is not ReusePolicy.OFF])
+@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
+def test_exact_spans_are_never_checked_under_any_policy(policy: str, mode: EngineMode) -> None:
+    made = profile("verified", check=CHECK, boundary=2)
+    asked = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=2)
+    execution = plan_of(asked.plan(request(mode=mode, profile=made))).execution
+    assert (execution.recompute_boundary_layer, execution.check, execution.head_tokens) == (0, None, 0)
+
+
+@pytest.mark.parametrize("made", [None, profile("exact")])
+def test_verified_without_a_profile_that_justifies_more_is_exact(made: ReuseProfile | None) -> None:
+    asked, exact = (planner({"a": SHIFTED, "b": PROMPT[:600]}, policy) for policy in ("verified", "exact"))
+    for computed in (0, 96, 500):
+        assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
+
+
+def test_a_profile_of_policy_exact_says_so() -> None:
+    assert_refused(planner({"a": SHIFTED}, "verified").plan(request(profile=profile("exact"))), "not_exact")
+
+
+def test_a_profile_is_read_by_policy_verified_only() -> None:
+    asked = planner({"a": SHIFTED}, "exact")
+    assert_refused(asked.plan(request(profile=profile("position_fix"))), "not_exact")
+
+
+def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks() -> None:
+    for made in (None, profile("position_fix"), profile("verified", check=CHECK)):
+        planned = planner({"a": SHIFTED}, "verified").plan(request(mode=STOCK, profile=made))
+        assert_refused(planned, "check_needs_wrapper")
+        assert planned.runs_found == 1
+
+
+def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped() -> None:
+    assert_refused(planner({}, "verified").plan(request()), "no_donor_match")
+    assert_refused(planner({"a": PROMPT[:300]}, "verified").plan(request()), "low_reuse")
+
+
+@pytest.mark.parametrize(("policy", "reuse"), [("epic", 300 - 60), ("cacheblend", 300 - 75), ("position_fix", 300)])
+def test_the_share_counts_tokens_that_stay_reused(policy: str, reuse: int) -> None:
+    for ratio, reason in ((reuse / 840 - 0.001, None), (reuse / 840 + 0.001, "low_reuse")):
+        asked = planner({"a": OTHER}, policy, epic_tokens=60, cacheblend_share=0.25, min_reuse_ratio=ratio)
+        assert asked.plan(request()).outcome_reason == reason
+
+
+def test_a_run_of_head_tokens_alone_is_not_moved() -> None:
+    for head, reason in ((299, None), (300, "no_donor_match")):
+        asked = planner({"a": OTHER}, "epic", epic_tokens=head, min_reuse_ratio=0.0)
+        assert asked.plan(request()).outcome_reason == reason
 
 
 # -- a stock engine -----------------------------------------------------------------------------------------------
@@ -256,13 +365,14 @@ def test_discovery_only_reports_and_promises_nothing() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    policy=st.sampled_from(["exact", "position_fix", "boundary"]),
+    policy=st.sampled_from(["exact", "verified", "position_fix", "boundary", "epic", "cacheblend"]),
+    made=st.sampled_from([None, profile("verified", check=CHECK), profile("boundary", boundary=1)]),
     mode=st.sampled_from([STOCK, WRAPPER]),
     guard=st.booleans(),
     discovery_only=st.booleans(),
 )
 def test_every_plan_moves_equal_tokens_only(
-    seed: int, policy: str, mode: EngineMode, guard: bool, discovery_only: bool
+    seed: int, policy: str, made: ReuseProfile | None, mode: EngineMode, guard: bool, discovery_only: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     pieces = [rng.integers(0, 9, int(rng.integers(20, 150)), dtype=np.int32) for _ in range(5)]
@@ -282,12 +392,13 @@ def test_every_plan_moves_equal_tokens_only(
         discovery_only=discovery_only,
     )
     computed = int(rng.integers(0, len(prompt)))
-    planned = asked.plan(request(prompt, computed, mode, guard))
+    planned = asked.plan(request(prompt, computed, mode, guard, made))
     assert (planned.plan is None) == (planned.outcome_reason is not None)
     if planned.plan is not None:
         check_plan(planned.plan, donors, prompt, computed)
         assert planned.plan.is_exact or guard or discovery_only
-        assert planned.plan.kind is PlanKind.EXACT_PREFIX or policy != "exact" or discovery_only
+        only_exact = policy == "exact" or (policy == "verified" and (made is None or mode is STOCK))
+        assert planned.plan.kind is PlanKind.EXACT_PREFIX or not only_exact or discovery_only
 
 
 def check_plan(plan: SemanticKvPlan, donors: dict[str, np.ndarray], prompt: np.ndarray, computed: int) -> None:
@@ -314,8 +425,15 @@ _REFUSALS: dict[str, Callable[[], Planned]] = {
     "invalid_tokens": lambda: planner({"a": PROMPT}).plan(request(-PROMPT)),
     "no_donor_match": lambda: planner({}).plan(request()),
     "not_exact": lambda: planner({"a": DOCUMENT}, "exact").plan(request()),
-    "boundary_needs_wrapper": lambda: planner({"a": PROMPT}, "boundary", recompute_boundary_layer=1).plan(
+    "boundary_needs_wrapper": lambda: planner({"a": SHIFTED}, "boundary", recompute_boundary_layer=1).plan(
         request(mode=STOCK)
+    ),
+    "head_needs_wrapper": lambda: planner({"a": SHIFTED}, "epic").plan(request(mode=STOCK)),
+    "check_needs_wrapper": lambda: planner({"a": SHIFTED}, "cacheblend").plan(request(mode=STOCK)),
+    "no_profile": lambda: planner({"a": SHIFTED}, "verified").plan(request()),
+    "profile_mismatch": lambda: planner({"a": SHIFTED}, "verified").plan(request(profile_refusal="profile_mismatch")),
+    "profile_unreadable": lambda: planner({"a": SHIFTED}, "verified").plan(
+        request(profile_refusal="profile_unreadable")
     ),
     "no_publication_guard": lambda: planner({"a": DOCUMENT}).plan(request(guard=False)),
     "hole_needs_wrapper": lambda: planner({"a": DOCUMENT}).plan(request(mode=STOCK)),

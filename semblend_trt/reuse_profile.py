@@ -1,0 +1,269 @@
+"""ReuseProfile: what a calibration found safe for one model on one kind of engine, as a JSON file.
+
+The profile holds for the namespace in which it was made and for no other. These fields bind: the model and its weights,
+the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, the parallel layout's
+sizes, and the engine with its cache layout. Not bound are block size, tenant, template and cache salt: they change
+who may share KV, not what the KV is. A field that either side does not know counts as a difference.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+
+from semblend_trt import __version__
+from semblend_trt.errors import ConfigurationError, NamespaceError
+from semblend_trt.namespace import PARALLEL_SIZES, CacheNamespace, is_unknown
+from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.span_check import SpanCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kernels.layout import KvGeometry
+
+SCHEMA_VERSION = 1
+MAX_BYTES = 1 << 20
+# A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
+MAX_THRESHOLD = 1.0
+_MAX_LAYERS = 4096
+_MAKE_AGAIN = "make it again with `python -m validation calibrate`"
+
+# Field of the profile: what the sentences call it.
+_BOUND = {
+    "model": "model",
+    "model_revision": "weights",
+    "tokenizer": "tokenizer",
+    "tokenizer_revision": "tokenizer revision",
+    "kv_layout": "KV layout",
+    "kv_dtype": "KV dtype",
+    "cache_dtype": "cache dtype",
+    "compute_dtype": "compute dtype",
+    "quantization": "quantisation",
+    "adapter": "adapter",
+    "rope_config": "RoPE",
+    "tensor_parallel": "parallel layout",
+    "backend_cache_layout": "engine and cache layout",
+}
+_NONE_IS_KNOWN = ("quantization", "adapter")  # None there says that none is in use
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ProfileCheck(_Part):
+    """The check of policy verified: see `SpanCheck`. At layer 0 K and V depend on the token alone and never deviate,
+    so that a check there would accept everything; it is refused."""
+
+    layer: Annotated[int, Field(ge=1, lt=_MAX_LAYERS)]
+    threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
+    max_span_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    min_saved_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+
+class ProfileGeometry(_Part):
+    """Sizes of one rank's KV; they decide whether the layers of a profile exist."""
+
+    num_layers: Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
+    kv_heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=1)]
+
+    @classmethod
+    def of(cls, geometry: KvGeometry) -> ProfileGeometry:
+        return cls(num_layers=geometry.num_layers, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+
+
+class ReuseProfile(_Part):
+    """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
+
+    Policy verified needs a check and may have a boundary, boundary needs a boundary of at least 1, exact and
+    position_fix have neither. `figures` is free: what was measured. Build one with `made_for`.
+    """
+
+    schema_version: Literal[1] = 1
+    version: str
+    namespace: dict[str, JsonValue]
+    geometry: ProfileGeometry
+    policy: Literal["exact", "verified", "boundary", "position_fix"]
+    check: ProfileCheck | None = None
+    boundary: Annotated[int, Field(ge=0, le=_MAX_LAYERS)] = 0
+    figures: list[JsonValue] = Field(default_factory=list)
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
+    versions: dict[str, str] = Field(default_factory=dict)
+    command: str = ""
+
+    @field_validator("namespace")
+    @classmethod
+    def _normalise_namespace(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if set(value) != set(_BOUND):
+            missing, unexpected = sorted(set(_BOUND) - set(value)), sorted(set(value) - set(_BOUND))
+            raise ValueError(f"fields {missing} are missing and {unexpected} are not known")
+        known: dict[str, Any] = dict(value)
+        extra = {"compute_dtype": known.pop("compute_dtype")}
+        try:
+            return _bound_fields(CacheNamespace.from_dict({**known, "block_size": 1, "extra": extra}))
+        except NamespaceError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> ReuseProfile:
+        layers = self.geometry.num_layers
+        if self.boundary > layers:
+            raise ValueError(f"boundary {self.boundary} is outside 0..{layers}, the layers of the model")
+        if self.check is not None and self.check.layer >= layers:
+            raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
+        if (self.policy == "verified") != (self.check is not None):
+            raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
+        if self.policy == "boundary" and not self.boundary:
+            raise ValueError(f"policy boundary has boundary 0; allowed is 1..{layers}")
+        if self.policy in ("exact", "position_fix") and self.boundary:
+            raise ValueError(f"policy {self.policy} has boundary {self.boundary}; it computes no layer again")
+        return self
+
+    @classmethod
+    def made_for(
+        cls,
+        namespace: CacheNamespace,
+        geometry: KvGeometry,
+        *,
+        policy: ReusePolicy | str,
+        check: ProfileCheck | None = None,
+        boundary: int = 0,
+        figures: list[JsonValue] | None = None,
+        versions: Mapping[str, str] | None = None,
+        command: str = "",
+    ) -> ReuseProfile:
+        """The profile of an engine's own namespace, dated today (UTC).
+
+        Raises ConfigurationError when a value is out of its range, or when a field of the namespace is not known: such
+        a profile would match nothing.
+        """
+        fields = _bound_fields(namespace)
+        unknown = [_BOUND[name] for name, value in fields.items() if _is_unknown(name, value)]
+        if unknown:
+            raise ConfigurationError(
+                f"a reuse profile cannot be made: {', '.join(unknown)} of this engine cannot be determined; "
+                "SEMBLEND_MODEL_REVISION and SEMBLEND_TOKENIZER_REVISION name what the files do not tell"
+            )
+        try:
+            return cls(
+                version=__version__,
+                namespace=fields,
+                geometry=ProfileGeometry.of(geometry),
+                policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
+                check=check,
+                boundary=boundary,
+                figures=figures or [],
+                date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+                versions=dict(versions or {}),
+                command=command,
+            )
+        except ValidationError as error:
+            raise ConfigurationError(f"a reuse profile cannot be made: {_sentence(error)}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> ReuseProfile:
+        """Reads a profile. Raises ConfigurationError with what is wrong: no regular file of at most 1 MiB, not JSON,
+        another schema, a missing or unknown field, a value out of its range."""
+        try:
+            return cls.model_validate_json(_content(Path(path)))
+        except OSError as error:
+            raise ConfigurationError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
+        except ValidationError as error:
+            raise ConfigurationError(f"reuse profile {path}: {_sentence(error)}; {_MAKE_AGAIN}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes the profile as a whole or not at all. Raises OSError."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
+        """What keeps the profile from holding for an engine of this namespace and rank's `geometry`, a sentence each.
+
+        Empty when it holds.
+        """
+        found = []
+        if self.version != __version__:
+            found.append(_difference("version", self.version, __version__))
+        running = _bound_fields(namespace)
+        for name, told in _BOUND.items():
+            ours, theirs = self.namespace[name], running[name]
+            if _is_unknown(name, ours) or _is_unknown(name, theirs) or _canonical(ours) != _canonical(theirs):
+                found.append(_difference(told, _shown(name, ours), _shown(name, theirs)))
+        for size, value in self.geometry.model_dump().items():
+            if value != getattr(geometry, size):
+                found.append(_difference(size, str(value), str(getattr(geometry, size))))
+        return found
+
+    @property
+    def terms(self) -> ReuseTerms | None:
+        """How runs that are not exact are executed; None when the profile justifies exact spans only."""
+        if self.policy == "exact":
+            return None
+        check = None if self.check is None else SpanCheck(**self.check.model_dump())
+        return ReuseTerms(boundary=self.boundary, check=check)
+
+
+def _bound_fields(namespace: CacheNamespace) -> dict[str, JsonValue]:
+    fields = namespace.to_dict()
+    sizes = {name: fields["tensor_parallel"][name] for name in PARALLEL_SIZES}
+    fields.update(tensor_parallel=sizes, compute_dtype=fields["extra"].get("compute_dtype"))
+    return {name: fields[name] for name in _BOUND}
+
+
+def _is_unknown(name: str, value: object) -> bool:
+    if isinstance(value, dict):
+        return not value or any(_is_unknown("", item) for item in value.values() if item is not None)
+    if value is None:
+        return name not in _NONE_IS_KNOWN
+    return is_unknown(value) or (isinstance(value, str) and value.strip().lower() == "unknown")
+
+
+def _canonical(value: JsonValue) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _shown(name: str, value: JsonValue) -> str:
+    if value is None:
+        return "none" if name in _NONE_IS_KNOWN else "what is not known"
+    if _is_unknown(name, value):
+        return "what is not known"
+    return value[:160] if isinstance(value, str) else _canonical(value)[:400]
+
+
+def _difference(what: str, made_for: str, running: str) -> str:
+    return f"The profile was made for {what} {made_for}; this engine runs {running}."
+
+
+def _content(path: Path) -> bytes:
+    # Opening a pipe would wait for its writer.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigurationError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
+    with path.open("rb") as stream:
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigurationError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {_MAKE_AGAIN}")
+    return content
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        return f"{where}: {message}" if where else message
+    value = "" if first["type"] in ("missing", "json_invalid") else f" is {first['input']!r:.80}"
+    return f"{where or 'the file'}{value}: {first['msg']}"

@@ -1,0 +1,317 @@
+"""A profile reads back as it was written, holds for the engine it was made for, and says what keeps it from others."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels.layout import KvGeometry
+from semblend_trt import reuse_profile
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.namespace import CacheNamespace, unknown_value
+from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ReuseProfile
+from semblend_trt.span_check import SpanCheck
+
+GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
+FIELDS: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-0.5B",
+    "model_revision": "0f3c",
+    "tokenizer": "Qwen/Qwen2.5-0.5B",
+    "tokenizer_revision": "77aa",
+    "kv_layout": "HND",
+    "block_size": 32,
+    "kv_dtype": "bfloat16",
+    "cache_dtype": "auto",
+    "quantization": None,
+    "adapter": None,
+    "rope_config": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    "backend_cache_layout": "engine/default/pool",
+    "extra": {"compute_dtype": "bfloat16"},
+}
+CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
+# Field of the namespace, another value, and what the sentence must name.
+OTHERS: list[tuple[str, Any, str]] = [
+    ("model", "Qwen/Qwen2.5-1.5B", "model Qwen/Qwen2.5-0.5B; this engine runs Qwen/Qwen2.5-1.5B"),
+    ("model_revision", "beef", "weights 0f3c; this engine runs beef"),
+    ("tokenizer", "other", "tokenizer"),
+    ("tokenizer_revision", "other", "tokenizer revision"),
+    ("kv_layout", "NHD", "KV layout"),
+    ("kv_dtype", "float16", "KV dtype bfloat16; this engine runs float16"),
+    ("cache_dtype", "bfloat16", "cache dtype"),
+    ("quantization", "awq:12", "quantisation none; this engine runs awq:12"),
+    ("adapter", "legal", "adapter none; this engine runs legal"),
+    ("rope_config", {"rope_type": "default", "rope_theta": 10_000}, 'RoPE {"rope_theta": 1000000'),
+    ("tensor_parallel", {"tp_size": 2, "pp_size": 1, "cp_size": 1}, "parallel layout"),
+    ("backend_cache_layout", "other", "engine and cache layout"),
+    ("extra", {"compute_dtype": "float16"}, "compute dtype"),
+]
+
+
+def namespace(**changes: Any) -> CacheNamespace:
+    return CacheNamespace(**{**FIELDS, **changes})
+
+
+def profile(**changes: Any) -> ReuseProfile:
+    return ReuseProfile.made_for(namespace(), GEOMETRY, **{"policy": "verified", "check": CHECK, **changes})
+
+
+def stored(path: Path, **changes: Any) -> Path:
+    """A profile's file in which some values have been written over by hand."""
+    values = profile().model_dump(mode="json")
+    for name, value in changes.items():
+        *outer, last = name.split("__")
+        target = values
+        for part in outer:
+            target = target[part]
+        target[last] = value
+    path.write_text(json.dumps(values))
+    return path
+
+
+# -- where it holds -----------------------------------------------------------------------------------------------
+
+
+def test_it_holds_where_it_was_made() -> None:
+    assert profile().differences(namespace(), GEOMETRY) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 64},
+        {"extra": {"compute_dtype": "bfloat16", "tenant": "acme", "template": "support"}},
+        {"rope_config": {"rope_theta": 1_000_000, "rope_type": "default"}},
+        {"tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1, "tp_rank": 0}},
+    ],
+)
+def test_what_does_not_change_the_kv_does_not_bind(changes: dict[str, Any]) -> None:
+    assert profile().differences(namespace(**changes), GEOMETRY) == []
+
+
+def test_salted_requests_may_use_it_and_their_adapters_bind() -> None:
+    bound = namespace().for_request("a secret salt", None)
+    assert profile().differences(bound, GEOMETRY) == []
+    (sentence,) = profile().differences(namespace().for_request(None, "legal"), GEOMETRY)
+    assert "adapter none; this engine runs legal" in sentence
+
+
+@pytest.mark.parametrize(("field", "value", "told"), OTHERS, ids=[field for field, _, _ in OTHERS])
+def test_every_other_field_binds_and_is_named(field: str, value: Any, told: str) -> None:
+    (sentence,) = profile().differences(namespace(**{field: value}), GEOMETRY)
+    assert sentence.startswith("The profile was made for ")
+    assert told in sentence
+    assert sentence.endswith(".")
+
+
+def test_every_field_of_a_namespace_is_decided_upon() -> None:
+    assert {field for field, _, _ in OTHERS} | {"block_size"} == set(FIELDS)
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if field not in ("block_size", "extra")])
+@pytest.mark.parametrize("word", [unknown_value(), "Unknown"])
+def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
+    value: Any = {field: {"tp_size": 1, "pp_size": 1, "cp_size": unknown_value()}}
+    if field == "rope_config":
+        value = {field: {"rope_type": word}}
+    elif field != "tensor_parallel":
+        value = {field: word}
+    (sentence,) = profile().differences(namespace(**value), GEOMETRY)
+    assert "runs what is not known." in sentence
+
+
+def test_a_compute_dtype_that_nobody_tells_differs() -> None:
+    (sentence,) = profile().differences(namespace(extra={}), GEOMETRY)
+    assert sentence == "The profile was made for compute dtype bfloat16; this engine runs what is not known."
+
+
+def test_unknown_on_both_sides_is_no_match(tmp_path: Path) -> None:
+    unknown = unknown_value()
+    read = ReuseProfile.read(stored(tmp_path / "profile.json", namespace__model_revision=unknown))
+    (sentence,) = read.differences(namespace(model_revision=unknown), GEOMETRY)
+    assert sentence == "The profile was made for weights what is not known; this engine runs what is not known."
+    read = ReuseProfile.read(stored(tmp_path / "profile.json", namespace__compute_dtype=None))
+    assert len(read.differences(namespace(extra={}), GEOMETRY)) == 1
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 13}, {"kv_heads": 4}, {"head_dim": 128}])
+def test_another_geometry_differs(changes: dict[str, int]) -> None:
+    sizes = {"num_layers": 12, "kv_heads": 2, "head_dim": 64, "block_size": 16}
+    (sentence,) = profile().differences(namespace(), KvGeometry(**{**sizes, **changes}))
+    ((name, value),) = changes.items()
+    assert f"{name} {sizes[name]}; this engine runs {value}." in sentence
+
+
+def test_another_version_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = profile()
+    monkeypatch.setattr(reuse_profile, "__version__", "9.9.9")
+    (sentence,) = made.differences(namespace(), GEOMETRY)
+    assert "version" in sentence
+    assert "runs 9.9.9" in sentence
+
+
+@given(changed=st.sets(st.sampled_from(range(len(OTHERS)))))
+def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
+    changes = {OTHERS[index][0]: OTHERS[index][1] for index in changed}
+    sentences = profile().differences(namespace(**changes), GEOMETRY)
+    assert len(sentences) == len(set(sentences)) == len(changed)
+
+
+# -- what it says -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "terms"),
+    [
+        ({"policy": "exact", "check": None}, None),
+        ({"policy": "position_fix", "check": None}, ReuseTerms()),
+        ({"policy": ReusePolicy.BOUNDARY, "check": None, "boundary": 12}, ReuseTerms(boundary=12)),
+        ({}, ReuseTerms(check=SpanCheck(2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1))),
+    ],
+)
+def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
+    assert profile(**fields).terms == terms
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"check": None}, "verified, and only it, has one"),
+        ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
+        ({"policy": "boundary", "check": None, "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
+        ({"policy": "position_fix"}, "verified, and only it, has one"),
+        ({"policy": "exact", "check": None, "boundary": 3}, "computes no layer again"),
+        ({"check": CHECK.model_copy(update={"layer": 12})}, r"check layer 12 is outside 1\.\.11"),
+        ({"policy": "off", "check": None}, "policy"),
+        ({"policy": "epic", "check": None}, "policy"),
+        ({"policy": "cacheblend", "check": None}, "policy"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        profile(**fields)
+
+
+def test_none_is_made_of_an_engine_that_is_not_known() -> None:
+    with pytest.raises(ConfigurationError, match="weights, RoPE of this engine cannot be determined"):
+        ReuseProfile.made_for(
+            namespace(model_revision=unknown_value(), rope_config={"rope_type": unknown_value()}),
+            GEOMETRY,
+            policy="position_fix",
+        )
+
+
+def test_it_is_dated_and_says_which_version_made_it() -> None:
+    made = profile(figures=[{"family": "documents", "em": 0.98}], versions={"torch": "2"}, command="calibrate")
+    assert datetime.date.fromisoformat(made.date)
+    assert made.version == reuse_profile.__version__
+    assert made.figures == [{"family": "documents", "em": 0.98}]
+
+
+# -- the file -----------------------------------------------------------------------------------------------------
+
+SHARES = st.floats(0, 1)
+CHECKS = st.builds(
+    ProfileCheck, layer=st.integers(1, 11), threshold=SHARES, max_span_share=SHARES, min_saved_share=SHARES
+)
+EXECUTIONS = st.one_of(
+    st.fixed_dictionaries({"policy": st.just("verified"), "check": CHECKS, "boundary": st.integers(0, 12)}),
+    st.fixed_dictionaries({"policy": st.just("boundary"), "boundary": st.integers(1, 12)}),
+    st.fixed_dictionaries({"policy": st.sampled_from(["exact", "position_fix"])}),
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(), items, max_size=3),
+    max_leaves=8,
+)
+WORDS = st.text(st.characters(codec="utf-8"), min_size=1).filter(
+    lambda text: text.strip() and text.strip().lower() != "unknown"
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    execution=EXECUTIONS,
+    figures=st.lists(JSON, max_size=3),
+    words=st.fixed_dictionaries(dict.fromkeys(("model", "tokenizer", "adapter", "kv_dtype"), WORDS)),
+    command=st.text(st.characters(codec="utf-8")),
+)
+def test_it_reads_back_as_written(
+    tmp_path: Path, execution: dict[str, Any], figures: list[Any], words: dict[str, str], command: str
+) -> None:
+    made = ReuseProfile.made_for(namespace(**words), GEOMETRY, figures=figures, command=command, **execution)
+    path = tmp_path / "deep" / "profile.json"
+    made.write(path)
+    read = ReuseProfile.read(path)
+    assert read == made
+    assert read.differences(namespace(**words), GEOMETRY) == []
+    assert read.terms == made.terms
+    assert os.listdir(path.parent) == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"schema_version": 2}, "schema_version is 2"),
+        ({"policy": "most"}, "policy is 'most'"),
+        ({"check__threshold": 1.01}, "check.threshold is 1.01: Input should be less than or equal to 1"),
+        ({"check__threshold": -0.1}, "check.threshold is -0.1: Input should be greater than or equal to 0"),
+        ({"check__threshold": "0.2"}, "check.threshold is '0.2'"),
+        ({"check__threshold": float("nan")}, "check.threshold"),
+        ({"check__layer": 0}, "check.layer is 0: Input should be greater than or equal to 1"),
+        ({"check__layer": 12}, r"check layer 12 is outside 1\.\.11"),
+        ({"check__layer": 1.5}, "check.layer is 1.5"),
+        ({"check__max_span_share": 1.5}, "check.max_span_share is 1.5"),
+        ({"check__min_saved_share": -1}, "check.min_saved_share is -1"),
+        ({"check__kind": "x"}, "check.kind"),
+        ({"boundary": -1}, "boundary is -1"),
+        ({"geometry__num_layers": 2}, r"check layer 2 is outside 1\.\.1"),
+        ({"namespace__salt": "x"}, r"\['salt'\] are not known"),
+        ({"namespace__model": ""}, "namespace field model is ''"),
+        ({"namespace__tensor_parallel": {}}, "tensor_parallel"),
+        ({"namespace": {}}, "are missing"),
+        ({"date": "today"}, "date is 'today'"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    path = stored(tmp_path / "profile.json", **changes)
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        ReuseProfile.read(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a": \xff}', b"[" * 100_000, b"{}"])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match="profile"):
+        ReuseProfile.read(path)
+
+
+def test_oversized_missing_and_special_files_are_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    large.write_bytes(b" " * (MAX_BYTES + 1))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, told in (
+        (large, "more than 1048576 bytes"),
+        (tmp_path / "none.json", "cannot be read: No such file"),
+        (tmp_path, "not a regular file"),
+        (pipe, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            ReuseProfile.read(path)
