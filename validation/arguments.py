@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from validation.arms import BOUNDARY, POSITION_FIX, REUSE_ARMS
+from validation.arms import ALL_NAMES, BOUNDARY, POSITION_FIX, VERIFIED
 from validation.gates import GateBounds
 
 if TYPE_CHECKING:
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m validation"
 _DESCRIPTION = """
-Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under the
-policies position_fix and boundary; compares times and answers. `scoreboard` as the first word prints the recorded
-results instead. Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage.
+Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
+policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
+`calibrate` finds what a model may safely reuse, `scoreboard` prints the recorded results; each has a --help of its own.
+Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage.
 """
 _GATES = """
 gates:
   speedup, rouge1, token_f1 read the arm named by --policy on all workloads in which reuse is expected: the median of
   cold's TTFT over its own; mean ROUGE-1 and mean token F1 of its answers against cold's.
-  exact_match_drop (<= 0.02): cold's exact match minus the arm's, on the same workloads, where the answer is known.
+  exact_match_drop: cold's exact match minus the arm's, on the same workloads, where the answer is known; at most the
+  noise floor's drop and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at
+  most 1.01 times the noise floor's.
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
   wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only.
@@ -50,7 +53,23 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     what = parser.add_argument_group("what is run")
     what.add_argument("--model", metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)")
     what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
-    what.add_argument("--policy", choices=REUSE_ARMS, default=POSITION_FIX, help="arm that the gates read")
+    what.add_argument(
+        "--arms",
+        metavar="NAMES",
+        help=f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all "
+        "(default: those without a number)",
+    )
+    what.add_argument(
+        "--policy",
+        metavar="ARM",
+        help=f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})",
+    )
+    what.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help=f"reuse profile for the arm {VERIFIED} (default: reuse-profile.json in the model's folder, if there)",
+    )
     what.add_argument(
         "--boundary",
         type=int,

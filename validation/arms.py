@@ -1,33 +1,152 @@
-"""The arms of a comparison: engines over the same weights that differ only in what they may reuse."""
+"""The arms of a comparison: engines over the same weights that differ only in what they may reuse.
+
+An arm is a name and the settings of its engine. Names with a number take any: `boundary_4` computes the 4 lowest
+layers for every token, `epic_16` the first 16 tokens of every span (EPIC, arXiv 2410.15332), `cacheblend_15` the 15 %
+of the tokens that deviate most (CacheBlend, arXiv 2405.16444).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"
+WRAPPER_WITHOUT_PLAN = "wrapper_without_plan"
 EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
 BOUNDARY = "boundary"
+VERIFIED = "verified"
+CACHEBLEND_LAYERS = 1
+
+DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
+ALL_NAMES = (
+    COLD,
+    COLD_AGAIN,
+    WRAPPER_WITHOUT_PLAN,
+    EXACT_PREFIX,
+    POSITION_FIX,
+    *("epic_8", "epic_16", "epic_32"),
+    *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30"),
+    BOUNDARY,
+    VERIFIED,
+)
+REFERENCE_NAMES = (COLD, COLD_AGAIN, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
+_NUMBERED = re.compile(r"(boundary|epic|cacheblend)_([1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`policy` None runs without the connector. An arm with `isolated` groups gives each group its own cache salt:
-    its first request is computed from nothing, further questions on the same documents find that request's exact KV.
+    """`variables` are the connector's settings; None runs without it.
+
+    An arm with `isolated` groups gives each group its own cache salt: its first request is computed from nothing,
+    further questions on the same documents find that request's exact KV. `full_layers`: lowest layers that are
+    computed for every token of an approximate plan.
     """
 
     name: str
-    policy: str | None = None
+    variables: tuple[tuple[str, str], ...] | None = None
     serves_donors: bool = True
     isolated: bool = False
+    full_layers: int = 0
+
+    @property
+    def reuses(self) -> bool:
+        """True when donors' KV may be placed."""
+        return is_reusing(self.name)
 
 
-ARMS = (
-    Arm(COLD, serves_donors=False, isolated=True),
-    Arm(COLD_AGAIN, serves_donors=False, isolated=True),
-    Arm(EXACT_PREFIX),
-    Arm(POSITION_FIX, policy="position_fix"),
-    Arm(BOUNDARY, policy="boundary"),
-)
-REUSE_ARMS = tuple(arm.name for arm in ARMS if arm.policy is not None)
+@dataclass(frozen=True, slots=True)
+class ArmChoices:
+    """What the arms need to know of the model: its layers, the arm boundary's, and the profile that verified reads.
+
+    `profile_layers`: lowest layers that the profile's policy computes for every token.
+    """
+
+    num_layers: int
+    boundary: int
+    profile: Path | None = None
+    profile_layers: int = 0
+
+
+def is_reusing(name: str) -> bool:
+    """True for the name of an arm that may place donors' KV."""
+    return name not in REFERENCE_NAMES
+
+
+def default_names(choices: ArmChoices) -> tuple[str, ...]:
+    """The arms of a run that names none: verified only where a profile says what it may do."""
+    return DEFAULT_NAMES if choices.profile is not None else tuple(name for name in DEFAULT_NAMES if name != VERIFIED)
+
+
+def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
+    """Names in a list with commas or blanks; `all` stands for every arm. cold and cold_again are always among them.
+
+    Raises ConfigurationError, naming the option that the text comes from, for a name that no arm has.
+    """
+    asked = dict.fromkeys(name for name in re.split(r"[,\s]+", text) if name)
+    if "all" in asked:
+        return ALL_NAMES
+    for name in asked:
+        if name not in ALL_NAMES and _NUMBERED.fullmatch(name) is None:
+            raise ConfigurationError(
+                f"{option} names {name!r}; use {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N or all."
+            )
+    return tuple(dict.fromkeys((COLD, COLD_AGAIN, *asked)))
+
+
+def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
+    """The arms of these names, in their order. Raises ConfigurationError for one that the model cannot have."""
+    return tuple(_arm(name, choices) for name in names)
+
+
+def _arm(name: str, choices: ArmChoices) -> Arm:
+    if name in (COLD, COLD_AGAIN):
+        return Arm(name, serves_donors=False, isolated=True)
+    if name == WRAPPER_WITHOUT_PLAN:
+        return Arm(name, (("SEMBLEND_POLICY", "exact"),), serves_donors=False, isolated=True)
+    if name == EXACT_PREFIX:
+        return Arm(name)
+    if name == POSITION_FIX:
+        return Arm(name, (("SEMBLEND_POLICY", "position_fix"),))
+    if name == VERIFIED:
+        return _verified(choices)
+    return _numbered(name, choices)
+
+
+def _verified(choices: ArmChoices) -> Arm:
+    if choices.profile is None:
+        raise ConfigurationError(
+            f"The arm {VERIFIED} needs a reuse profile of this model; make one with `calibrate`, or name it with "
+            "--profile."
+        )
+    variables = (("SEMBLEND_POLICY", "verified"), ("SEMBLEND_PROFILE", str(choices.profile)))
+    return Arm(VERIFIED, variables, full_layers=choices.profile_layers)
+
+
+def _numbered(name: str, choices: ArmChoices) -> Arm:
+    policy, _, number = name.partition("_")
+    value = int(number) if number else choices.boundary
+    if policy == "epic":
+        return Arm(name, (("SEMBLEND_POLICY", "epic"), ("SEMBLEND_EPIC_TOKENS", str(value))))
+    if policy == "cacheblend":
+        if value > 100:
+            raise ConfigurationError(f"The arm {name} asks for {value} % of the tokens; at most 100 are there.")
+        variables = (("SEMBLEND_POLICY", "cacheblend"), ("SEMBLEND_CACHEBLEND_SHARE", f"{value / 100:g}"))
+        return Arm(name, variables, full_layers=min(CACHEBLEND_LAYERS, choices.num_layers))
+    if value > choices.num_layers:
+        raise ConfigurationError(f"The arm {name} asks for {value} layers; the model has {choices.num_layers}.")
+    variables = (("SEMBLEND_POLICY", "boundary"), ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(value)))
+    return Arm(name, variables, full_layers=value)
+
+
+def variables_of(arm: Arm) -> Mapping[str, str]:
+    """The arm's settings by variable; none without a connector."""
+    return dict(arm.variables or ())

@@ -6,25 +6,33 @@ import json
 import re
 import shlex
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
-from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.models import resolve_device
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from validation import machine, results, scoreboard
+from validation import machine, models, results, scoreboard
 from validation.arguments import PROGRAM, parse_run, parse_scoreboard
+from validation.arms import (
+    COLD,
+    COLD_AGAIN,
+    EXACT_PREFIX,
+    POSITION_FIX,
+    VERIFIED,
+    arms_of,
+    default_names,
+    is_reusing,
+    names_of,
+)
 from validation.exactness import max_logit_difference
 from validation.files import check_writable, write_json, write_text
 from validation.gates import GateBounds, gates_of
 from validation.jsonl import read_cases
 from validation.judge import Judge, judged
 from validation.measurement import Measurement, MeasurementSettings
+from validation.models import shipped_model
 from validation.progress import progress
 from validation.record import FILE_NAME, end_to_end_rows
 from validation.report import Report
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.arms import ArmChoices
     from validation.cases import Case
     from validation.measurement import Measured
 
@@ -58,14 +68,6 @@ def main(arguments: Sequence[str]) -> int:
         return BAD_USAGE
 
 
-def shipped_model() -> Path:
-    """The folder of the model that ships with the package; raises ConfigurationError where it is missing."""
-    folder = Path(str(files("validation") / "assets" / "model"))
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"The shipped model is missing from {folder}; name another with --model.")
-    return folder
-
-
 def _run(options: argparse.Namespace, command: str) -> int:
     began = time.perf_counter()
     bounds = GateBounds(**{name: getattr(options, name) for name in GateBounds.__slots__})
@@ -74,38 +76,47 @@ def _run(options: argparse.Namespace, command: str) -> int:
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     for path in filter(None, (options.output, options.audit_path, options.record and options.record / FILE_NAME)):
         check_writable(path)
-    device = resolve_device(options.device or ("cpu" if options.model is None else "auto"))
+    profile = models.profile_of(options.model, options.profile)
+    policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
-    disable_progress_bar()  # of loading weights; there is one of our own
-    runner = ModelRunner(options.model or shipped_model(), _dtype(options.dtype, device), device)
-    scorer = None if options.ppl_model is None else Scorer(options.ppl_model, str(device))
+    runner = models.load(options.model, options.device, options.dtype)
+    device = str(runner.device)
+    scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
     cases = own_cases or _built_in(runner, options)
+    choices = models.choices_of(runner, options.boundary, profile)
     settings = MeasurementSettings(
         model=str(options.model or shipped_model()),
+        arms=arms_of(_arm_names(options.arms, policy, choices), choices),
         max_tokens=options.max_tokens,
         min_span=options.min_match_length,
-        boundary=_boundary(options.boundary, runner),
         repeats=options.repeat,
     )
     measured, logit_difference = _measure(runner, cases, settings)
     samples = _scores(measured, cases, scorer, judge)
-    where = machine.describe(str(device), options.machine)
     report = Report(
         model=settings.model,
-        policy=options.policy,
+        policy=policy,
         samples=samples,
         audit=measured.audit,
         audit_path=str(options.audit_path),
-        gates=gates_of(samples, measured.audit[options.policy], options.policy, bounds, logit_difference),
-        settings=_json_ready({**vars(options), "boundary": settings.boundary, "dtype": str(runner.dtype)}),
+        gates=gates_of(samples, measured.audit[policy], policy, bounds, logit_difference),
+        settings=_json_ready({**vars(options), "boundary": choices.boundary, "dtype": str(runner.dtype)}),
         command=command,
-        machine=where,
+        machine=machine.describe(device, options.machine),
         versions=machine.versions(),
         date=results.today(),
         seconds=time.perf_counter() - began,
     )
-    _write(options, report, measured, logit_difference, str(device))
+    _write(options, report, measured, logit_difference, device)
     return _show(report, options)
+
+
+def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str, ...]:
+    """The arms of the run; whatever is asked for, those that gates and comparisons read are among them."""
+    if not is_reusing(policy):
+        raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
+    names = default_names(choices) if asked is None else names_of(asked)
+    return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
 def _measure(
@@ -144,20 +155,6 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
     if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
-
-
-def _boundary(asked: int | None, runner: ModelRunner) -> int:
-    layers = runner.facts.num_layers
-    if asked is None:
-        return max(1, layers // 3)
-    if not 0 <= asked <= layers:
-        raise ConfigurationError(f"--boundary is {asked}; the model has {layers} layers, so 0 to {layers} is possible.")
-    return asked
-
-
-def _dtype(asked: str, device: torch.device) -> str:
-    """CPUs compute float32 well and smaller types badly; a GPU takes the checkpoint's own."""
-    return "float32" if asked == "auto" and device.type == "cpu" else asked
 
 
 def _write(

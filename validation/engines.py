@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
-from validation.arms import BOUNDARY
+from validation.arms import variables_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,21 +24,21 @@ _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 class EngineSettings:
     """What all engines of a run have in common.
 
-    `pool_tokens` holds one group's donors and prompts, `host_bytes` as many donors as possible: each is a chance
-    for a wrong fire.
+    `pool_tokens` holds the donors and prompts that are served together, `host_bytes` as many donors as possible: each
+    is a chance for a wrong fire. `batch_size`: most requests that run at once.
     """
 
     model: str
     pool_tokens: int
     host_bytes: int
-    boundary: int
     min_span: int
+    batch_size: int = 8
 
 
 def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:
     """Builds the arm's engine over `runner`'s weights with a pool of its own; the caller shuts it down."""
     connector = None
-    if arm.policy is not None:
+    if arm.variables is not None:
         connector = KvCacheConnectorConfig(
             connector_module="engine_wrapper.connector",
             connector_scheduler_class="SemBlendKvConnectorScheduler",
@@ -48,21 +48,20 @@ def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_p
         return LLM(
             model=settings.model,
             runner=runner.share(),
+            max_batch_size=settings.batch_size,
             kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
             kv_connector_config=connector,
         )
 
 
 def _variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> dict[str, str]:
-    if arm.policy is None:
+    if arm.variables is None:
         return {}
     variables = {
-        "SEMBLEND_POLICY": arm.policy,
+        **variables_of(arm),
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
         "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
     }
-    if arm.name == BOUNDARY:
-        variables["SEMBLEND_RECOMPUTE_BOUNDARY_LAYER"] = str(settings.boundary)
     if audit_path is not None:
         variables["SEMBLEND_AUDIT_PATH"] = audit_path
     return variables

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import COLD, EXACT_PREFIX, REUSE_ARMS
+from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, is_reusing
 from validation.cases import Expectation
 from validation.metrics import mean, median
+from validation.noninferiority import MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from validation.audit_log import AuditCounts
     from validation.samples import Sample
 
-MAX_EM_DROP = 0.02
+# Of EM and of perplexity, beyond what a second cold run differs by.
+MAX_EM_DROP = MARGIN
+MAX_PERPLEXITY_RATIO = 1.0 + MARGIN
 MAX_LOGIT_DIFFERENCE = 1e-4
 # Nats by which two identical computations may differ on a GPU.
 KL_ROUNDING = 1e-6
@@ -101,9 +104,7 @@ def gates_of(
             "higher",
             f"mean token F1 against cold's answer, {where}",
         ),
-        Gate(
-            "exact_match_drop", exact_match_drop(samples, policy), MAX_EM_DROP, "lower", f"cold minus {policy}, {where}"
-        ),
+        *_quality_gates(samples, policy, where),
         Gate("unrelated_fires", unrelated_fires(samples), 0, "lower", "requests with placed KV, every reusing arm"),
         Gate(
             "exact_prefix_untouched",
@@ -133,6 +134,39 @@ def gates_of(
     ]
 
 
+def _quality_gates(samples: Sequence[Sample], policy: str, where: str) -> list[Gate]:
+    """What the policy may lose: what a second cold run loses, and the margin."""
+    floor = max(0.0, exact_match_drop(samples, COLD_AGAIN) or 0.0)
+    ratio_floor = max(1.0, perplexity_ratio(samples, COLD_AGAIN) or 1.0)
+    return [
+        Gate(
+            "exact_match_drop",
+            exact_match_drop(samples, policy),
+            floor + MAX_EM_DROP,
+            "lower",
+            f"cold minus {policy}, {where}; noise floor {floor:.4f}",
+        ),
+        Gate(
+            "perplexity_ratio",
+            perplexity_ratio(samples, policy),
+            ratio_floor * MAX_PERPLEXITY_RATIO,
+            "lower",
+            f"geometric mean over cold's, {where}; noise floor {ratio_floor:.4f}",
+        ),
+    ]
+
+
+def perplexity_ratio(samples: Sequence[Sample], arm: str) -> float | None:
+    """Geometric mean of the arm's perplexity over cold's, over cases in which reuse is expected."""
+    ratios = [
+        math.log(sample.perplexity_ratio)
+        for sample in samples
+        if sample.arm == arm and sample.perplexity_ratio and Expectation(sample.expects).may_reuse
+    ]
+    found = mean(ratios)
+    return None if found is None else math.exp(found)
+
+
 def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
     """Cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
     rates = [
@@ -150,7 +184,7 @@ def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
 
 def unrelated_fires(samples: Sequence[Sample]) -> int | None:
     """Requests of unrelated prompts for which KV was placed, in all reusing arms; None without such prompts."""
-    unrelated = [s for s in samples if s.arm in REUSE_ARMS and s.expects == Expectation.NONE.value]
+    unrelated = [s for s in samples if is_reusing(s.arm) and s.expects == Expectation.NONE.value]
     return sum(sample.reused_tokens > 0 for sample in unrelated) if unrelated else None
 
 
@@ -164,7 +198,7 @@ def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
     kept = [
         _keeps(sample, exact[sample.case_id, sample.repeat])
         for sample in samples
-        if sample.arm in REUSE_ARMS and sample.expected_exact_tokens > 0
+        if is_reusing(sample.arm) and sample.expected_exact_tokens > 0
     ]
     return mean([float(each) for each in kept])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import COLD, REUSE_ARMS
+from validation.arms import COLD, is_reusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def judged(
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
     scored = []
     for sample in samples:
-        if sample.arm in REUSE_ARMS:
+        if is_reusing(sample.arm):
             score, problem = judge.score(
                 {
                     "id": sample.case_id,

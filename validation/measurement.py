@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semblend_trt.errors import ConfigurationError
 from validation import metrics
-from validation.arms import ARMS, COLD, EXACT_PREFIX, Arm
+from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, Arm
 from validation.audit_log import AuditCounts, concerns, read_events
 from validation.cases import groups
 from validation.comparison import check_cold, compare
@@ -36,13 +37,25 @@ WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """`max_tokens` an answer; `min_span` tokens and `boundary` layers for the policies; `repeats` with new engines."""
+    """`max_tokens` an answer; `min_span` tokens for the connector; `repeats` with new engines each time.
+
+    Raises ConfigurationError without the arms that everything is compared with.
+    """
 
     model: str
+    arms: tuple[Arm, ...]
     max_tokens: int
     min_span: int
-    boundary: int
     repeats: int = 1
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        missing = [name for name in (COLD, COLD_AGAIN, EXACT_PREFIX) if name not in names]
+        if missing or len(set(names)) < len(names):
+            raise ConfigurationError(
+                f"The arms are {', '.join(names)}; each may be named once, and {COLD}, {COLD_AGAIN} and {EXACT_PREFIX} "
+                "must be among them."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,11 @@ class Measurement:
         return self._settings.repeats * sum(len(group) for group in self._groups)
 
     @property
+    def _connected(self) -> list[Arm]:
+        """Arms with a connector, which writes an audit log."""
+        return [arm for arm in self._settings.arms if arm.variables is not None]
+
+    @property
     def longest_prompt(self) -> list[int]:
         return max((tokens.prompt for tokens in self._tokens.values()), key=len)
 
@@ -81,16 +99,16 @@ class Measurement:
         events: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="validation-") as folder:
             for repeat in range(self._settings.repeats):
-                audit = {arm.name: Path(folder) / f"{arm.name}-{repeat}.jsonl" for arm in ARMS if arm.policy}
+                audit = {arm.name: Path(folder) / f"{arm.name}-{repeat}.jsonl" for arm in self._connected}
                 with ExitStack() as stack:
-                    servers = {arm: self._server(stack, arm, audit.get(arm.name)) for arm in ARMS}
+                    servers = {arm: self._server(stack, arm, audit.get(arm.name)) for arm in self._settings.arms}
                     warm_up = {arm.name: self._warm_up(arm, server) for arm, server in servers.items()}
                     for index, group in enumerate(self._groups):
                         samples.extend(self._measure(servers, group, repeat, index, on_step))
                 for name, path in audit.items():
                     served = [event for event in read_events(path) if not concerns(event, warm_up[name])]
                     events.extend({**event, "arm": name, "repeat": repeat} for event in served)
-        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in ARMS if arm.policy}
+        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._connected}
         return Measured(samples, counts, events)
 
     # -- engines ---------------------------------------------------------------------------------------------------
@@ -100,7 +118,6 @@ class Measurement:
             model=self._settings.model,
             pool_tokens=self._pool_tokens(),
             host_bytes=self._host_bytes(),
-            boundary=self._settings.boundary,
             min_span=self._settings.min_span,
         )
         engine = open_engine(arm, settings, self._runner, None if audit_path is None else str(audit_path))
@@ -136,8 +153,9 @@ class Measurement:
         self, servers: Mapping[Arm, Server], group: list[Case], repeat: int, index: int, on_step: OnStep
     ) -> list[Sample]:
         # Alternating the order keeps a machine that slows down over time from favouring one arm.
-        turn = (index + repeat) % len(ARMS)
-        order = ARMS[turn:] + ARMS[:turn]
+        arms = self._settings.arms
+        turn = (index + repeat) % len(arms)
+        order = arms[turn:] + arms[:turn]
         donors = {
             arm.name: servers[arm].serve_donors(self._tokens[group[0].id].donors, None)
             for arm in order
@@ -155,7 +173,7 @@ class Measurement:
                 for arm in order
             }
             cached = served[EXACT_PREFIX].exact_prefix_tokens
-            for arm in ARMS:
+            for arm in arms:
                 expected = min(_exact_prefix(tokens, donors.get(arm.name, [])), cached)
                 samples.append(compare(case, arm.name, repeat, served, perplexities, expected))
             on_step(case.id)

@@ -85,7 +85,7 @@ def _by_group(
     """Sum of the values and their number for each group: the mean of a resample needs no more."""
     index: dict[Hashable, int] = {}
     members = np.fromiter((index.setdefault(group, len(index)) for group in groups), dtype=np.int64, count=len(values))
-    return np.bincount(members, weights=values), np.bincount(members).astype(np.float64)
+    return np.bincount(members, weights=values).astype(np.float64), np.bincount(members).astype(np.float64)
 
 
 def _lower_bound(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], seed: int, resamples: int) -> float:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from validation import results
-from validation.arms import ARMS
 from validation.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "boundary")  # of a model without a reuse profile
 # One token a byte: two documents of about 150 tokens each, in one order for the donor and in the other for the prompt.
 FIRST = "Stock list of Depot Oslo.\n" + "\n".join(f"item number {i}: {i * 37 % 91}" for i in range(7))
 SECOND = "Stock list of Barn Riga.\n" + "\n".join(f"thing number {i}: {i * 53 % 97}" for i in range(7))
@@ -120,7 +120,13 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--repeat", "0"], "--repeat is 0"),
         (["--boundary", "4"], "--boundary is 4; the model has 3 layers"),
         (["--boundary", "-1"], "--boundary is -1"),
-        (["--policy", "verified"], "invalid choice: 'verified'"),
+        (["--policy", "verified"], "The arm verified needs a reuse profile of this model"),
+        (["--policy", "cold_again"], "--policy is cold_again, an arm that reuses no donor"),
+        (["--policy", "lucky"], "--policy names 'lucky'"),
+        (["--arms", "cold,epic_0"], "--arms names 'epic_0'"),
+        (["--arms", "boundary_4"], "The arm boundary_4 asks for 4 layers; the model has 3"),
+        (["--arms", "cacheblend_101"], "asks for 101 % of the tokens"),
+        (["--profile", "missing.json"], "--profile missing.json is not a file"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--device", "tpu"], "device tpu"),
         (["--judge-command", "no-such-judge"], "--judge-command 'no-such-judge' names no program"),

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from validation.arms import ARMS, REUSE_ARMS
 from validation.engines import environment
 
 
@@ -21,9 +20,3 @@ def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch: pytest.M
         assert os.environ["SEMBLENDER"] == "somebody else's"
         raise RuntimeError
     assert dict(os.environ) == before
-
-
-def test_arms_differ_in_name_and_the_first_is_cold() -> None:
-    assert len({arm.name for arm in ARMS}) == len(ARMS) == 5
-    assert ARMS[0].name == "cold"
-    assert REUSE_ARMS == ("position_fix", "boundary")

@@ -15,7 +15,7 @@ import pytest
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.kv_move import Move, eager
 from validation import documents, prompts
-from validation.arms import COLD, COLD_AGAIN, POSITION_FIX
+from validation.arms import COLD, COLD_AGAIN, DEFAULT_NAMES, POSITION_FIX, VERIFIED, ArmChoices, arms_of
 from validation.cases import Case, Expectation
 from validation.cli import shipped_model
 from validation.measurement import Measurement, MeasurementSettings
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     KvMove = Callable[[Sequence[Move], PagedKv, RopeRotation], None]
 
 PLACES = 6
+ARMS = arms_of((name for name in DEFAULT_NAMES if name != VERIFIED), ArmChoices(num_layers=8, boundary=2))
 # What every move on a CPU ends in: loads of plans, and saves, which move one range by nothing.
 kv_move = eager.kv_move
 
@@ -91,7 +92,7 @@ def measure() -> Callable[[KvMove], dict[str, Summary]]:
     """Runs all arms with one way of moving KV and gives each arm's figures."""
     runner = ModelRunner(shipped_model(), "float32", "cpu")
     cases = replaced_lists(seed=1)
-    settings = MeasurementSettings(str(shipped_model()), max_tokens=8, min_span=64, boundary=2)
+    settings = MeasurementSettings(str(shipped_model()), ARMS, max_tokens=8, min_span=64)
 
     def run(move: KvMove) -> dict[str, Summary]:
         with pytest.MonkeyPatch.context() as patch:

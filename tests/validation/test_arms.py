@@ -1,0 +1,72 @@
+"""An arm is a name and its engine's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from validation.arms import ALL_NAMES, ArmChoices, arms_of, default_names, is_reusing, names_of, variables_of
+
+CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), profile_layers=3)
+
+
+def settings_of(name: str) -> dict[str, str]:
+    [arm] = arms_of([name], CHOICES)
+    return dict(variables_of(arm))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("cold", {}),
+        ("exact_prefix", {}),
+        ("wrapper_without_plan", {"SEMBLEND_POLICY": "exact"}),
+        ("position_fix", {"SEMBLEND_POLICY": "position_fix"}),
+        ("boundary", {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "2"}),
+        ("boundary_5", {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "5"}),
+        ("epic_32", {"SEMBLEND_POLICY": "epic", "SEMBLEND_EPIC_TOKENS": "32"}),
+        ("cacheblend_5", {"SEMBLEND_POLICY": "cacheblend", "SEMBLEND_CACHEBLEND_SHARE": "0.05"}),
+        ("verified", {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": "profile.json"}),
+    ],
+)
+def test_each_arm_sets_its_own_variables_only(name: str, settings: dict[str, str]) -> None:
+    assert settings_of(name) == settings
+
+
+def test_all_arms_can_be_built_and_say_what_they_compute() -> None:
+    arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
+    assert tuple(arms) == ALL_NAMES
+    assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
+    assert all(arm.reuses == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
+    assert [arms[name].full_layers for name in ("position_fix", "epic_8", "cacheblend_5", "boundary", "verified")] == [
+        *(0, 0, 1, 2, 3)
+    ]
+
+
+def test_without_a_profile_verified_is_left_out_or_refused() -> None:
+    without = ArmChoices(num_layers=8, boundary=2)
+    assert "verified" in default_names(CHOICES)
+    assert "verified" not in default_names(without)
+    with pytest.raises(ConfigurationError, match="needs a reuse profile"):
+        arms_of(["verified"], without)
+
+
+def test_a_list_of_names_always_holds_both_cold_arms() -> None:
+    assert names_of("epic_4, position_fix cold") == ("cold", "cold_again", "epic_4", "position_fix")
+    assert names_of("all") == names_of("epic_8,all") == ALL_NAMES
+    assert is_reusing("epic_4")
+    assert not is_reusing("wrapper_without_plan")
+
+
+@pytest.mark.parametrize("name", ["epic", "epic_0", "boundary_", "cacheblend_x", "cold_2", "Verified"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--arms names '{name}'"):
+        names_of(name)
+
+
+@pytest.mark.parametrize(("name", "problem"), [("boundary_9", "has 8"), ("cacheblend_101", "at most 100")])
+def test_a_number_beyond_the_model_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        arms_of([name], CHOICES)

@@ -1,0 +1,76 @@
+"""The model under test: where it is, how it is loaded, and what the arms need to know of it."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.utils.logging import disable_progress_bar
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.models import resolve_device
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.arms import ArmChoices
+
+if TYPE_CHECKING:
+    import torch
+
+PROFILE_NAME = "reuse-profile.json"
+
+
+def shipped_model() -> Path:
+    """The folder of the model that ships with the package; raises ConfigurationError where it is missing."""
+    folder = Path(str(files("validation") / "assets" / "model"))
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"The shipped model is missing from {folder}; name another with --model.")
+    return folder
+
+
+def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
+    """Loads `model`, or the shipped one, which takes the CPU unless a device is asked for.
+
+    `dtype` auto is float32 on a CPU, which computes it well and smaller types badly, and else the checkpoint's own.
+    Raises ConfigurationError and UnsupportedModelError.
+    """
+    place = resolve_device(device or ("cpu" if model is None else "auto"))
+    disable_progress_bar()  # of loading weights; there is one of our own
+    return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
+
+
+def profile_of(model: str | None, asked: Path | None) -> Path | None:
+    """The reuse profile asked for, else the one in the model's folder; None without either.
+
+    Raises ConfigurationError when what is asked for is no file.
+    """
+    if asked is not None:
+        if not asked.is_file():
+            raise ConfigurationError(f"--profile {asked} is not a file; make one with `calibrate`.")
+        return asked
+    beside = Path(model or shipped_model()) / PROFILE_NAME
+    return beside if beside.is_file() else None
+
+
+def choices_of(runner: ModelRunner, boundary: int | None, profile: Path | None) -> ArmChoices:
+    """What the arms need to know. `boundary` None stands for a third of the layers. Raises ConfigurationError."""
+    layers = runner.facts.num_layers
+    if boundary is not None and not 1 <= boundary <= layers:
+        raise ConfigurationError(
+            f"--boundary is {boundary}; the model has {layers} layers, so 1 to {layers} is possible."
+        )
+    return ArmChoices(
+        num_layers=layers,
+        boundary=max(1, layers // 3) if boundary is None else boundary,
+        profile=profile,
+        profile_layers=0 if profile is None else full_layers_of(ReuseProfile.read(profile)),
+    )
+
+
+def full_layers_of(profile: ReuseProfile) -> int:
+    """Lowest layers that the profile's policy computes for every token of an approximate plan."""
+    return max(profile.boundary, 0 if profile.check is None else profile.check.layer)
+
+
+def _dtype(asked: str, device: torch.device) -> str:
+    return "float32" if asked == "auto" and device.type == "cpu" else asked
