@@ -7,6 +7,7 @@ Where the engine offers no place to attach, the connector stays as it is on a st
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.publication import PublicationGuard
@@ -16,6 +17,8 @@ from semblend_trt.runtime import EngineMode, Runtime
 
 if TYPE_CHECKING:
     import torch
+
+    from semblend_trt.evidence import CheckEvidence
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,8 @@ def attach(runtime: Runtime) -> bool:
 
     Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner
     with a `plan_source` and a block manager with a `publication`, as the embedded engine has. A runner with a
-    `readiness` waits for loads layer by layer; for any other one `start_load_kv` orders them before the forward.
+    `readiness` waits for loads layer by layer; for any other one `start_load_kv` orders them before the forward. One
+    with an `evidence_sink` says what its checks found.
     """
     runner: Any = getattr(runtime.engine, "model_runner", None)
     blocks: Any = getattr(runtime.engine, "block_manager", None)
@@ -49,7 +53,16 @@ def attach(runtime: Runtime) -> bool:
     if hasattr(runner, "readiness"):
         runner.readiness = runtime.readiness
         runtime.readiness.is_awaited = True
+    if hasattr(runner, "evidence_sink"):
+        runner.evidence_sink = partial(_note, runtime)
     blocks.publication = PublicationGuard(runtime.active_plans, runtime.pool.geometry.block_size)
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER
     return True
+
+
+def _note(runtime: Runtime, evidence: CheckEvidence) -> None:
+    """Keeps evidence for the scheduler. What a dropped plan had placed is written over: nothing approximate is left."""
+    runtime.evidence.append(evidence)
+    if evidence.is_dropped:
+        runtime.active_plans.computed_whole(evidence.request_id)

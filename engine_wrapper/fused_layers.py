@@ -7,7 +7,7 @@ and up product, SwiGLU, down product. Whatever is not recognised keeps Transform
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,10 @@ class RowTables:
         """The tables of some of the rows."""
         return RowTables(*(table.index_select(0, rows) for table in (self.cos, self.sin, self.slots)))
 
+    def without_slots(self) -> RowTables:
+        """The same tables, of rows whose K and V stay out of the pool."""
+        return replace(self, slots=torch.full_like(self.slots, -1))
+
 
 class FusedDecoder:
     """The layers of one model over one pool, [blocks, layers, 2, kv_heads * block_size * head_dim]."""
@@ -100,13 +104,28 @@ class FusedDecoder:
 
         `delta` is None before the first layer.
         """
-        weights, head_dim = self._layers[index], self.geometry.head_dim
+        return self.mix(index, attend(index, self.project(index, delta, residual, tables)), residual)
+
+    def project(
+        self, index: int, delta: torch.Tensor | None, residual: torch.Tensor, tables: RowTables
+    ) -> torch.Tensor:
+        """The layer up to its attention: rotated rows [rows, heads + 2 * kv_heads, head_dim], whose K and V are in the
+        pool wherever `tables` names a slot. Adds `delta` to `residual`."""
+        weights = self._layers[index]
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
         rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.pool, index, self.geometry, weights.head_norms)
-        heads = qkv.view(qkv.shape[0], -1, head_dim)
-        attended = attend(index, heads).reshape(qkv.shape[0], -1)
-        normed = _normed(weights.output(attended), residual, weights.post_norm, weights.eps)
+        return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
+
+    def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns the delta."""
+        weights = self._layers[index]
+        normed = _normed(weights.output(attended.flatten(1)), residual, weights.post_norm, weights.eps)
         return weights.down(silu_mul(weights.gate_up(normed)))
+
+    def keys_and_values(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts of projected rows that belong in the pool, each a view [rows, kv_heads, head_dim]."""
+        _, keys, values = heads.split([self.num_heads, self.geometry.kv_heads, self.geometry.kv_heads], 1)
+        return keys, values
 
     def finish(self, delta: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, [len(rows), hidden]."""

@@ -57,7 +57,8 @@ class GraphForward:
 
     def fits(self, schedule: LayerSchedule) -> bool:
         """True when the schedule has one output row a sequence and a graph, or there is room for one."""
-        if len(schedule.stages) > 1 or len(schedule.token_ids) > MAX_ROWS:
+        is_whole = len(schedule.stages) == 1 and schedule.checkpoint is None
+        if not is_whole or len(schedule.token_ids) > MAX_ROWS:
             return False
         sequences = schedule.stages[0].sequences
         blocks = sum(len(sequence.block_ids) for sequence in sequences)

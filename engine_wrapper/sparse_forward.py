@@ -1,72 +1,30 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
-The model's own layers are used as they are, but for families that `engine_wrapper.fused_layers` knows on a card. Their
-attention is replaced through Transformers' attention interface: K and V of the active rows are written to the pool,
-then the queries attend to all of their sequence that lies there.
+The model's own layers are used as they are (`engine_wrapper.plain_rows`), but for families that
+`engine_wrapper.fused_layers` knows on a card (`engine_wrapper.fused_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from engine_wrapper.fused_layers import FusedDecoder, PagedAttend, fuse
+from engine_wrapper.fused_layers import fuse
+from engine_wrapper.fused_rows import FusedRows
+from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from kernels.layer_ops import has_kernels
-from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from engine_wrapper.layer_schedule import LayerSchedule, Stage
+    from engine_wrapper.course import Course
+    from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
-
-ATTENTION_NAME = "semblend_paged"
+    from semblend_trt.evidence import CheckEvidence
 
 LayerHook = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """What the attention of one stage needs: the pool and the active rows of each sequence."""
-
-    pool: torch.Tensor
-    geometry: KvGeometry
-    sequences: tuple[SequenceRows, ...]
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    paged: PagedAttention | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface over a paged pool.
-
-    `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated. Returns
-    [1, rows, heads, head_dim]. Without `paged`, when somebody runs the model itself, it is Transformers' SDPA.
-    """
-    if paged is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return output, None
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    write_rows(keys, values, paged.pool, layer, paged.sequences, paged.geometry)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sparse_prefill(queries, paged.pool, layer, paged.sequences, paged.geometry, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+EvidenceSink = Callable[["CheckEvidence"], None]
 
 
 class SparseForward:
@@ -85,7 +43,6 @@ class SparseForward:
         _check_pool(model, pool, geometry)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
-        self._decoder = model.model
         self._pool = pool
         self._geometry = geometry
         wanted = pool.is_cuda and has_kernels(pool.device) if fused is None else fused
@@ -97,57 +54,35 @@ class SparseForward:
         schedule: LayerSchedule,
         before_layer: LayerHook | None = None,
         after_layer: LayerHook | None = None,
+        evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
-        `before_layer` and `after_layer` are called with the layer's index around every layer. Raises ValueError when a
-        sequence reaches beyond its blocks or a block beyond the pool.
+        `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
+        each check found. The host waits for the device at checkpoints only. Raises ValueError when a sequence reaches
+        beyond its blocks or a block beyond the pool.
         """
         before, after = before_layer or _no_hook, after_layer or _no_hook
-        if self.fused is not None:
-            return self._run_fused(self.fused, schedule, before, after)
-        hidden = self._decoder.embed_tokens(schedule.token_ids[None])
-        positions = schedule.positions[None]
-        # cos, sin: [1, rows, rotary_dim]
-        cos, sin = self._decoder.rotary_emb(hidden, position_ids=positions)
-        for stage, layers in self._stages(schedule):
-            if stage.keep is not None:
-                hidden, positions, cos, sin = (
-                    tensor.index_select(1, stage.keep) for tensor in (hidden, positions, cos, sin)
-                )
-            paged = PagedAttention(self._pool, self._geometry, stage.sequences)
-            for layer in layers:
-                before(layer)
-                hidden = self._decoder.layers[layer](
-                    hidden,
-                    attention_mask=None,
-                    position_ids=positions,
-                    position_embeddings=(cos, sin),
-                    use_cache=False,
-                    paged=paged,
-                )
-                after(layer)
-        rows: torch.Tensor = self._decoder.norm(hidden[0].index_select(0, schedule.output_rows))
-        return rows
-
-    def _run_fused(
-        self, decoder: FusedDecoder, schedule: LayerSchedule, before: LayerHook, after: LayerHook
-    ) -> torch.Tensor:
-        residual, delta = decoder.embed(schedule.token_ids), None
-        tables = None
-        for stage, layers in self._stages(schedule):
-            attend = PagedAttend(decoder, stage.sequences)
-            if tables is None:
-                tables = decoder.tables(schedule.positions, attend.slots())
-            if stage.keep is not None:
-                residual, tables = residual.index_select(0, stage.keep), tables.keep(stage.keep)
-                delta = None if delta is None else delta.index_select(0, stage.keep)
-            for layer in layers:
-                before(layer)
-                delta = decoder.layer(layer, delta, residual, tables, attend)
-                after(layer)
-        assert delta is not None
-        return decoder.finish(delta, residual, schedule.output_rows)
+        rows = self._rows(schedule)
+        course: Course = schedule
+        begun: int | None = None
+        while True:
+            for stage, layers in course.layers_of_stages(self._geometry.num_layers):
+                rows.enter(stage)
+                for layer in layers:
+                    if layer != begun:
+                        before(layer)
+                    rows.run(layer)
+                    after(layer)
+            if course.checkpoint is None:
+                return rows.output(course.output_rows)
+            begun = course.checkpoint.layer
+            before(begun)
+            course, found = course.checkpoint.decide(rows.compare(course.checkpoint))
+            course = course.to(self._pool.device)
+            if evidence_sink is not None:
+                for evidence in found:
+                    evidence_sink(evidence)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -161,10 +96,10 @@ class SparseForward:
         if self.fused is not None and self._pool.is_cuda:
             self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
 
-    def _stages(self, schedule: LayerSchedule) -> Iterator[tuple[Stage, range]]:
-        bounds = [*(stage.first_layer for stage in schedule.stages), self._geometry.num_layers]
-        for stage, (first, end) in zip(schedule.stages, pairwise(bounds), strict=True):
-            yield stage, range(first, end)
+    def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
+        if self.fused is not None:
+            return FusedRows(self.fused, schedule)
+        return PlainRows(self._model.model, schedule, self._pool, self._geometry)
 
 
 def _no_hook(layer: int) -> None:

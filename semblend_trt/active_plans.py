@@ -41,6 +41,11 @@ class ActivePlans:
         with self._lock:
             return self._exact_tokens.get(request_id)
 
+    def computed_whole(self, request_id: int) -> None:
+        """Lifts the publication limit of a request whose plan was dropped: the forward, in which this is said, computed
+        everything that the plan had placed, and so wrote over it."""
+        self.released(request_id)
+
     def discard(self, request_id: int) -> None:
         """Drops the pending plan of a request that ends before any forward ran it."""
         with self._lock:

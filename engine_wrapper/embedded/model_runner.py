@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.sparse_forward import LayerHook, SparseForward
+from engine_wrapper.sparse_forward import EvidenceSink, LayerHook, SparseForward
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import current_stream
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine_wrapper.graph_forward import GraphForward
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.evidence import CheckEvidence
     from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import SemanticKvPlan
 
@@ -31,9 +32,9 @@ class ModelRunner:
     """One model over one pool.
 
     `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet. So is
-    `readiness`: while KV is on its way into the pool, every layer waits for its own. `before_layer` and `after_layer`
-    are called with the layer's index around every layer of every forward. On a card, short iterations with nothing to
-    call or to wait for replay CUDA graphs.
+    `readiness`: while KV is on its way into the pool, every layer waits for its own; and `evidence_sink`, which is told
+    after a forward what its checks found. `before_layer` and `after_layer` are called with the layer's index around
+    every layer of every forward. On a card, short iterations with nothing to call or to wait for replay CUDA graphs.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ModelRunner:
         self._graphs: GraphForward | None = None
         self.plan_source: PlanSource | None = None
         self.readiness: LayerReadiness | None = None
+        self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
 
@@ -107,7 +109,8 @@ class ModelRunner:
         """A runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
         runner._forward = runner._graphs = None
-        runner.plan_source = runner.readiness = runner.before_layer = runner.after_layer = None
+        runner.plan_source = runner.readiness = runner.evidence_sink = None
+        runner.before_layer = runner.after_layer = None
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
@@ -152,7 +155,11 @@ class ModelRunner:
             if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
                 return self._graphs(schedule)
         schedule = schedule.to(self.device)
-        logits = self._forward.logits(self._forward(schedule, before_layer, self.after_layer))
+        found: list[CheckEvidence] = []
+        logits = self._forward.logits(self._forward(schedule, before_layer, self.after_layer, found.append))
+        if self.evidence_sink is not None:
+            for evidence in found:
+                self.evidence_sink(evidence)
         return list(logits.split(lengths)) if all_rows else logits
 
     def _before_layer(self) -> LayerHook | None:

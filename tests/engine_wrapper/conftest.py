@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from semblend_trt.plan import (
     PlanSpan,
     PublicationPolicy,
     SemanticKvPlan,
+    SpanCheck,
 )
 
 PlanMaker = Callable[..., SemanticKvPlan]
@@ -33,22 +36,51 @@ def make_plan() -> PlanMaker:
         prefix_end: int | None = None,
         kind: PlanKind = PlanKind.REQUEST_LOCAL_SEGMENTED,
         shift: int = 0,
+        exact: Collection[int] = (),
+        check: SpanCheck | None = None,
+        head: int = 0,
     ) -> SemanticKvPlan:
-        """`spans` are (start, end) in the prompt; `prefix_end` is the last span's end unless given."""
+        """`spans` are (start, end) in the prompt, those whose index is in `exact` exact; `prefix_end` is the last
+        span's end unless given."""
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
         return SemanticKvPlan(
             request_id=request_id,
             namespace_key="namespace",
             kind=kind,
             publication=PublicationPolicy.REQUEST_LOCAL,
-            spans=tuple(PlanSpan("donor", start + shift, start, stop - start) for start, stop in spans),
+            spans=tuple(
+                PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
+                for index, (start, stop) in enumerate(spans)
+            ),
             prompt_token_ids=tuple(tokens),
             num_computed_tokens=num_computed,
             matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - num_computed,
             block_size=block_size,
             execution=EngineExecution(
-                EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, num_layers, end, recompute_boundary_layer=boundary
+                EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, num_layers, end, boundary, check, head
             ),
         )
 
     return build
+
+
+@pytest.fixture
+def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called in a test, it sends what follows through Triton's interpreter; the test is skipped without Triton."""
+    if not find_spec("triton"):
+        pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
+
+    def begin() -> None:
+        from triton.runtime import interpreter
+
+        # As in tests/kernels/conftest.py: NumPy 2.4 refuses `int` of the arrays in which the interpreter holds scalars.
+        patch_tensor = interpreter._patch_lang_tensor
+
+        def patch(tensor: type, scope: Any) -> None:
+            patch_tensor(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    return begin

@@ -8,6 +8,7 @@ import torch
 from engine_wrapper.connector import attach
 from engine_wrapper.publication import PublicationGuard
 from kernels.layout import KvGeometry
+from semblend_trt.evidence import CheckEvidence
 from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
 
 POOL = PoolFacts(KvGeometry(2, 1, 8, 16), 4, torch.float32)
@@ -26,6 +27,29 @@ def test_attach_sets_plan_source_guard_and_mode():
     assert engine.model_runner.plan_source == runtime.active_plans.take
     assert isinstance(engine.block_manager.publication, PublicationGuard)
     assert (runtime.mode, runtime.publication_guard) == (EngineMode.WRAPPER, True)
+
+
+def test_evidence_goes_to_the_runtime_and_a_dropped_plan_limits_nothing(make_plan):
+    runtime = Runtime(pool=POOL)
+    runtime.engine = engine = Engine(
+        SimpleNamespace(plan_source=None, evidence_sink=None), SimpleNamespace(publication=None)
+    )
+    assert attach(runtime)
+    for request_id in (1, 2):
+        runtime.active_plans.put(
+            make_plan(tuple(range(40)), [(4, 20)], num_layers=2, block_size=16, request_id=request_id)
+        )
+    found = [
+        CheckEvidence(1, offered_tokens=16, checked_tokens=16, reused_tokens=0, recomputed_tokens=16, largest_kept=0.0,
+                      is_dropped=True),
+        CheckEvidence(2, offered_tokens=16, checked_tokens=16, reused_tokens=9, recomputed_tokens=7, largest_kept=0.1,
+                      is_dropped=False),
+    ]  # fmt: skip
+    for evidence in found:
+        engine.model_runner.evidence_sink(evidence)
+    assert list(runtime.evidence) == found
+    assert runtime.active_plans.publishable_tokens(1) is None
+    assert runtime.active_plans.publishable_tokens(2) == 4
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,12 @@ def expected_positions(piece: SequenceSlice, layer: int) -> list[int]:
     plan = piece.plan
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
-    promised = range(plan.num_computed_tokens, piece.begin)
+    promised, head = range(plan.num_computed_tokens, piece.begin), plan.execution.head_tokens
+    exact = {p for span in plan.spans if span.exact for p in range(span.target_start, span.target_end)}
+    placed = {p for span in plan.spans if not span.exact for p in range(span.target_start + head, span.target_end)}
     if layer < plan.execution.recompute_boundary_layer:
-        return [*promised, *own]
-    placed = {p for span in plan.spans for p in range(span.target_start, span.target_end)}
-    return [p for p in promised if p not in placed] + own
+        placed = set()
+    return [p for p in promised if p not in exact | placed] + own
 
 
 def check_schedule(slices: list[SequenceSlice], schedule: LayerSchedule) -> None:
@@ -137,6 +138,26 @@ def test_plans_with_different_boundaries_share_one_batch(make_plan: PlanMaker) -
     check_schedule(pieces, schedule)
 
 
+def test_exact_spans_are_computed_in_no_layer(make_plan: PlanMaker) -> None:
+    plan = make_plan(
+        prompt(40), [(8, 18), (20, 33)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=2, num_computed=8,
+        exact={0},
+    )  # fmt: skip
+    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
+    check_schedule([slice_of(plan)], schedule)
+    assert [stage.num_rows for stage in schedule.stages] == [2 + 13 + 7, 2 + 7]
+
+
+@pytest.mark.parametrize("head", [0, 3, 8, 100])
+def test_heads_of_spans_are_computed_in_every_layer(make_plan: PlanMaker, head: int) -> None:
+    plan = make_plan(
+        prompt(40), [(10, 18), (20, 33)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, num_computed=8, head=head
+    )
+    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
+    check_schedule([slice_of(plan)], schedule)
+    assert [stage.num_rows for stage in schedule.stages] == [4 + min(head, 8) + min(head, 13) + 7]
+
+
 def test_a_plan_that_lost_its_spans_computes_the_whole_promise(make_plan: PlanMaker) -> None:
     plan = make_plan(
         prompt(30), [(4, 20)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=2, num_computed=2
@@ -168,6 +189,8 @@ class Shape:
     suffix: int
     slice_length: int
     boundary: int
+    head: int
+    exact: frozenset[int]
     has_plan: bool
 
 
@@ -178,6 +201,8 @@ shapes = st.builds(
     suffix=st.integers(1, 12),
     slice_length=st.integers(1, 12),
     boundary=st.integers(0, NUM_LAYERS),
+    head=st.integers(0, 4),
+    exact=st.frozensets(st.integers(0, 2), max_size=2),
     has_plan=st.booleans(),
 )
 
@@ -192,7 +217,7 @@ def piece_from(shape: Shape, request_id: int, make_plan: PlanMaker) -> SequenceS
     tokens = prompt(position + shape.suffix, request_id)
     plan = make_plan(
         tokens, spans, num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, request_id=request_id, boundary=shape.boundary,
-        num_computed=shape.num_computed, prefix_end=position,
+        num_computed=shape.num_computed, prefix_end=position, head=shape.head, exact=shape.exact,
     )  # fmt: skip
     piece = slice_of(plan, min(shape.slice_length, shape.suffix))
     return piece if shape.has_plan else replace(piece, plan=None)

@@ -55,6 +55,15 @@ def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
     assert plans.publishable_tokens(1) is None
 
 
+def test_a_plan_of_which_nothing_was_kept_limits_nothing() -> None:
+    plans = ActivePlans()
+    plans.put(plan(1))
+    plans.put(plan(2))
+    plans.computed_whole(1)
+    assert plans.publishable_tokens(1) is None
+    assert plans.publishable_tokens(2) == 4
+
+
 def test_exact_plan_has_no_limit_and_lifts_none() -> None:
     plans = ActivePlans()
     plans.put(plan(1, exact=True))

@@ -18,6 +18,7 @@ from kernels.layout import KvGeometry
 from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.span_check import SpanCheck
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 20
@@ -83,11 +84,28 @@ def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMak
     assert rows == [4 + 16, 16]
 
 
+def test_evidence_comes_after_the_forward(runner: ModelRunner, make_plan: PlanMaker) -> None:
+    tokens, block_ids = tokens_of(40), tuple(range(5))
+    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
+    plans, found, layers = ActivePlans(), [], []
+    plans.put(make_plan(tokens, [(4, 24)], num_layers=3, block_size=BLOCK_SIZE, check=SpanCheck(1, 0.1)))
+    runner.plan_source = plans.take
+    runner.after_layer = layers.append
+    runner.evidence_sink = lambda evidence: found.append((evidence, list(layers)))
+    logits = runner.forward([SequenceSlice(1, 24, tokens[24:], block_ids)])
+    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
+    ((evidence, behind),) = found
+    assert (evidence.request_id, evidence.checked_tokens, evidence.recomputed_tokens) == (1, 20, 0)
+    assert behind == [0, 1, 2]
+
+
 def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner: ModelRunner) -> None:
     runner.plan_source = ActivePlans().take
     runner.before_layer = runner.after_layer = lambda layer: None
+    runner.evidence_sink = lambda evidence: None
     other = runner.share()
     assert other.model is runner.model
+    assert other.evidence_sink is None
     assert (other.plan_source, other.before_layer, other.after_layer) == (None, None, None)
     with pytest.raises(ConfigurationError, match="no pool"):
         other.forward([SequenceSlice(1, 0, (1, 2), (0,))])

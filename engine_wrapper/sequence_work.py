@@ -1,0 +1,168 @@
+"""What one request computes in one iteration: its rows, and how many layers of each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine_wrapper.span_choice import choose
+from semblend_trt.errors import PlanError
+from semblend_trt.evidence import CheckEvidence
+from semblend_trt.plan import PlanKind, SemanticKvPlan
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from engine_wrapper.layer_schedule import SequenceSlice
+    from engine_wrapper.span_choice import SpanChoice
+    from semblend_trt.span_check import SpanCheck
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCheck:
+    """A plan whose check has not decided yet. `rows`: of each checked span, the rows of the request that are compared;
+    until then all of them are computed."""
+
+    plan: SemanticKvPlan
+    check: SpanCheck
+    rows: tuple[range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+    def choose(self, deviations: npt.NDArray[np.float32]) -> SpanChoice:
+        """Decides from the deviations of the checked tokens, float32 [num_tokens]."""
+        lengths = [len(rows) for rows in self.rows]
+        return choose(self.check, deviations, lengths, self._exact_tokens, self.plan.matched_tokens)
+
+    def evidence(self, choice: SpanChoice) -> CheckEvidence:
+        offered, reused = self.plan.reused_tokens, self._exact_tokens + choice.kept_tokens
+        return CheckEvidence(
+            request_id=self.plan.request_id,
+            offered_tokens=offered,
+            checked_tokens=self.num_tokens,
+            reused_tokens=reused,
+            recomputed_tokens=offered - reused,
+            largest_kept=choice.largest_kept,
+            is_dropped=choice.is_dropped,
+        )
+
+    @property
+    def _exact_tokens(self) -> int:
+        return sum(span.length for span in self.plan.spans if span.exact)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceWork:
+    """The rows of one request that enter layer 0, and how far up each one goes.
+
+    `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows]; the layers below are computed,
+    the number of layers means all. `outputs`: rows at the end whose output is asked for. `block_ids`: int64, the
+    request's blocks, on the host. `open_check` is set until its check has decided.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    drops_at: npt.NDArray[np.int64]
+    outputs: int
+    block_ids: torch.Tensor
+    open_check: OpenCheck | None = None
+
+    def active(self, layer: int) -> npt.NDArray[np.bool_]:
+        """Which rows are computed in `layer`, bool [rows]."""
+        return self.drops_at > layer
+
+    def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
+        """The work after its check, which found these deviations, and what it leaves as evidence."""
+        pending = self.open_check
+        assert pending is not None
+        choice = pending.choose(deviations)
+        rows = np.concatenate([np.arange(span.start, span.stop) for span in pending.rows])
+        drops_at = self.drops_at.copy()
+        drops_at[rows[~choice.computed]] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
+        return replace(self, drops_at=drops_at, open_check=None), pending.evidence(choice)
+
+
+def work_of(piece: SequenceSlice, num_layers: int) -> SequenceWork:
+    """The work of one slice. Raises PlanError when it is empty, or when its plan fits neither it nor the model."""
+    if not piece.token_ids:
+        raise PlanError("slice_empty", f"request {piece.request_id}: a slice at {piece.begin} has no tokens")
+    own_tokens = np.array(piece.token_ids, dtype=np.int64)
+    own = SequenceWork(
+        own_tokens,
+        np.arange(piece.begin, piece.end, dtype=np.int64),
+        np.full(len(own_tokens), num_layers, dtype=np.int64),
+        len(own_tokens),
+        torch.tensor(piece.block_ids, dtype=torch.int64),
+    )
+    plan = piece.plan
+    # A discovery-only plan promises nothing and moves nothing, whatever spans it reports.
+    if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
+        return own
+    _check_plan(plan, piece, num_layers)
+    return _with_promise(own, plan, num_layers)
+
+
+def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int) -> SequenceWork:
+    """`own` behind the rows that the plan promised and that somebody has to compute."""
+    begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
+    drops_at = np.full(end - begin, num_layers, dtype=np.int64)
+    for span in plan.spans:
+        placed = drops_at[span.target_start - begin : span.target_end - begin]
+        if span.exact:
+            placed[:] = 0
+        elif not plan.is_checked:
+            placed[execution.head_tokens :] = execution.recompute_boundary_layer
+    entering = drops_at > 0
+    tokens = np.asarray(plan.prompt_token_ids[begin:end], dtype=np.int64)
+    return replace(
+        own,
+        token_ids=np.concatenate([tokens[entering], own.token_ids]),
+        positions=np.concatenate([np.arange(begin, end, dtype=np.int64)[entering], own.positions]),
+        drops_at=np.concatenate([drops_at[entering], own.drops_at]),
+        open_check=_open_check(plan, entering),
+    )
+
+
+def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_]) -> OpenCheck | None:
+    """`entering`: bool [promised tokens], those that have a row."""
+    check, head = plan.execution.check, plan.execution.head_tokens
+    if check is None or not plan.is_checked:
+        return None
+    # first_rows[i] counts the rows before the promised token i.
+    first_rows: npt.NDArray[np.int64] = np.cumsum(entering) - entering
+    starts = [
+        (int(first_rows[span.target_start - plan.num_computed_tokens]), span.length)
+        for span in plan.spans
+        if not span.exact and span.length > head
+    ]
+    return OpenCheck(plan, check, tuple(range(start + head, start + length) for start, length in starts))
+
+
+def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice, num_layers: int) -> None:
+    if plan.request_id != piece.request_id:
+        raise PlanError(
+            "plan_of_another_request", f"the plan of request {plan.request_id} came with request {piece.request_id}"
+        )
+    if plan.execution.num_layers != num_layers:
+        raise PlanError(
+            "plan_of_another_model",
+            f"request {plan.request_id}: the plan was made for {plan.execution.num_layers} layers; "
+            f"this model has {num_layers}",
+        )
+    if piece.begin != plan.prefix_end:
+        raise PlanError(
+            "slice_not_at_prefix",
+            f"request {plan.request_id}: the slice begins at {piece.begin}, but the plan promised the positions up to "
+            f"{plan.prefix_end}; a plan is executed by the first slice of its request",
+        )
+    if plan.prompt_token_ids[piece.begin : piece.end] != piece.token_ids:
+        raise PlanError(
+            "plan_of_another_prompt",
+            f"request {plan.request_id}: the scheduled tokens {piece.begin}..{piece.end - 1} differ from the prompt "
+            "that the plan was made for",
+        )

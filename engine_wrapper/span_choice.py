@@ -1,0 +1,69 @@
+"""Which checked tokens are computed: the decision of a SpanCheck, from their deviations alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from semblend_trt.span_check import SpanCheck
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanChoice:
+    """`computed`: bool [checked tokens], those that all layers above compute; the others keep the donor's KV.
+
+    `is_dropped`: the plan would have saved too little, or nothing, and every token is computed. `largest_kept`: the
+    largest deviation of a token that keeps the donor's KV, 0.0 without one.
+    """
+
+    computed: npt.NDArray[np.bool_]
+    is_dropped: bool
+    largest_kept: float
+
+    @property
+    def kept_tokens(self) -> int:
+        """Checked tokens that keep the donor's KV."""
+        return int(self.computed.size - np.count_nonzero(self.computed))
+
+
+def choose(
+    check: SpanCheck, deviations: npt.NDArray[np.float32], lengths: Sequence[int], exact_tokens: int, promised: int
+) -> SpanChoice:
+    """Decides one plan. `deviations`: float32 [checked tokens], of one span after another, whose tokens are `lengths`.
+
+    `exact_tokens` of the `promised` ones are saved whatever is decided here. A deviation that is not a number exceeds
+    every threshold.
+    """
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    computed = _whole_spans(_deviating(check, deviations), lengths, check.max_span_share)
+    saved = exact_tokens + computed.size - np.count_nonzero(computed)
+    is_dropped = bool(saved == 0 or saved < check.min_saved_share * promised)
+    if is_dropped:
+        computed = np.ones_like(computed)
+    return SpanChoice(computed, is_dropped, float(deviations[~computed].max(initial=0.0)))
+
+
+def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    if check.threshold is not None:
+        return deviations.astype(np.float64) > check.threshold
+    assert check.largest_share is not None
+    deviating = np.zeros(deviations.size, dtype=bool)
+    # Of equal deviations the earlier token is computed: what follows depends on it.
+    deviating[np.argsort(-deviations, kind="stable")[: round(check.largest_share * deviations.size)]] = True
+    return deviating
+
+
+def _whole_spans(
+    deviating: npt.NDArray[np.bool_], lengths: Sequence[int], max_span_share: float
+) -> npt.NDArray[np.bool_]:
+    """`deviating`, with every token of a span of which too large a share is."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
+    return deviating | np.repeat(counts > max_span_share * tokens, tokens)

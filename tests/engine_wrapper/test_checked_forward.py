@@ -1,0 +1,263 @@
+"""Checked plans, through the model's own layers and through fused ones: what differs is computed, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.sparse_forward import SparseForward
+from kernels.layout import KvGeometry, pool_view
+from semblend_trt.evidence import CheckEvidence
+from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.span_check import SpanCheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PlanMaker = Callable[..., SemanticKvPlan]
+
+BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
+TOLERANCE = 1e-4
+KEEP_ALL = 1e30
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Bench:
+    """One tiny model over a pool whose unwritten KV is NaN."""
+
+    def __init__(self, path: Path, fused: bool) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
+        shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
+        self.pool = torch.full(shape, float("nan"), device=DEVICE)
+        self.forward = SparseForward(model, self.pool, self.geometry, fused=fused)
+        assert (self.forward.fused is not None) == fused
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
+        self._blocks = [tuple(order[i::4]) for i in range(4)]
+        self.evidence: list[CheckEvidence] = []
+
+    def slice(self, request_id: int, tokens: tuple[int, ...], begin: int = 0, end: int | None = None) -> SequenceSlice:
+        return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
+
+    def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
+        return replace(self.slice(plan.request_id, tuple(plan.prompt_token_ids), plan.prefix_end, end), plan=plan)
+
+    def run(self, *slices: SequenceSlice) -> list[torch.Tensor]:
+        """Logits of each slice, [tokens, vocabulary]; `evidence` is this run's."""
+        self.evidence = []
+        schedule = build_schedule(slices, NUM_LAYERS, DEVICE)
+        hidden = self.forward(schedule, evidence_sink=self.evidence.append)
+        return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
+
+    def kv(self, request_id: int) -> torch.Tensor:
+        """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""
+        blocks = pool_view(self.pool, self.geometry)[list(self._blocks[request_id - 1])]
+        return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).clone()
+
+    def place(self, request_id: int, kv: torch.Tensor, start: int, end: int) -> None:
+        """Writes positions start..end-1 of `kv` into the request's blocks."""
+        view = pool_view(self.pool, self.geometry)
+        for position in range(start, end):
+            block = self._blocks[request_id - 1][position // BLOCK_SIZE]
+            view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
+
+    def cold(self, tokens: tuple[int, ...], request_id: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and KV of a run that reuses nothing; the pool is NaN again afterwards."""
+        logits = self.run(self.slice(request_id, tokens))[0]
+        kv = self.kv(request_id)
+        self.pool.fill_(float("nan"))
+        return logits, kv
+
+
+def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == expected.shape and (actual - expected).abs().max().item() <= TOLERANCE
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
+    return Bench(tiny_qwen2_path, fused=request.param)
+
+
+def plan_of(
+    make_plan: PlanMaker, tokens: tuple[int, ...], spans: list[tuple[int, int]], check: SpanCheck, **options: Any
+) -> SemanticKvPlan:
+    return make_plan(tokens, spans, num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, check=check, **options)
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("boundary", [0, 2])
+def test_another_prompts_kv_is_found_out_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, layer: int, boundary: int
+) -> None:
+    tokens = tokens_of(50)
+    logits, kv = bench.cold(tokens)
+    bench.place(1, bench.cold(tokens_of(50, seed=9))[1], 4, 40)
+    plan = plan_of(make_plan, tokens, [(4, 20), (22, 40)], SpanCheck(layer, 0.0), boundary=boundary)
+    assert close(bench.run(bench.planned(plan))[0], logits[40:])
+    assert close(bench.kv(1)[:, :, :, :50], kv[:, :, :, :50])
+    assert bench.evidence == [CheckEvidence(1, 34, 34, 0, 34, 0.0, is_dropped=True)]
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench: Bench, make_plan: PlanMaker, layer: int) -> None:
+    """The same as a boundary at the layer over a donor whose KV of that layer is the request's own."""
+    tokens = tokens_of(50)
+    cold_logits, own = bench.cold(tokens)
+    donor = bench.cold(tokens_of(50, seed=9))[1]
+    bench.place(1, torch.cat([own[: layer + 1], donor[layer + 1 :]]), 4, 40)
+    plan = make_plan(tokens, [(4, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=layer)
+    wanted = bench.run(bench.planned(plan))[0]
+    bench.pool.fill_(float("nan"))
+    bench.place(1, donor, 4, 40)
+    logits = bench.run(bench.planned(plan_of(make_plan, tokens, [(4, 40)], SpanCheck(layer, KEEP_ALL))))[0]
+    assert close(logits, wanted)
+    if layer < NUM_LAYERS - 1:
+        assert not close(logits, cold_logits[40:])
+    kv = bench.kv(1)[:, :, :, 4:40]
+    assert close(kv[: layer + 1], own[: layer + 1, :, :, 4:40])
+    assert torch.equal(kv[layer + 1 :], donor[layer + 1 :, :, :, 4:40])
+    (evidence,) = bench.evidence
+    assert (evidence.reused_tokens, evidence.recomputed_tokens, evidence.is_dropped) == (36, 0, False)
+    assert evidence.largest_kept > 0.1
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_planted_tokens_are_computed_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, layer: int, kind: int
+) -> None:
+    """The donor's KV is the request's own but for a few tokens: wrong in the check's layer, NaN above."""
+    tokens, planted = tokens_of(60), [9, 10, 23, 40]
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[layer, kind, :, planted] *= 3
+    donor[layer + 1 :, :, :, planted] = float("nan")
+    bench.place(1, donor, 5, 45)
+    plan = plan_of(make_plan, tokens, [(5, 20), (20, 45)], SpanCheck(layer, 0.1))
+    assert close(bench.run(bench.planned(plan))[0], logits[45:])
+    assert close(bench.kv(1)[:, :, :, :60], own[:, :, :, :60])
+    (evidence,) = bench.evidence
+    assert (evidence.checked_tokens, evidence.recomputed_tokens) == (40, len(planted))
+    assert evidence.largest_kept < 1e-3
+
+
+def test_the_largest_share_finds_the_planted_tokens(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens, planted = tokens_of(60), [9, 10, 23, 40]
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[1:, :, :, planted] += 5
+    bench.place(1, donor, 5, 45)
+    plan = plan_of(make_plan, tokens, [(5, 45)], SpanCheck(1, largest_share=0.1))
+    assert close(bench.run(bench.planned(plan))[0], logits[45:])
+    assert bench.evidence[0].recomputed_tokens == len(planted)
+
+
+def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens = tokens_of(50)
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
+    bench.place(1, donor, 4, 40)
+    plan = make_plan(tokens, [(4, 20), (20, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, head=3)
+    assert close(bench.run(bench.planned(plan))[0], logits[40:])
+    assert bench.evidence == []
+
+
+def test_exact_kv_is_neither_computed_nor_written(bench: Bench, make_plan: PlanMaker) -> None:
+    """The engine's prefix of 8, an exact span up to 24, a planted token behind it."""
+    tokens = tokens_of(60)
+    logits, own = bench.cold(tokens)
+    bench.place(1, own, 0, 24)
+    exact = bench.kv(1)[:, :, :, :24]
+    donor = own.clone()
+    donor[:, :, :, 33] *= 2
+    bench.place(1, donor, 26, 48)
+    plan = plan_of(make_plan, tokens, [(8, 24), (26, 48)], SpanCheck(1, 0.1), num_computed=8, exact={0})
+    assert close(bench.run(bench.planned(plan))[0], logits[48:])
+    assert torch.equal(bench.kv(1)[:, :, :, :24], exact)
+    (evidence,) = bench.evidence
+    assert (evidence.offered_tokens, evidence.checked_tokens) == (38, 22)
+    assert (evidence.reused_tokens, evidence.recomputed_tokens) == (37, 1)
+
+
+def test_chunks_and_decode_steps_follow_a_checked_plan(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens = tokens_of(60)
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[:, :, :, 12] *= 2
+    bench.place(1, donor, 6, 30)
+    parts = bench.run(bench.planned(plan_of(make_plan, tokens, [(6, 30)], SpanCheck(1, 0.1)), end=37))
+    parts += bench.run(bench.slice(1, tokens, 37, 55))
+    parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in range(55, 60)]
+    assert close(torch.cat(parts), logits[30:])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
+    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, fused: bool
+) -> None:
+    bench = Bench(tiny_model_paths[family], fused)
+    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 50), (2, 61), (3, 40), (4, 33))}
+    cold = {request_id: bench.cold(tokens, request_id) for request_id, tokens in prompts.items()}
+    planted = {1: [8, 30], 2: [25]}
+    for request_id, (start, end) in ((1, (5, 31)), (2, (20, 48)), (3, (0, 16))):
+        donor = cold[request_id][1].clone()
+        donor[1:, :, :, planted.get(request_id, [])] *= 2
+        bench.place(request_id, donor, start, end)
+    bench.place(2, cold[2][1], 0, 16)
+    bench.place(4, cold[4][1], 0, 32)
+    options: dict[str, Any] = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
+    first = make_plan(prompts[1], [(5, 31)], check=SpanCheck(2, 0.1), **options)
+    second = make_plan(
+        prompts[2], [(20, 48)], request_id=2, num_computed=16, check=SpanCheck(1, 0.1), boundary=2, **options
+    )
+    third = make_plan(prompts[3], [(0, 16)], request_id=3, boundary=1, **options)
+    logits = bench.run(
+        bench.planned(first),
+        bench.slice(4, prompts[4], 32, 33),
+        bench.planned(second, end=57),
+        bench.planned(third),
+    )
+    wanted = (cold[1][0][31:], cold[4][0][32:], cold[2][0][48:57], cold[3][0][16:])
+    assert all(close(actual, expected) for actual, expected in zip(logits, wanted, strict=True))
+    # The lower layer decides first.
+    assert [(each.request_id, each.recomputed_tokens) for each in bench.evidence] == [(2, 1), (1, 2)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tests above run the kernels there")
+def test_the_kernels_find_the_same_tokens(
+    tiny_qwen3_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
+) -> None:
+    """The fused layers through Triton's interpreter against the model's own layers in torch."""
+    tokens = tokens_of(44)
+    plain, fused = Bench(tiny_qwen3_path, fused=False), Bench(tiny_qwen3_path, fused=True)
+    _, own = plain.cold(tokens)
+    other = plain.cold(tokens_of(44, seed=3))[1]
+    donor = own.clone()
+    donor[:, :, :, 18:27] = other[:, :, :, 18:27]
+    plan = plan_of(make_plan, tokens, [(5, 20), (22, 40)], SpanCheck(1, 0.2))
+    plain.place(1, donor, 5, 40)
+    fused.place(1, donor, 5, 40)
+    wanted = plain.run(plain.planned(plan))[0]
+    interpret()
+    logits = fused.run(fused.planned(plan))[0]
+    assert close(logits, wanted)
+    assert close(fused.kv(1)[:, :, :, :44], plain.kv(1)[:, :, :, :44])
+    (found,), (expected,) = fused.evidence, plain.evidence
+    assert replace(found, largest_kept=0.0) == replace(expected, largest_kept=0.0)
+    assert expected.recomputed_tokens == 7
+    assert found.largest_kept == pytest.approx(expected.largest_kept, abs=1e-4)
