@@ -24,7 +24,8 @@ class Case:
     """One prompt. Cases of one `group` share their donors; the first of them is the one whose TTFT counts.
 
     The others ask further questions on the same documents, so that answers are compared on more than one question.
-    `known_answer` says that `reference` is the only right answer, not one of many continuations.
+    `known_answer` says that `reference` is the only right answer, not one of many continuations. `donor_answer` is
+    the wrong answer that the donors' text gives to the same question, None where it gives none.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Case:
     known_answer: bool
     expects: Expectation
     group: str
+    donor_answer: str | None = None
 
     @property
     def is_timed(self) -> bool:

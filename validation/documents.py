@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Mapping
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -87,6 +88,22 @@ class Document:
     questions: tuple[Question, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What stock lists speak of: places of two words, items, and counts between `least` and `most`."""
+
+    place_kinds: tuple[str, ...]
+    place_names: tuple[str, ...]
+    items: tuple[str, ...]
+    least: int = 2
+    most: int = 999
+
+
+SHIPPED_VOCABULARY = Vocabulary(
+    _PLACE_KINDS, (*_CITIES, *(stem + ending for stem in _NAME_STEMS for ending in _NAME_ENDINGS)), _ITEMS
+)
+
+
 def place_name(rng: random.Random) -> str:
     """Return one of about 36,000 places, such as `Depot Oslo`."""
     return f"{rng.choice(_PLACE_KINDS)} {_proper_name(rng)}"
@@ -100,6 +117,13 @@ def stock_list(rng: random.Random, rows: int = 8, place: str | None = None) -> D
     if not 1 <= rows <= len(_ITEMS):
         raise ValueError(f"A stock list has 1 to {len(_ITEMS)} rows, not {rows}.")
     return _stock_list(rng, rng.sample(_ITEMS, rows), place or place_name(rng))
+
+
+def counted_list(place: str, counts: Mapping[str, int]) -> Document:
+    """Return the stock list of `place` with these counts, one row an item, in their order."""
+    rows = "\n".join(f"{item}: {count}" for item, count in counts.items())
+    questions = (Question(f"How many {item} are in {place}?", str(count)) for item, count in counts.items())
+    return Document(f"Stock list of {place}.\n{rows}", tuple(questions))
 
 
 def restock(rng: random.Random, earlier: Document) -> Document:
@@ -175,12 +199,7 @@ def _proper_name(rng: random.Random) -> str:
 
 
 def _stock_list(rng: random.Random, items: list[str], place: str) -> Document:
-    counts = [rng.randint(2, 999) for _ in items]
-    rows = "\n".join(f"{item}: {count}" for item, count in zip(items, counts, strict=True))
-    questions = (
-        Question(f"How many {item} are in {place}?", str(count)) for item, count in zip(items, counts, strict=True)
-    )
-    return Document(f"Stock list of {place}.\n{rows}", tuple(questions))
+    return counted_list(place, {item: rng.randint(2, 999) for item in items})
 
 
 def _person(rng: random.Random, name: str) -> tuple[str, list[Question]]:

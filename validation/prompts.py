@@ -86,6 +86,27 @@ def render_conversation(system: str, turns: Sequence[Turn], question: str, docum
     return _opening(system) + finished + _documents(documents) + _question(question)
 
 
+def render_pages(instruction: str, pages: Sequence[str]) -> str:
+    """Return a prompt of one instruction and documents, the last of which breaks off and is to be continued.
+
+    Raises ValueError if a part holds one of the format's own marks.
+    """
+    return _opening(instruction) + _documents(pages)
+
+
+def in_plain_text(text: str) -> str:
+    """The prompt for models that were not trained on our marks: the same parts under plain headings."""
+    for mark, heading in (
+        (INSTRUCTION_MARK, ""),
+        (DOCUMENT_MARK, "\n\n"),
+        (QUESTION_MARK, "\n\nQuestion: "),
+        (ANSWER_MARK, "\nAnswer: "),
+        (END_MARK, "\n"),
+    ):
+        text = text.replace(mark, heading)
+    return text
+
+
 def _opening(instruction: str) -> str:
     return INSTRUCTION_MARK + _checked(instruction)
 

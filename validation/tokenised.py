@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
 from validation import jsonl, prompts
-from validation.workloads import in_plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ class Tokeniser:
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
 
     def _encode(self, text: str, plain: bool) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(in_plain_text(text) if plain else text)]
+        return [int(token) for token in self._tokenizer.encode(prompts.in_plain_text(text) if plain else text)]
 
     def _forced(self, reference: str | None) -> tuple[int, ...] | None:
         if reference is None:

@@ -199,19 +199,6 @@ class WorkloadWriter:
                 return earlier, opening
 
 
-def in_plain_text(text: str) -> str:
-    """The prompt for models that were not trained on our marks: the same parts under plain headings."""
-    for mark, heading in (
-        (prompts.INSTRUCTION_MARK, ""),
-        (prompts.DOCUMENT_MARK, "\n\n"),
-        (prompts.QUESTION_MARK, "\n\nQuestion: "),
-        (prompts.ANSWER_MARK, "\nAnswer: "),
-        (prompts.END_MARK, "\n"),
-    ):
-        text = text.replace(mark, heading)
-    return text
-
-
 def _case(
     batch: Batch,
     group: str,

@@ -19,7 +19,6 @@ from validation.workloads import (
     SYSTEM_PROMPT,
     UNRELATED,
     WorkloadWriter,
-    in_plain_text,
 )
 
 
@@ -140,7 +139,7 @@ def test_prose_is_continued_by_its_reference(cases: list[Case]) -> None:
 
 
 def test_plain_text_has_no_marks(cases: list[Case]) -> None:
-    text = in_plain_text(cases[0].prompt)
+    text = prompts.in_plain_text(cases[0].prompt)
     assert "<|" not in text
     assert text.endswith("?\nAnswer: ")
 

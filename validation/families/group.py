@@ -1,0 +1,123 @@
+"""One group of cases: what it is drawn from, how long it may be, and how its parts become cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from validation.cases import Case, Expectation
+from validation.documents import Document, counted_list
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from validation.prompt_form import PromptForm
+
+# Room for the longest question beside opening and documents.
+_QUESTION_TOKENS = 40
+_SMALLEST_ROOM = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, the right answer, and the wrong one that the donors' text gives, None where it gives none."""
+
+    prompt: str
+    answer: str
+    donor_answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one group of a family is written from; equal groups write equal cases.
+
+    `count` gives a text's tokens. No prompt and no donor has more than `tokens` tokens.
+    """
+
+    family: str
+    name: str
+    form: PromptForm
+    count: Callable[[str], int]
+    rng: random.Random
+    questions: int
+    tokens: int
+    eval_data: Path | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens for documents. Raises ConfigurationError when too few are left beside the longest opening."""
+        openings = {*self.form.instructions, *self.form.system_prompts}
+        room = self.tokens - max(self.count(self.form.render(each, [], "")) for each in openings) - _QUESTION_TOKENS
+        if room < _SMALLEST_ROOM:
+            raise ConfigurationError(
+                f"Prompts of {self.tokens} tokens leave {max(room, 0)} for documents; "
+                f"ask for at least {self.tokens - room + _SMALLEST_ROOM} tokens."
+            )
+        return room
+
+    def length(self, document: str) -> int:
+        """Tokens of a document with the mark in front of it."""
+        return self.count(self.form.render_pages("", [document])) - self.count(self.form.render_pages("", []))
+
+    def openings(self, source: tuple[str, ...] | None = None) -> tuple[str, str]:
+        """The donor's and the prompt's opening, of different length, so that what follows them is shifted."""
+        while True:
+            earlier, opening = self.rng.sample(source or self.form.instructions, 2)
+            if self.count(earlier) != self.count(opening):
+                return earlier, opening
+
+    def places(self) -> Iterator[str]:
+        """Different places without end. Raises ConfigurationError when the form knows no more."""
+        words, taken = self.form.vocabulary, set[str]()
+        limit = len(words.place_kinds) * len(words.place_names)
+        while len(taken) < limit:
+            place = f"{self.rng.choice(words.place_kinds)} {self.rng.choice(words.place_names)}"
+            if place not in taken:
+                taken.add(place)
+                yield place
+        raise ConfigurationError(f"The prompt form {self.form.name} has {limit} places, too few for one prompt.")
+
+    def items(self) -> list[str]:
+        """Items of one list, as many as the form has rows."""
+        return self.rng.sample(self.form.vocabulary.items, self.rng.randint(*self.form.rows))
+
+    def counts(self, items: Sequence[str], unlike: Mapping[str, int] | None = None) -> dict[str, int]:
+        """A random count for each item, in their order, different from that of `unlike`."""
+        words, counts = self.form.vocabulary, dict[str, int]()
+        for item in items:
+            while item not in counts or (unlike is not None and counts[item] == unlike.get(item)):
+                counts[item] = self.rng.randint(words.least, words.most)
+        return counts
+
+    def stock_lists(self, room: int, extra: int = 0, places: Iterator[str] | None = None) -> list[Document]:
+        """Stock lists of different places that fill `room` tokens, with `extra` tokens around each; at least two."""
+        places, shown, used = places or self.places(), list[Document](), 0
+        while True:
+            document = counted_list(next(places), self.counts(self.items()))
+            used += self.length(document.text) + extra
+            if used > room and len(shown) > 1:
+                return shown
+            shown.append(document)
+
+    def cases(
+        self, donors: Sequence[str], asked: Sequence[Asked], expects: Expectation, known: bool = True
+    ) -> list[Case]:
+        """The cases of this group; the first of them is the timed one."""
+        return [
+            Case(
+                id=self.name if index == 0 else f"{self.name}-question-{index}",
+                workload=self.family,
+                size=str(self.tokens),
+                donors=tuple(donors),
+                prompt=each.prompt,
+                reference=each.answer,
+                known_answer=known,
+                expects=expects,
+                group=self.name,
+                donor_answer=each.donor_answer,
+            )
+            for index, each in enumerate(asked)
+        ]
