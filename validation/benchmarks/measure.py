@@ -17,7 +17,7 @@ from validation.benchmarks.stopwatch import Stopwatch
 from validation.engines import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
@@ -137,8 +137,10 @@ def miss_overhead(bench: Bench, plain: LLM, connected: LLM, size: int, pairs: in
     return statistics.median(extra[WARM_UPS:])
 
 
-def hits(bench: Bench, llm: LLM, size: int) -> Hits:
-    """Serves a donor, then prompts with its document behind another instruction.
+def hits(
+    bench: Bench, llm: LLM, size: int, stopwatch: type[Stopwatch] = Stopwatch, parts: Sequence[str] = PARTS
+) -> Hits:
+    """Serves a donor, then prompts with its document behind another instruction; `parts` are the stopwatch's.
 
     Raises AssertionError when a prompt was not served from the donor: its time would say nothing.
     """
@@ -153,10 +155,10 @@ def hits(bench: Bench, llm: LLM, size: int) -> Hits:
         times.append(output.time_to_first_token * 1e3)
         llm.settle()
     found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
-    watch = Stopwatch(llm)
+    watch = stopwatch(llm)
     splits = [watch.read(ttft_ms(llm, bench.prompts.shifted(document))) for _ in range(bench.repeats)]
     watch.remove()
-    found.split = {part: statistics.median([split[part] for split in splits]) for part in PARTS}
+    found.split = {part: statistics.median([split[part] for split in splits]) for part in parts}
     return found
 
 

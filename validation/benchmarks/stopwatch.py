@@ -31,7 +31,7 @@ class Stopwatch:
         """Milliseconds of each part of the request that has ended, and of the rest."""
         if self._cuda:
             torch.cuda.synchronize()
-        parts = {name: _between(*marks) for name, marks in self._marks.items()}
+        parts = {name: between(*marks) for name, marks in self._marks.items()}
         self._marks.clear()
         return parts | {"rest": ttft_ms - sum(parts.values())}
 
@@ -44,16 +44,17 @@ class Stopwatch:
         original: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            begin = _mark(on_card)
+            begin = mark(on_card)
             result = original(*arguments, **options)
-            self._marks.setdefault(part, [begin, _mark(on_card)])
+            self._marks.setdefault(part, [begin, mark(on_card)])
             return result
 
         setattr(owner, name, timed)
         self._wrapped.append((owner, name))
 
 
-def _mark(on_card: bool) -> Any:
+def mark(on_card: bool) -> Any:
+    """This moment: on the card's current stream, or on the host."""
     if not on_card:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -61,5 +62,6 @@ def _mark(on_card: bool) -> Any:
     return event
 
 
-def _between(begin: Any, end: Any) -> float:
+def between(begin: Any, end: Any) -> float:
+    """Milliseconds between two marks of one kind; the card's must have passed."""
     return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
