@@ -61,7 +61,7 @@ class ReuseTerms:
         kept = max(0, length - self.head_tokens)
         if self.check is None or self.check.largest_share is None:
             return kept
-        return kept - int(self.check.largest_share * kept)
+        return kept - round(self.check.largest_share * kept)
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:

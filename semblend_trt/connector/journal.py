@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from semblend_trt.config import Settings
+    from semblend_trt.connector.profile_match import ProfileMatch
+    from semblend_trt.connector.report import ReuseReport
     from semblend_trt.connector.request_table import TrackedRequest
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import SavedDonor
@@ -23,6 +25,14 @@ class Journal:
 
     def started(self, settings: Settings, refusal: str | None) -> None:
         self._audit.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
+
+    def profile(self, match: ProfileMatch) -> None:
+        self._audit.event(
+            "profile_compared",
+            policy=None if match.profile is None else match.profile.policy,
+            refusal=None if match.profile is not None else match.refusal,
+            differences=match.differences,
+        )
 
     def lookup(self, tracked: TrackedRequest) -> None:
         plan = tracked.plan
@@ -59,6 +69,16 @@ class Journal:
             prefix_token_count=plan.prefix_end,
             computed_token_count=plan.num_computed_tokens,
             requires_rope_correction=any(span.shift for span in plan.spans),
+        )
+
+    def settled(self, request_id: int, report: ReuseReport, exact_prefix_tokens: int) -> None:
+        self._audit.event(
+            "request_settled",
+            request_id=request_id,
+            outcome=report.outcome,
+            reason=report.reason,
+            exact_prefix_tokens=exact_prefix_tokens,
+            **report.figures,
         )
 
     def saved(self, donor: SavedDonor) -> None:

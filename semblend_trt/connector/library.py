@@ -13,6 +13,7 @@ from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.arena import arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.errors import CapacityError, DonorUnavailableError
+from semblend_trt.metrics import HeldDonors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,12 +47,14 @@ class Library:
         self._settings = settings
         self._index = SpanIndex()
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers)
+        self._block_size = pool.geometry.block_size
+        self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
         self.catalog = DonorCatalog(
             byte_budget=settings.host_bytes,
-            bytes_per_token=pool.geometry.bytes_per_token(pool.dtype),
+            bytes_per_token=self._bytes_per_token,
             max_donors=settings.max_donors,
             device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
-            block_size=pool.geometry.block_size,
+            block_size=self._block_size,
         )
         self._drops: list[str] = []
         self._demotions: list[str] = []
@@ -102,6 +105,12 @@ class Library:
         self._demotions.extend(placement.demoted)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
         return SaveIntent(tracked.request_id, donor_id, limit, placement.tier)
+
+    def held(self) -> HeldDonors:
+        """What the catalog holds at this moment; may be asked by any thread."""
+        stats = self.catalog.stats()
+        device_tokens = stats.device_blocks_used * self._block_size
+        return HeldDonors(stats.ready, stats.used_bytes, device_tokens * self._bytes_per_token)
 
     def take_orders(self) -> TierOrders:
         """What the tiers have to do since the last call; it must reach the workers before any later intent."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.catalog import Lease
+    from semblend_trt.evidence import CheckEvidence
     from semblend_trt.plan import SemanticKvPlan
 
 # One engine runs at most a few thousand sequences; anything older was lost by an error path that never reports.
@@ -22,7 +23,8 @@ MAX_TRACKED_REQUESTS = 4096
 class TrackedRequest:
     """One request between its lookup and its end.
 
-    `reason` says why no KV was placed; `is_followed`, that the workers were told of it and can save it.
+    `reason` says why no KV was placed; `is_followed`, that the workers were told of it and can save it. `evidence` is
+    what the check of its plan found, None until the engine says.
     """
 
     request_id: int
@@ -36,6 +38,7 @@ class TrackedRequest:
     intent: SaveIntent | None = None
     is_followed: bool = False
     load_failed: bool = False
+    evidence: CheckEvidence | None = None
     written_tokens: int = 0
 
     @property

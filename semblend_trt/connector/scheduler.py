@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from semblend_trt.connector.journal import Journal
 from semblend_trt.connector.library import Library, TierOrders
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
+from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.connector.standing import facts_or_refusal
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.errors import NamespaceError, SemBlendError
+from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
@@ -36,6 +39,7 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
 
@@ -55,6 +59,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._settings = load_settings()
         self._journal = Journal(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
+        self._profiles = ProfileMatcher(self._settings)
+        self._metrics = metrics_for(self._settings.metrics)
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -67,12 +73,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
-        request_id = int(request.request_id)
+        request_id, start = int(request.request_id), perf_counter()
         try:
             tracked = self._look_up(request, request_id, num_computed_tokens)
         except Exception:
             logger.exception("lookup of request %d failed; it is served cold", request_id)
             tracked = _refused(request_id, num_computed_tokens, "internal_error")
+        self._metrics.looked_up(perf_counter() - start)
         self._track(tracked)
         self._journal.lookup(tracked)
         return tracked.matched_tokens, False
@@ -118,6 +125,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
+    @property
+    def namespace(self) -> CacheNamespace | None:
+        """The namespace of the engine's own KV, bound to no request; None while, or where, nothing can be reused."""
+        return None if self._standing_refusal() is not None else self._serving()[1]
+
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """What reuse did for a request that is running or ended recently; None for an unknown one."""
         tracked = self._requests.get(request_id)
@@ -129,8 +141,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
+        self._drain()
         while len(self._requests):
             self._settle(self._requests.pop_oldest())
+        self._metrics.close()
         self._journal.close()
 
     # -- lookup ----------------------------------------------------------------------------------------------------
@@ -151,6 +165,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return _refused(request_id, num_computed_tokens, "salt_invalid")
         prompt = _prompt_of(request)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
+        match = self._match(namespace)
         planned, tracked.leases = library.plan(
             LookupRequest(
                 request_id=request_id,
@@ -160,6 +175,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 block_size=block_size,
                 mode=self._runtime.mode,
                 publication_guard=self._runtime.publication_guard,
+                profile=match.profile,
+                profile_refusal=match.refusal,
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
@@ -189,7 +206,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
             )
             self.library = Library(self._settings, pool)
+            self._metrics.watch(self.library)
+            self._journal.profile(self._match(self._namespace))
         return self.library, self._namespace, pool.geometry.block_size
+
+    def _match(self, namespace: CacheNamespace) -> ProfileMatch:
+        assert self._runtime.pool is not None
+        return self._profiles.match(namespace, self._runtime.pool.geometry, self._runtime.mode)
 
     def _track(self, tracked: TrackedRequest) -> None:
         replayed = self._requests.pop(tracked.request_id)
@@ -202,12 +225,16 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._settle(expired)
 
     def _drain(self) -> None:
-        """Takes the worker's news: donors that are held now, and loads that failed."""
+        """Takes the worker's and the wrapper's news: donors that are held now, what checks found, loads that failed."""
         while self._runtime.saved:
             saved = self._runtime.saved.popleft()
             if self.library is not None:
                 self.library.saved(saved)
             self._journal.saved(saved)
+        while self._runtime.evidence:
+            evidence = self._runtime.evidence.popleft()
+            if (checked := self._requests.get(evidence.request_id)) is not None:
+                checked.evidence = evidence
         while self._runtime.failed_loads:
             tracked = self._requests.get(self._runtime.failed_loads.popleft())
             if tracked is not None:
@@ -276,10 +303,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             tracked.request_id,
             outcome,
             reason,
-            reused_tokens=report.reused_tokens,
-            computed_holes=report.computed_holes,
             exact_prefix_tokens=tracked.num_computed_tokens,
+            **report.figures,
         )
+        self._metrics.settled(report, tracked.num_computed_tokens)
+        self._journal.settled(tracked.request_id, report, tracked.num_computed_tokens)
         if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
             self._journal.materialized(tracked.plan)
 

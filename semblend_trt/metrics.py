@@ -1,0 +1,213 @@
+"""Prometheus metrics of reuse, in the registry that a host server's /metrics shows. Serving never fails by them.
+
+All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
+are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
+sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
+are missing: only the process that holds the donors can count them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from semblend_trt.outcome import OTHER_REASON, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+    from semblend_trt.connector.report import ReuseReport
+
+logger = logging.getLogger(__name__)
+
+TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
+TIERS = ("host", "device")
+MAX_REASONS = 256
+_LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDonors:
+    """Donors that can be found, and the bytes taken in each tier, those reserved by running saves among them."""
+
+    donors: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
+class HoldsDonors(Protocol):
+    """What the gauges ask, from the thread that scrapes."""
+
+    def held(self) -> HeldDonors: ...
+
+
+class Metrics:
+    """One engine's view of the series; without any, nothing is counted. Thread safe, and raises nothing."""
+
+    def __init__(self, series: Series | None) -> None:
+        self._series = series
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._has_failed = False
+
+    def looked_up(self, seconds: float) -> None:
+        """Counts the time that one look-up took from the engine."""
+        self._try(lambda series: series.lookup_seconds.observe(seconds))
+
+    def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
+        """Counts how one request ended."""
+        self._try(lambda series: series.settled(report, exact_prefix_tokens))
+
+    def watch(self, library: HoldsDonors) -> None:
+        """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
+        self._watched.add(library)
+        self._try(lambda series: series.donors.add(library))
+
+    def close(self) -> None:
+        """Takes this engine's donors out of the gauges; what was counted stays."""
+        self._try(lambda series: series.donors.discard(list(self._watched)))
+
+    def _try(self, count: Callable[[Series], None]) -> None:
+        if self._series is None:
+            return
+        try:
+            count(self._series)
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("metrics are being lost")
+
+
+class Series:
+    """The series in one registry. Raises ValueError when somebody else has registered one of the names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self._requests = Counter(
+            "semblend_requests", "Requests by how reuse ended for them.", ["outcome"], registry=registry
+        )
+        self._refusals = Counter(
+            "semblend_refusals",
+            "Requests of which nothing, or not all that was found, was reused, by the reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._tokens = Counter("semblend_tokens", "Prompt tokens by what became of them.", ["kind"], registry=registry)
+        self.lookup_seconds = Histogram(
+            "semblend_lookup_seconds", "Time that look-ups took.", buckets=_LOOKUP_BUCKETS, registry=registry
+        )
+        self._kept_deviation = Histogram(
+            "semblend_kept_deviation",
+            "Largest deviation of a reused token, of each request with checked tokens.",
+            buckets=_DEVIATION_BUCKETS,
+            registry=registry,
+        )
+        self.donors = DonorGauges()
+        registry.register(self.donors)
+        self._lock = threading.Lock()
+        self._reasons: set[str] = set()
+        # Series that exist from the start can be told from an engine that counts nothing.
+        for outcome in Outcome:
+            self._requests.labels(outcome.value)
+        for kind in TOKEN_KINDS:
+            self._tokens.labels(kind)
+
+    def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
+        self._requests.labels(report.outcome).inc()
+        if report.reason:
+            self._refusals.labels(self._bounded(report.reason)).inc()
+        counts = (
+            report.offered_tokens,
+            report.checked_tokens,
+            report.reused_tokens,
+            report.recomputed_tokens,
+            exact_prefix_tokens,
+        )
+        for kind, tokens in zip(TOKEN_KINDS, counts, strict=True):
+            if tokens:
+                self._tokens.labels(kind).inc(tokens)
+        if report.checked_tokens and report.largest_kept is not None:
+            self._kept_deviation.observe(report.largest_kept)
+
+    def _bounded(self, reason: str) -> str:
+        with self._lock:
+            if reason in self._reasons or len(self._reasons) < MAX_REASONS:
+                self._reasons.add(reason)
+                return reason
+        return OTHER_REASON
+
+
+class DonorGauges:
+    """A Prometheus collector that asks every engine's library when it is scraped, so that serving pays nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._libraries: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, library: HoldsDonors) -> None:
+        with self._lock:
+            self._libraries.add(library)
+
+    def discard(self, libraries: list[HoldsDonors]) -> None:
+        with self._lock:
+            for library in libraries:
+                self._libraries.discard(library)
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            libraries = list(self._libraries)
+        yield from _gauges([_held(library) for library in libraries])
+
+    def describe(self) -> Iterator[Metric]:
+        return _gauges([])
+
+
+def _held(library: HoldsDonors) -> HeldDonors:
+    try:
+        return library.held()
+    except Exception:  # one engine's trouble must not empty the page of all
+        logger.exception("an engine's donors cannot be counted")
+        return HeldDonors()
+
+
+def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    yield GaugeMetricFamily("semblend_donors", "Donors held.", value=sum(each.donors for each in held))
+    tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
+    tiers.add_metric(["host"], sum(each.host_bytes for each in held))
+    tiers.add_metric(["device"], sum(each.device_bytes for each in held))
+    yield tiers
+
+
+_lock = threading.Lock()
+_series: weakref.WeakKeyDictionary[Any, Series] = weakref.WeakKeyDictionary()
+
+
+def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Metrics:
+    """The metrics of an engine, in Prometheus' default registry unless another is given. Never raises.
+
+    They count nothing when not `enabled`, without prometheus_client, or when the names are taken.
+    """
+    if not enabled:
+        return Metrics(None)
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return Metrics(None)
+    registry = REGISTRY if registry is None else registry
+    try:
+        with _lock:
+            if registry not in _series:
+                _series[registry] = Series(registry)
+            return Metrics(_series[registry])
+    except Exception as error:
+        logger.warning("no metrics are kept: %s", error)
+        return Metrics(None)

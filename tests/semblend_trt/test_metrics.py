@@ -1,0 +1,211 @@
+"""What the metrics count, that engines share them, and that serving never fails by them."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
+
+from semblend_trt.connector.report import ReuseReport
+from semblend_trt.metrics import TOKEN_KINDS, HeldDonors, Metrics, metrics_for
+from semblend_trt.outcome import OTHER_REASON, Outcome
+
+USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
+CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04)
+UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None)
+
+
+class Library:
+    """Donors of one engine."""
+
+    def __init__(self, held: HeldDonors) -> None:
+        self._held = held
+
+    def held(self) -> HeldDonors:
+        return self._held
+
+
+class BrokenLibrary:
+    def held(self) -> HeldDonors:
+        raise RuntimeError("injected")
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    found = registry.get_sample_value(f"semblend_{name}", labels)
+    assert found is not None, f"{name} {labels} is not there"
+    return found
+
+
+def tokens(registry: CollectorRegistry) -> dict[str, float]:
+    return {kind: value(registry, "tokens_total", kind=kind) for kind in TOKEN_KINDS}
+
+
+def test_every_outcome_and_kind_is_there_from_the_start(registry: CollectorRegistry) -> None:
+    metrics_for(True, registry)
+    assert {value(registry, "requests_total", outcome=outcome.value) for outcome in Outcome} == {0.0}
+    assert set(tokens(registry).values()) == {0.0}
+    assert value(registry, "donors") == 0
+    assert value(registry, "donor_bytes", tier="host") == value(registry, "donor_bytes", tier="device") == 0
+
+
+def test_a_checked_request(registry: CollectorRegistry) -> None:
+    metrics_for(True, registry).settled(CHECKED, 64)
+    assert value(registry, "requests_total", outcome=USED) == 1
+    assert tokens(registry) == {
+        "offered": 800,
+        "checked": 800,
+        "reused": 700,
+        "recomputed": 100,
+        "exact_prefix": 64,
+    }
+    assert value(registry, "kept_deviation_count") == 1
+    assert value(registry, "kept_deviation_sum") == 0.04
+
+
+def test_a_check_that_nobody_reports_counts_what_is_known(registry: CollectorRegistry) -> None:
+    metrics_for(True, registry).settled(UNKNOWN, 0)
+    assert tokens(registry) == {"offered": 800, "checked": 0, "reused": 64, "recomputed": 0, "exact_prefix": 0}
+    assert value(registry, "kept_deviation_count") == 0
+
+
+def test_refusals_and_lookups(registry: CollectorRegistry) -> None:
+    metrics = metrics_for(True, registry)
+    for reason in ("low_reuse", "low_reuse", "deviation"):
+        metrics.settled(ReuseReport(DECLINED, reason), 0)
+    metrics.looked_up(0.002)
+    assert value(registry, "requests_total", outcome=DECLINED) == 3
+    assert value(registry, "refusals_total", reason="low_reuse") == 2
+    assert value(registry, "refusals_total", reason="deviation") == 1
+    assert value(registry, "lookup_seconds_count") == 1
+    assert value(registry, "lookup_seconds_bucket", le="0.0025") == 1
+    assert value(registry, "lookup_seconds_bucket", le="0.001") == 0
+
+
+def test_engines_of_one_process_share_the_series_and_add_up(registry: CollectorRegistry) -> None:
+    engines = [metrics_for(True, registry) for _ in range(3)]
+    libraries = [Library(HeldDonors(2, 100, 10)), Library(HeldDonors(3, 1000, 0))]
+    for metrics in engines:
+        metrics.settled(CHECKED, 0)
+    for metrics, library in zip(engines, libraries, strict=False):
+        metrics.watch(library)
+    assert value(registry, "requests_total", outcome=USED) == 3
+    assert value(registry, "donors") == 5
+    assert value(registry, "donor_bytes", tier="host") == 1100
+    assert value(registry, "donor_bytes", tier="device") == 10
+    engines[0].close()
+    engines[0].close()
+    assert value(registry, "donors") == 3
+    assert value(registry, "requests_total", outcome=USED) == 3
+
+
+def test_an_engine_that_is_gone_holds_no_donors(registry: CollectorRegistry) -> None:
+    metrics = metrics_for(True, registry)
+    library = Library(HeldDonors(2, 100, 10))
+    metrics.watch(library)
+    del library
+    gc.collect()
+    assert value(registry, "donors") == 0
+
+
+def test_they_are_in_the_registry_that_a_server_shows() -> None:
+    metrics_for(True)
+    page = generate_latest(REGISTRY).decode()
+    for name in ("requests_total", "refusals", "tokens_total", "lookup_seconds_bucket", "kept_deviation_sum", "donors"):
+        assert f"semblend_{name}" in page
+
+
+def test_switched_off_nothing_is_registered(registry: CollectorRegistry) -> None:
+    use_all(metrics_for(False, registry))
+    assert list(registry.collect()) == []
+
+
+def test_without_prometheus_client_nothing_is_counted(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return imported(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    use_all(metrics_for(True, registry))
+    monkeypatch.undo()
+    assert list(registry.collect()) == []
+
+
+def test_taken_names_cost_the_metrics_and_no_more(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    Counter("semblend_requests", "Somebody else's.", registry=registry)
+    with caplog.at_level(logging.WARNING):
+        use_all(metrics_for(True, registry))
+    assert "no metrics are kept" in caplog.text
+
+
+@pytest.mark.parametrize("report", [None, ReuseReport(USED, None, -1, 0, -5)])
+def test_a_wrong_report_raises_nothing_and_is_told_once(
+    registry: CollectorRegistry, report: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = metrics_for(True, registry)
+    with caplog.at_level(logging.ERROR):
+        metrics.settled(report, 0)
+        metrics.settled(report, 0)
+        metrics.looked_up("soon")  # type: ignore[arg-type]
+    assert len(caplog.records) == 1
+
+
+def test_a_library_that_fails_empties_no_page(registry: CollectorRegistry) -> None:
+    metrics = metrics_for(True, registry)
+    broken, library = BrokenLibrary(), Library(HeldDonors(2, 100, 10))
+    metrics.watch(broken)
+    metrics.watch(library)
+    assert value(registry, "donors") == 2
+
+
+@given(reasons=st.lists(st.text(min_size=1, max_size=3), max_size=30), limit=st.integers(1, 5))
+def test_reasons_are_bounded_and_none_is_lost(reasons: list[str], limit: int) -> None:
+    registry = CollectorRegistry()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("semblend_trt.metrics.MAX_REASONS", limit)
+        metrics = metrics_for(True, registry)
+        for reason in reasons:
+            metrics.settled(ReuseReport(DECLINED, reason), 0)
+    (family,) = (family for family in registry.collect() if family.name == "semblend_refusals")
+    counted = {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
+    assert sum(counted.values()) == len(reasons)
+    assert len(counted) <= limit + 1
+    assert set(counted) <= {*reasons, OTHER_REASON}
+
+
+def test_racing_engines_lose_no_count(registry: CollectorRegistry) -> None:
+    def serve(_: int) -> None:
+        metrics = metrics_for(True, registry)
+        metrics.settled(CHECKED, 1)
+        metrics.watch(Library(HeldDonors(1, 1, 1)))
+        generate_latest(registry)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(serve, range(200)))
+    assert value(registry, "requests_total", outcome=USED) == 200
+    assert tokens(registry)["exact_prefix"] == 200
+
+
+def use_all(metrics: Metrics) -> None:
+    metrics.looked_up(0.1)
+    metrics.settled(CHECKED, 3)
+    metrics.watch(Library(HeldDonors(1, 1, 1)))
+    metrics.close()
