@@ -23,6 +23,8 @@ TENANT_PREFIX = "semblend:tenant:v1:"
 UNKNOWN_PREFIX = "semblend:unknown:"
 MAX_TEXT = 4096
 MAX_DEPTH = 8
+# Adapters whose unsalted namespace is kept: binding it anew takes longer than looking a short prompt up.
+MAX_REMEMBERED = 64
 PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
 PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
 
@@ -79,6 +81,7 @@ class CacheNamespace:
     backend_cache_layout: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     key: str = field(init=False, repr=False)
+    _unsalted: dict[str | None, CacheNamespace] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in _TEXT_FIELDS:
@@ -100,6 +103,15 @@ class CacheNamespace:
         """
         if "tenant_key" in self.extra:
             raise NamespaceError("the namespace is bound to a request already; bind the engine's own namespace instead")
+        if cache_salt is None and adapter in self._unsalted:
+            return self._unsalted[adapter]
+        bound = self._bound(cache_salt, adapter)
+        # Salts may be secrets, so none of them is remembered.
+        if cache_salt is None and len(self._unsalted) < MAX_REMEMBERED:
+            self._unsalted[adapter] = bound
+        return bound
+
+    def _bound(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         extra = dict(self.extra)
         extra["tenant_key"] = tenant_key(cache_salt)
         if cache_salt is not None:

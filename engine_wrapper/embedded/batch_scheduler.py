@@ -74,7 +74,7 @@ class BatchScheduler:
         )
 
     def _admit(self, batch: ScheduledBatch, request: LlmRequest, blocks: BlockManager, budget: int) -> bool:
-        match = blocks.match(request.root_key, request.tokens(0, request.prompt_len))
+        match = blocks.match(request.root_key, request.all_tokens)
         if not blocks.fits(match, request.max_total_tokens):
             return False
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens

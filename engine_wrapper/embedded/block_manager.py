@@ -136,9 +136,11 @@ class BlockManager:
             raise CapacityError(
                 f"request {request_id} asks for {needed} blocks; it was admitted with {sequence.total_blocks}"
             )
-        while len(sequence.block_ids) < needed:
-            sequence.block_ids.append(self._take_block())
-        return list(sequence.block_ids)
+        blocks, free = sequence.block_ids, self._free
+        blocks += [free.popleft() for _ in range(min(needed - len(blocks), len(free)))]
+        while len(blocks) < needed:
+            blocks.append(self._take_block())
+        return list(blocks)
 
     def block_ids(self, request_id: int) -> list[int]:
         """Blocks of the sequence in order of position. Raises SemBlendError for an unknown request."""
@@ -172,9 +174,9 @@ class BlockManager:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        for index, block_id in enumerate(sequence.block_ids):
-            if index >= len(sequence.path) or sequence.path[index].block_id != block_id:
-                self._free.append(block_id)
+        shared = zip(sequence.path, sequence.block_ids, strict=False)
+        self._free += [block_id for node, block_id in shared if node.block_id != block_id]
+        self._free += sequence.block_ids[len(sequence.path) :]
         self._tree.release(sequence.path)
         if self.publication is not None:
             self.publication.released(request_id)

@@ -218,7 +218,7 @@ class KvCacheConnectorManager:
         position = request.context_current_position if in_context else num_tokens - 1
         data = RequestData(
             request_id=request.request_id,
-            new_tokens=list(request.tokens(reported.tokens, num_tokens)),
+            new_tokens=request.tokens(reported.tokens, num_tokens),
             new_block_ids=block_ids[reported.blocks :],
             # A synchronous load is still to come: the position points at its first token.
             computed_position=position - self._synchronous_loads.get(request.request_id, 0),

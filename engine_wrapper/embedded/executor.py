@@ -216,7 +216,7 @@ class Executor:
         else:
             begin, end = request.get_num_tokens() - 1, request.get_num_tokens()
         block_ids = tuple(self.block_manager.block_ids(request.request_id))
-        return SequenceSlice(request.request_id, begin, request.tokens(begin, end), block_ids)
+        return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, end)), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks."""

@@ -179,10 +179,12 @@ class LLM:
             raise ConfigurationError(
                 f"forced_token_ids holds {max(forced)}; the model's token ids end at {vocabulary - 1}"
             )
+        token_ids, token_array = token_ids_of(prompt, self._runner.tokenizer, vocabulary)
         return LlmRequest(
             next(self._ids),
-            token_ids_of(prompt, self._runner.tokenizer, vocabulary),
+            token_ids,
             params,
+            prompt_token_array=token_array,
             max_new_tokens=params.max_tokens if forced is None else len(forced),
             cache_salt=cache_salt,
             lora_task_id=self._lora_task_id(lora_request),

@@ -45,17 +45,18 @@ class LlmRequest:
 
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. `arrival_time` is on the
-    clock of `time.perf_counter`, now by default.
+    `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. Where the caller has both,
+    the list becomes the request's own. `arrival_time` is on the clock of `time.perf_counter`, now by default.
     """
 
     def __init__(
         self,
         request_id: int,
-        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
+        prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         *,
         max_new_tokens: int,
+        prompt_token_array: npt.NDArray[np.int32] | None = None,
         cache_salt: str | None = None,
         lora_task_id: int | None = None,
         lora_path: str | None = None,
@@ -91,8 +92,11 @@ class LlmRequest:
         self.generation_logits: list[torch.Tensor] = []
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
-        self.prompt_token_array: npt.NDArray[np.int32] = np.asarray(prompt_token_ids, dtype=np.int32)
-        self._tokens: list[int] = self.prompt_token_array.tolist()
+        if prompt_token_array is None:
+            prompt_token_array = np.array(prompt_token_ids, dtype=np.int32)
+            prompt_token_ids = prompt_token_array.tolist()
+        self.prompt_token_array = prompt_token_array
+        self._tokens: list[int] = prompt_token_ids
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""
@@ -104,8 +108,20 @@ class LlmRequest:
     def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
         return len(self._tokens)
 
-    def tokens(self, begin: int, end: int) -> tuple[int, ...]:
-        return tuple(self._tokens[begin:end])
+    def tokens(self, begin: int, end: int) -> list[int]:
+        return self._tokens[begin:end]
+
+    @property
+    def all_tokens(self) -> Sequence[int]:
+        """What `get_tokens` copies: to be read only, and not to be kept."""
+        return self._tokens
+
+    def token_array(self, end: int) -> npt.NDArray[np.int32]:
+        """The first `end` tokens, int32 [end]; those of the prompt alone are not copied."""
+        if end <= self.prompt_len:
+            return self.prompt_token_array[:end]
+        generated = np.array(self._tokens[self.prompt_len : end], dtype=np.int32)
+        return np.concatenate([self.prompt_token_array, generated])
 
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)

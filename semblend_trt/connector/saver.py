@@ -9,15 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.placement import Tier
+from semblend_trt.materialize import block_vector
 from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
 
 if TYPE_CHECKING:
+    import torch
+
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
@@ -91,7 +92,7 @@ class DonorSaver:
 
     def _save(self, donor_id: str, tier: Tier, block_ids: list[int], tokens: int, written: Event | None) -> SavedDonor:
         began = time.perf_counter()
-        source = PagedKv(self._pool, torch.tensor(block_ids, dtype=torch.int64), self._geometry)
+        source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         try:
             wait(self._stream, [written])
             with on(self._stream):

@@ -32,9 +32,10 @@ def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> 
 
 @dataclass(slots=True)
 class _Donor:
-    """`readers` queue work on the blocks just now; `reads` are the ends of work queued before."""
+    """`block_ids`: int64 [blocks], on the host. `readers` queue work on the blocks just now; `reads` are the ends of
+    work queued before."""
 
-    block_ids: list[int]
+    block_ids: torch.Tensor
     tokens: int
     written: Event | None = None
     is_ready: bool = False
@@ -157,7 +158,7 @@ class DeviceTier:
         """The blocks of a donor that is held or being written; none for any other."""
         with self._changed:
             donor = self._donors.get(donor_id)
-            return () if donor is None else tuple(donor.block_ids)
+            return () if donor is None else tuple(donor.block_ids.tolist())
 
     def __len__(self) -> int:
         with self._changed:
@@ -183,12 +184,12 @@ class DeviceTier:
                     f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
                     "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
                 )
-            taken = [self._free.pop() for _ in range(needed)]
+            taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
             donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
             return donor
 
     def _paged(self, donor: _Donor) -> PagedKv:
-        return PagedKv(self._arena, torch.tensor(donor.block_ids, dtype=torch.int64), self._geometry)
+        return PagedKv(self._arena, donor.block_ids, self._geometry)
 
     def _end_work(self, donor: _Donor, end: Event | None) -> None:
         """The reader or writer of `donor` has queued all of its work, which ends with `end`."""
@@ -215,7 +216,7 @@ class DeviceTier:
     def _release_unread(self, donor: _Donor) -> None:
         if not donor.is_dropped or donor.readers:
             return
-        self._free += donor.block_ids
+        self._free += donor.block_ids.tolist()
         self._fences += donor.reads
         if donor.written is not None:
             self._fences.append(donor.written)

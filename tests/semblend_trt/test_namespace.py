@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
 from semblend_trt.namespace import (
+    MAX_REMEMBERED,
     MAX_TEXT,
     NO_SALT,
     CacheNamespace,
@@ -328,3 +329,14 @@ def test_from_dict_names_what_is_missing() -> None:
     del values["kv_layout"]
     with pytest.raises(NamespaceError, match="kv_layout"):
         CacheNamespace.from_dict(values)
+
+
+def test_unsalted_namespaces_are_remembered_by_adapter_and_salted_ones_never():
+    base = namespace()
+    assert base.for_request(None, "lora-7") is base.for_request(None, "lora-7")
+    assert base.for_request(None, "lora-7") == namespace().for_request(None, "lora-7")
+    assert base.for_request(None, None).key != base.for_request(None, "lora-7").key
+    assert base.for_request("s3cret", None) is not base.for_request("s3cret", None)
+    keys = {base.for_request(None, f"lora-{number}").key for number in range(MAX_REMEMBERED + 2)}
+    assert len(keys) == MAX_REMEMBERED + 2
+    assert len(base._unsalted) == MAX_REMEMBERED
