@@ -117,7 +117,7 @@ def test_every_field_of_a_namespace_is_decided_upon() -> None:
 
 
 @pytest.mark.parametrize("field", [field for field in FIELDS if field not in ("block_size", "extra")])
-@pytest.mark.parametrize("word", [unknown_value(), "Unknown"])
+@pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
 def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
     value: Any = {field: {"tp_size": 1, "pp_size": 1, "cp_size": unknown_value()}}
     if field == "rope_config":

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = Path("benchmarks/results/h200")
 SIZES = (4_096, 8_192, 16_384, 24_576, 32_768)
 DEVICE_DONORS, HOST_DONORS = 3, 3
-MISS_PAIRS = 12
+MISS_PAIRS = 40
 
 
 class Rows:
@@ -107,7 +107,7 @@ def _cold(bench: Bench, llm: LLM, plain: dict[int, float], rows: Rows) -> dict[i
 
 def _miss(bench: Bench, plain: LLM, connected: LLM, sizes: Sequence[int], cold: dict[int, float], rows: Rows) -> None:
     size = goals.MISS_SIZE if goals.MISS_SIZE in sizes else sizes[0]
-    percent = measure.miss_overhead(bench, plain, connected, size, min(MISS_PAIRS, 4 * bench.repeats))
+    percent = measure.miss_overhead(bench, plain, connected, size, min(MISS_PAIRS, 8 * bench.repeats))
     baseline = f"the same engine without connector, {cold[size]:,.1f} ms; median of neighbouring pairs"
     rows.add(f"miss_overhead_{label(size)}", percent, "%", baseline, goals.MISS_OVERHEAD_PERCENT)
 
