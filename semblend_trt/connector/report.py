@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.outcome import Outcome
@@ -46,8 +46,7 @@ class ReuseReport:
     @property
     def figures(self) -> dict[str, Any]:
         """Everything but outcome and reason, by name."""
-        values = asdict(self)
-        return {name: values[name] for name in _FIGURES}
+        return {name: getattr(self, name) for name in _FIGURES}
 
 
 _FIGURES = tuple(item.name for item in fields(ReuseReport) if item.name not in ("outcome", "reason"))
