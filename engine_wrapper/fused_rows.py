@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine_wrapper.begun_layer import BegunLayer
 from engine_wrapper.fused_layers import FusedDecoder, PagedAttend, RowTables
 from kernels.sparse_prefill import write_rows
 
@@ -55,6 +56,11 @@ class FusedRows:
         deviations = checkpoint.deviations(keys, values, decoder.pool, decoder.geometry)
         write_rows(keys, values, decoder.pool, layer, self._stage.sequences, decoder.geometry)
         return deviations
+
+    def begun(self, layer: int, keep: torch.Tensor | None) -> BegunLayer:
+        """Some of the rows, or all, behind `compare` at `layer`."""
+        assert self._heads is not None
+        return BegunLayer(layer, self._residual, self._heads).keep(keep)
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._delta is not None

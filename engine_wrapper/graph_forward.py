@@ -1,7 +1,8 @@
-"""Short iterations as CUDA graphs: the suffix behind reused KV, and decode steps.
+"""Short iterations as CUDA graphs: the suffix behind reused KV, what a check leaves to compute, and decode steps.
 
-A graph holds the whole forward for a bucket of rows and sequences. What differs between two iterations lies in one
-buffer on the device, filled by one copy from pinned memory; nothing waits for the device.
+A graph holds the whole forward, or its layers from a check's on, for a bucket of rows and sequences. What differs
+between two iterations lies in one buffer on the device, filled by one copy from pinned memory; nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_wrapper.begun_layer import BegunLayer
+from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.static_inputs import StaticInputs
 from kernels.sparse_prefill.captured import LaunchShape, launch_shape, sparse_prefill
 
 if TYPE_CHECKING:
-    from engine_wrapper.fused_layers import FusedDecoder
+    from collections.abc import Iterable
+
+    from engine_wrapper.course import Course
+    from engine_wrapper.fused_layers import Attend, FusedDecoder
     from engine_wrapper.layer_schedule import LayerSchedule
 
 MAX_ROWS = 256
@@ -23,6 +29,8 @@ MAX_ROWS = 256
 MAX_GRAPHS = 128
 # Block ids that a graph's buffer has room for beside those of the pool: sequences may share blocks.
 SHARED_BLOCKS = 4096
+# Rows of the graphs that are captured ahead: a decode step, and the usual questions behind a document.
+PREPARED_ROWS = (1, 16, 32, 64, 128, 256)
 
 
 def bucket(count: int) -> int:
@@ -32,39 +40,42 @@ def bucket(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the inputs it reads and the logits it writes, float32 [sequences, vocabulary]."""
+    """A graph, what it reads and what it writes: logits, float32 [sequences, vocabulary], or normed hidden rows,
+    [sequences, hidden], where it begins within a layer."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StaticInputs
-    logits: torch.Tensor
+    begun: BegunLayer | None
+    output: torch.Tensor
 
 
 class GraphForward:
-    """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
+    """Runs courses of one stage and at most MAX_ROWS rows by replaying graphs.
 
-    The first iteration of a bucket captures its graph, which takes some hundredths of a second. All graphs share one
-    memory pool: their outputs are copied before the next one runs.
+    The first iteration of a bucket captures its graph, which takes some hundredths of a second, unless `prepare` has.
+    All graphs share one memory pool: their outputs are copied before the next one runs.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
-        self._graphs: dict[LaunchShape, _Captured] = {}
+        self._graphs: dict[tuple[LaunchShape, int | None], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
         """Graphs captured so far."""
         return len(self._graphs)
 
-    def fits(self, schedule: LayerSchedule) -> bool:
-        """True when the schedule has one output row a sequence and a graph, or there is room for one."""
-        is_whole = len(schedule.stages) == 1 and schedule.checkpoint is None
-        if not is_whole or len(schedule.token_ids) > MAX_ROWS:
+    def fits(self, course: Course, layer: int | None = None) -> bool:
+        """True when the course, which begins within `layer` or at the lowest, has one output row a sequence and a
+        graph, or there is room for one."""
+        is_whole = len(course.stages) == 1 and course.checkpoint is None
+        if not is_whole or course.stages[0].num_rows > MAX_ROWS:
             return False
-        sequences = schedule.stages[0].sequences
+        sequences = course.stages[0].sequences
         blocks = sum(len(sequence.block_ids) for sequence in sequences)
-        if len(schedule.output_rows) != len(sequences) or blocks > self._block_room:
+        if len(course.output_rows) != len(sequences) or blocks > self._block_room:
             return False
-        return len(self._graphs) < MAX_GRAPHS or shape_of(schedule, self._decoder) in self._graphs
+        return len(self._graphs) < MAX_GRAPHS or (shape_of(course, self._decoder), layer) in self._graphs
 
     @torch.inference_mode()
     def __call__(self, schedule: LayerSchedule) -> torch.Tensor:
@@ -72,40 +83,90 @@ class GraphForward:
 
         Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
         """
-        shape = shape_of(schedule, self._decoder)
-        captured = self._graphs.get(shape)
-        if captured is None:
-            captured = self._graphs[shape] = self._capture(shape, schedule)
-        captured.inputs.upload(schedule)
-        captured.graph.replay()
-        return captured.logits[: len(schedule.output_rows)].clone()
+        return self._replay(schedule, None)
+
+    @torch.inference_mode()
+    def rest(self, course: Course, begun: BegunLayer) -> torch.Tensor:
+        """Runs what is left of a forward: a course that fits, its tensors on the host, of rows within a layer.
+
+        Returns the normed hidden rows, [sequences, hidden]. Raises as a call does.
+        """
+        return self._replay(course, begun)
+
+    @torch.inference_mode()
+    def prepare(self, reaches: Iterable[int], check_layers: Iterable[int] = ()) -> None:
+        """Captures the graphs of one sequence of PREPARED_ROWS rows whose last one sees so many tokens; also of rows
+        that a check in one of `check_layers` leaves. Nothing is written into the pool.
+
+        At least half of the room for graphs stays free.
+        """
+        geometry = self._decoder.geometry
+        layers = (None, *check_layers)
+        for reach in dict.fromkeys(reaches):
+            for rows in (count for count in PREPARED_ROWS if count <= reach):
+                blocks = (0,) * geometry.blocks_for(reach)
+                piece = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
+                schedule = build_schedule([piece], geometry.num_layers).last_rows([rows])
+                shape = shape_of(schedule, self._decoder)
+                for layer in layers:
+                    if len(self._graphs) < MAX_GRAPHS // 2 and self.fits(schedule, layer):
+                        begun = None if layer is None else self._zeros(layer)
+                        self._captured(shape, schedule, begun, writes=False)
 
     @property
     def _block_room(self) -> int:
         return int(self._decoder.pool.shape[0]) + SHARED_BLOCKS
 
-    def _capture(self, shape: LaunchShape, schedule: LayerSchedule) -> _Captured:
-        inputs = StaticInputs(shape, self._block_room, self._decoder.pool, self._decoder.geometry)
-        inputs.upload(schedule)
+    def _zeros(self, layer: int) -> BegunLayer:
+        decoder, geometry = self._decoder, self._decoder.geometry
+        residual = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.pool.device))
+        heads = decoder.num_heads + 2 * geometry.kv_heads
+        return BegunLayer(layer, residual, residual.new_zeros(1, heads, geometry.head_dim))
+
+    def _replay(self, course: Course, begun: BegunLayer | None) -> torch.Tensor:
+        captured = self._captured(shape_of(course, self._decoder), course, begun, writes=True)
+        captured.inputs.upload(course)
+        if captured.begun is not None and begun is not None:
+            captured.begun.fill(begun)
+        captured.graph.replay()
+        return captured.output[: len(course.output_rows)].clone()
+
+    def _captured(self, shape: LaunchShape, course: Course, begun: BegunLayer | None, *, writes: bool) -> _Captured:
+        key = shape, None if begun is None else begun.layer
+        if key not in self._graphs:
+            inputs = StaticInputs(shape, self._block_room, self._decoder.pool, self._decoder.geometry)
+            inputs.upload(course, writes=writes)
+            room = None if begun is None else begun.room_for(shape.rows)
+            if room is not None and begun is not None:
+                room.fill(begun)
+            self._graphs[key] = self._capture(shape, inputs, room)
+        return self._graphs[key]
+
+    def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
+        def run() -> torch.Tensor:
+            if begun is None:
+                return run_static(self._decoder, shape, inputs)
+            return run_rest(self._decoder, shape, inputs, begun)
+
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()
         aside.wait_stream(current)
         # Kernels are compiled and libraries initialised outside the capture, on a stream as the capture uses.
         with torch.cuda.stream(aside):
-            run_static(self._decoder, shape, inputs)
+            run()
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # Saves may allocate in threads of their own meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = run_static(self._decoder, shape, inputs)
-        return _Captured(graph, inputs, logits)
+            output = run()
+        return _Captured(graph, inputs, begun, output)
 
 
-def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
-    """The launch for a schedule: its rows and sequences rounded up to buckets."""
-    sequences, pool = schedule.stages[0].sequences, decoder.pool
+def shape_of(course: Course, decoder: FusedDecoder) -> LaunchShape:
+    """The launch for a course of one stage: its rows and sequences rounded up to buckets."""
+    sequences, pool = course.stages[0].sequences, decoder.pool
     return launch_shape(
-        bucket(len(schedule.token_ids)),
+        bucket(course.stages[0].num_rows),
         bucket(len(sequences)),
         bucket(max(sequence.count for sequence in sequences)),
         max(sequence.last_position for sequence in sequences) + 1,
@@ -116,14 +177,36 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
 
 def run_static(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> torch.Tensor:
     """The forward over what `inputs` hold: logits, float32 [shape.sequences, vocabulary]."""
+    residual, delta = decoder.embed(inputs.token_ids), None
+    return decoder.logits(_layers(decoder, shape, inputs, residual, delta, 0))
 
+
+def run_rest(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer) -> torch.Tensor:
+    """What is left of a forward for `shape.rows` rows, of which it overwrites the residual: normed hidden rows,
+    [shape.sequences, hidden]."""
+    attended = _attend(decoder, shape, inputs)(begun.layer, begun.heads)
+    delta = decoder.mix(begun.layer, attended, begun.residual)
+    return _layers(decoder, shape, inputs, begun.residual, delta, begun.layer + 1)
+
+
+def _layers(
+    decoder: FusedDecoder,
+    shape: LaunchShape,
+    inputs: StaticInputs,
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    first: int,
+) -> torch.Tensor:
+    attend, tables = _attend(decoder, shape, inputs), decoder.tables(inputs.launch.positions, inputs.slots)
+    for layer in range(first, decoder.geometry.num_layers):
+        delta = decoder.layer(layer, delta, residual, tables, attend)
+    assert delta is not None
+    return decoder.finish(delta, residual, inputs.output_rows)
+
+
+def _attend(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> Attend:
     def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
         query = heads[:, : decoder.num_heads]
         return sparse_prefill(query, decoder.pool, layer, shape, inputs.launch, decoder.geometry, decoder.scale)
 
-    residual, delta = decoder.embed(inputs.token_ids), None
-    tables = decoder.tables(inputs.launch.positions, inputs.slots)
-    for layer in range(decoder.geometry.num_layers):
-        delta = decoder.layer(layer, delta, residual, tables, attend)
-    assert delta is not None
-    return decoder.logits(decoder.finish(delta, residual, inputs.output_rows))
+    return attend

@@ -19,6 +19,7 @@ from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from engine_wrapper.course import Course
+    from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
     from semblend_trt.evidence import CheckEvidence
@@ -55,13 +56,16 @@ class SparseForward:
         before_layer: LayerHook | None = None,
         after_layer: LayerHook | None = None,
         evidence_sink: EvidenceSink | None = None,
+        graphs: GraphForward | None = None,
     ) -> torch.Tensor:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checkpoints only. Raises ValueError when a sequence reaches
-        beyond its blocks or a block beyond the pool.
+        each check found. The host waits for the device at checkpoints only. Without hooks, `graphs` run what a check
+        leaves, where they can. Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
         """
+        if before_layer is not None or after_layer is not None:
+            graphs = None
         before, after = before_layer or _no_hook, after_layer or _no_hook
         rows = self._rows(schedule)
         course: Course = schedule
@@ -79,10 +83,12 @@ class SparseForward:
             begun = course.checkpoint.layer
             before(begun)
             course, found = course.checkpoint.decide(rows.compare(course.checkpoint))
-            course = course.to(self._pool.device)
             if evidence_sink is not None:
                 for evidence in found:
                     evidence_sink(evidence)
+            if graphs is not None and isinstance(rows, FusedRows) and graphs.fits(course, begun):
+                return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
+            course = course.to(self._pool.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

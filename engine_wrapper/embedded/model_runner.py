@@ -122,14 +122,19 @@ class ModelRunner:
 
             self._graphs = GraphForward(self._forward.fused)
 
-    def warm_up(self, prompt_lengths: Iterable[int]) -> None:
-        """Prepares the card's libraries for prompts of about these lengths; nothing on the CPU.
+    def warm_up(self, prompt_lengths: Iterable[int], check_layers: Iterable[int] = ()) -> None:
+        """Prepares the card for prompts of about these lengths, whole or behind reused KV, for decode steps after them,
+        and for checks in `check_layers`: kernels, libraries and graphs. Nothing on the CPU; the pool stays as it is.
 
-        Others are served a little slower. Call it from the thread that will run `forward`, after `attach_pool`.
+        Others are served as well, the first ones slower. Call it from the thread that will run `forward`, after
+        `attach_pool`.
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before warm_up")
-        self._forward.warm_up(prompt_lengths)
+        lengths = tuple(prompt_lengths)
+        self._forward.warm_up(lengths)
+        if self._graphs is not None:
+            self._graphs.prepare(lengths, tuple(check_layers))
 
     @overload
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
@@ -156,7 +161,9 @@ class ModelRunner:
                 return self._graphs(schedule)
         schedule = schedule.to(self.device)
         found: list[CheckEvidence] = []
-        logits = self._forward.logits(self._forward(schedule, before_layer, self.after_layer, found.append))
+        graphs = None if all_rows else self._graphs
+        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
+        logits = self._forward.logits(hidden)
         if self.evidence_sink is not None:
             for evidence in found:
                 self.evidence_sink(evidence)
