@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -110,12 +112,33 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def _load_tokenizer(name: str, revision: str | None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        if _breaks_own_rules(tokenizer, name, revision):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise ConfigurationError(f"tokenizer {name} cannot be read: {_reason(error)}") from error
     # Without its files Transformers makes an empty tokenizer of the model's type.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ConfigurationError(f"tokenizer {name} has no vocabulary; the folder lacks its tokenizer files")
     return tokenizer
+
+
+def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
+    """Whether `tokenizer` normalises or splits text otherwise than the tokenizer.json of `name` says.
+
+    Transformers builds some tokenizers (Qwen2's, for one) from the model's type, and takes from the file the
+    vocabulary only. A model trained with a tokenizer of its own would then read other tokens than it knows.
+    """
+    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    used = getattr(tokenizer, "backend_tokenizer", None)
+    if path is None or used is None:
+        return False
+    written = Tokenizer.from_file(path)
+    return _rules(used) != _rules(written)
+
+
+def _rules(tokenizer: Tokenizer) -> list[bytes | None]:
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    return [None if part is None else part.__getstate__() for part in parts]
 
 
 def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) -> Any:

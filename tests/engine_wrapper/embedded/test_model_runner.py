@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
@@ -215,6 +216,30 @@ def test_weights_that_would_be_random_are_refused(model_folder: Path) -> None:
 def test_a_missing_tokenizer_is_refused(model_folder: Path) -> None:
     (model_folder / "tokenizer.json").unlink()
     check_refusal(model_folder, ConfigurationError, r"tokenizer .* (has no vocabulary|cannot be read)")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "Split", "pattern": {"Regex": "\\n"}, "behavior": "Isolated", "invert": False},
+    ],
+    ids=["digits", "lines"],
+)
+def test_the_files_own_rules_split_the_text(model_folder: Path, rule: dict[str, Any]) -> None:
+    """Transformers gives every tokenizer of a Qwen2 model Qwen2's rules, which join accents and split newlines off."""
+    path = model_folder / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    content["model"]["vocab"]["\u010a\u010a"] = len(content["model"]["vocab"]) + len(content["added_tokens"])
+    content["model"]["merges"] = [["\u010a", "\u010a"]]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rule, level]}
+    path.write_text(json.dumps(content), "utf-8")
+    tokenizer = ModelRunner(model_folder, device="cpu").tokenizer
+    text = "Te\u0301a 231.\n\nNext: 7\n\n\n"
+    assert tokenizer.encode(text) == Tokenizer.from_file(str(path)).encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_id is not None
 
 
 @pytest.mark.parametrize(
