@@ -7,34 +7,21 @@ only, so sequences that share a run of 32 tokens keep the same anchor inside it,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from semblend_trt.discovery.winnowing import GRAM_TOKENS, WINDOW_GRAMS, anchors
+
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 HashArray: TypeAlias = npt.NDArray[np.uint64]
-GramHash: TypeAlias = Callable[[TokenArray], HashArray]
 
-GRAM_TOKENS = 16
-WINDOW_GRAMS = 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
-
-# A position and a gram's rank share one uint64, so that a minimum of ranks also carries the rightmost position.
-_POSITION_BITS = 28
-_POSITION_MASK = np.uint64((1 << _POSITION_BITS) - 1)
-MAX_TOKENS = 1 << _POSITION_BITS
-_RANK_BITS = 64 - _POSITION_BITS
-# Grams of one repeated token rank behind all others: they say the least about where they stand.
-_CONSTANT_RANK = np.uint64((1 << _RANK_BITS) - 1)
-_VARIED_RANK_MASK = np.uint64((1 << (_RANK_BITS - 1)) - 1)
-
-_MASK_64 = (1 << 64) - 1
-_BASE = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no bit
-# splitmix64's finaliser (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+MAX_TOKENS = 1 << 28
+# Anchors of one hash kept of one sequence.
+MAX_REPEATS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +33,6 @@ class Fingerprints:
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    def thinned(self, max_repeats: int) -> Fingerprints:
-        """Keeps at most `max_repeats` anchors of one hash: the first half of them and the last.
-
-        Text that repeats itself then costs no more than text that does not, and its ends still align.
-        """
-        order = np.argsort(self.hashes, kind="stable")
-        ordered = self.hashes[order]
-        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ordered) else order
-        sizes = np.diff(np.append(starts, len(ordered)))
-        if not len(sizes) or sizes.max() <= max_repeats:
-            return self
-        rank = np.arange(len(ordered)) - np.repeat(starts, sizes)
-        from_end = np.repeat(sizes, sizes) - rank
-        kept = (rank < max_repeats - max_repeats // 2) | (from_end <= max_repeats // 2)
-        chosen = np.sort(order[kept])
-        return Fingerprints(self.hashes[chosen], self.positions[chosen])
 
 
 def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
@@ -81,66 +51,19 @@ def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > np.iinfo(np.int32).max:
             raise ValueError(f"token ids span {low}..{high}; they must lie in 0..{np.iinfo(np.int32).max}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    array = np.ascontiguousarray(array, dtype=np.int32)
+    # Compiled functions are compiled again for arrays that may not be written.
+    return array if array.flags.writeable else array.copy()
 
 
-def gram_hashes(tokens: TokenArray) -> HashArray:
-    """Hashes of all grams of GRAM_TOKENS tokens: uint64 [n - GRAM_TOKENS + 1].
-
-    The polynomial sum of token[i + j] * BASE**(GRAM_TOKENS - 1 - j) modulo 2**64, built by doubling the gram's length,
-    then mixed so that every bit depends on every token.
-    """
-    hashes: HashArray = tokens.astype(np.uint64)
-    length, power = 1, _BASE
-    while length < GRAM_TOKENS:
-        hashes = hashes[:-length] * np.uint64(power) + hashes[length:]
-        length, power = 2 * length, power * power & _MASK_64
-    hashes = (hashes ^ (hashes >> np.uint64(30))) * _MIX_1
-    hashes = (hashes ^ (hashes >> np.uint64(27))) * _MIX_2
-    hashes ^= hashes >> np.uint64(31)
-    return hashes
-
-
-def fingerprint(tokens: TokenArray, hash_grams: GramHash = gram_hashes) -> Fingerprints:
+def fingerprint(tokens: TokenArray, max_repeats: int = MAX_REPEATS) -> Fingerprints:
     """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`), about one in 9 tokens of ordinary text.
 
     Any two sequences that share a run of at least GUARANTEED_RUN tokens, not all equal, keep the same anchor at the
-    same place of that run. A stretch of one repeated token keeps its first and last gram only. None for shorter input.
+    same place of that run. A stretch of one repeated token keeps its first and last gram only. Of one hash, the first
+    half of `max_repeats` anchors and the last half are kept: text that repeats itself then costs no more than text that
+    does not, and its ends still align. No anchors for shorter input.
     """
     if len(tokens) < GUARANTEED_RUN:
         return Fingerprints(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
-    hashes = hash_grams(tokens)
-    constant = _constant_grams(tokens)
-    ranks = np.where(constant, _CONSTANT_RANK, hashes & _VARIED_RANK_MASK)
-    positions = np.arange(len(hashes), dtype=np.uint64)
-    keys = (ranks << np.uint64(_POSITION_BITS)) | (_POSITION_MASK - positions)
-    smallest = _window_minimum(keys)
-    smallest = smallest[(smallest >> np.uint64(_POSITION_BITS)) != _CONSTANT_RANK]
-    chosen = (_POSITION_MASK - (smallest & _POSITION_MASK)).astype(np.int64)
-    chosen = chosen[np.concatenate(([True], chosen[1:] != chosen[:-1]))] if len(chosen) else chosen
-    ends = _constant_stretch_ends(constant)
-    if len(ends):
-        chosen = np.union1d(chosen, ends)
-    return Fingerprints(hashes[chosen], chosen)
-
-
-def _constant_grams(tokens: TokenArray) -> npt.NDArray[np.bool_]:
-    changes = np.concatenate(([0], np.cumsum(tokens[1:] != tokens[:-1])))
-    return np.asarray(changes[GRAM_TOKENS - 1 :] == changes[: len(changes) - GRAM_TOKENS + 1])
-
-
-def _constant_stretch_ends(constant: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    edges = np.flatnonzero(np.diff(constant, prepend=False, append=False))
-    firsts, lasts = edges[0::2], edges[1::2] - 1
-    long = lasts - firsts >= WINDOW_GRAMS - 1
-    return np.concatenate((firsts[long], lasts[long]))
-
-
-def _window_minimum(keys: HashArray) -> HashArray:
-    """Minimum of every WINDOW_GRAMS consecutive keys: [n - WINDOW_GRAMS + 1]."""
-    minimum, length = keys, 1
-    while 2 * length <= WINDOW_GRAMS:
-        minimum = np.minimum(minimum[:-length], minimum[length:])
-        length *= 2
-    rest = WINDOW_GRAMS - length
-    return np.minimum(minimum[: len(minimum) - rest], minimum[rest:])
+    return Fingerprints(*anchors(tokens, max_repeats))

@@ -5,245 +5,268 @@ Anchors (fingerprint.py) nominate places; only a comparison token by token makes
 
 from __future__ import annotations
 
+import secrets
 import threading
-from array import array
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from semblend_trt.discovery.fingerprint import (
-    GUARANTEED_RUN,
-    Fingerprints,
-    GramHash,
-    TokenArray,
-    as_token_array,
-    fingerprint,
-    gram_hashes,
+from semblend_trt.discovery.anchor_table import MAX_DEPTH, Directory
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
+from semblend_trt.discovery.index_memory import (
+    BLOCK_CELLS,
+    BLOCKS,
+    BORN,
+    BUCKETS,
+    DIED,
+    DONORS,
+    FRESH,
+    PAGE_TOKENS,
+    SPARE,
+    TOKENS,
+    IndexMemory,
+    Words,
 )
+from semblend_trt.discovery.index_writing import (
+    NUMBER_MASK,
+    SPARE_BLOCKS,
+    SPARE_BUCKETS,
+    enter_anchors,
+    erase_anchors,
+    free_records,
+    read_tokens,
+    stamp_donor,
+    write_tokens,
+)
+from semblend_trt.discovery.readers import Readers
+from semblend_trt.discovery.run import Run, ScanBounds
+from semblend_trt.discovery.span_search import search
+from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import numpy.typing as npt
 
-_POSITION_BITS = 32
-_POSITION_MASK = (1 << _POSITION_BITS) - 1
-# Added to a shift (donor position minus prompt position), which then is positive and fits below the serial number.
-_SHIFT_OFFSET = 1 << 31
-_FIRST_STEP, _STEP_GROWTH = 256, 4
+__all__ = ["Run", "ScanBounds", "SpanIndex", "warm_up"]
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`length` tokens of `donor_id` from `donor_start` that equal the prompt's from `target_start`."""
-
-    donor_id: str
-    donor_start: int
-    target_start: int
-    length: int
-
-    @property
-    def target_end(self) -> int:
-        return self.target_start + self.length
-
-    def within(self, begin: int, end: int) -> Run | None:
-        """The part of the run inside prompt positions [begin, end), None when there is none."""
-        first, last = max(begin, self.target_start), min(end, self.target_end)
-        if first >= last:
-            return None
-        return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
-
-
-@dataclass(frozen=True, slots=True)
-class ScanBounds:
-    """What one lookup may cost at most; anchors that fewer donors share are tried first.
-
-    `max_repeats`: anchors of one hash kept of one sequence. `max_bucket`: newest donor places tried of one anchor.
-    `max_pairs`: places tried in all. `max_extensions`: places compared token by token. Below all four, every run of
-    GUARANTEED_RUN tokens that are not all equal is found; above them, what is found is still right.
-    """
-
-    max_repeats: int = 8
-    max_bucket: int = 32
-    max_pairs: int = 1 << 16
-    max_extensions: int = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Donor:
-    donor_id: str
-    namespace_key: str
-    serial: int
-    tokens: TokenArray
+_ALL_BITS = (1 << 64) - 1
+_RETIRED_ROOM = 1 << 14
+_warm = threading.Event()
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """One namespace. A bucket holds `serial << 32 | position` in ascending order: serials only grow."""
+class _Namespace:
+    """A namespace with donors: its number, and the number its keys are mixed with.
 
-    donors: dict[int, _Donor] = field(default_factory=dict)
-    buckets: dict[int, array[int]] = field(default_factory=dict)
+    That is random, so that nobody can choose text that crowds one bucket or meets another namespace's keys.
+    """
+
+    number: int
+    space_key: int
+    donors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Nominated places, sorted by donor, shift and prompt position: `groups` int64 [n], `targets` int64 [n]."""
+class _State:
+    """What lookups see beside the memory: the table's directory, of 2**depth bucket numbers."""
 
-    groups: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
+    directory: Directory
+    depth: int
 
 
 class SpanIndex:
-    """Donors by the text they hold. One writer and any number of readers may use it at once.
+    """Donors by the text they hold. Lookups run beside each other and beside a change, and none waits for another: each
+    finds what was indexed when it began. Changes wait for each other.
 
-    `hash_grams` replaces the gram hash, for tests that force collisions; answers stay right whatever it returns.
+    `hash_mask` says which bits of a gram's hash count, for tests that force collisions; answers stay right whatever it
+    is.
     """
 
-    def __init__(self, bounds: ScanBounds | None = None, hash_grams: GramHash = gram_hashes) -> None:
+    def __init__(self, bounds: ScanBounds | None = None, hash_mask: int = _ALL_BITS) -> None:
+        warm_up()
         self._bounds = bounds or ScanBounds()
-        self._hash_grams = hash_grams
-        self._lock = threading.Lock()
-        self._shelves: dict[str, _Shelf] = {}
-        self._donors: dict[str, _Donor] = {}
-        self._next_serial = 0
+        self._mask = np.uint64(hash_mask)
+        self._writing = threading.Lock()
+        self._memory = IndexMemory()
+        self._retired: Words = np.zeros(_RETIRED_ROOM, dtype=np.int64)
+        self._donors: dict[str, int] = {}
+        # Names stay until no lookup can find the donor any more; a number is not given to another before.
+        self._names: dict[int, str] = {}
+        self._spaces: dict[str, _Namespace] = {}
+        self._space_of: dict[int, str] = {}
+        self._next_space = 1
+        # By version: donors whose anchors wait to be erased, and records that wait to be given back.
+        self._leaving: deque[tuple[int, int]] = deque()
+        self._unread: deque[tuple[int, Words]] = deque()
+        self._readers = Readers(_State(self._first_directory(), 0))
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
-        """Makes `tokens` (integers [n]; copied) findable as `donor_id`; raises ValueError when the id is taken."""
-        held = as_token_array(tokens).copy()
-        anchors = self._anchors(held)
-        with self._lock:
+        """Makes `tokens` (integers [n]; copied) findable as `donor_id`.
+
+        Raises ValueError when the id is taken or a token id is bad, CapacityError when the index is full.
+        """
+        held = as_token_array(tokens)
+        anchors = fingerprint(held, self._bounds.max_repeats)
+        with self._writing:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
-            donor = _Donor(donor_id, namespace_key, self._next_serial, held)
-            self._next_serial += 1
+            self._collect()
+            self._memory.provide(DONORS, 1)
+            self._memory.provide(TOKENS, -(-len(held) // PAGE_TOKENS))
+            space = self._enter_space(namespace_key)
+            memory = self._memory
+            donor = write_tokens(memory.chunks, memory.counts, held, space.number, space.space_key)
+            self._names[donor], self._space_of[donor] = donor_id, namespace_key
+            try:
+                self._enter_anchors(donor, anchors)
+            except BaseException:
+                self._withdraw(donor)
+                raise
             self._donors[donor_id] = donor
-            shelf = self._shelves.setdefault(namespace_key, _Shelf())
-            shelf.donors[donor.serial] = donor
-            for gram, posting in _postings(donor, anchors):
-                bucket = shelf.buckets.get(gram)
-                if bucket is None:
-                    shelf.buckets[gram] = array("q", (posting,))
-                else:
-                    bucket.append(posting)
+            stamp_donor(memory.chunks, donor, BORN, self._readers.version + 1)
+            self._readers.advance()
+            self._collect()
 
     def remove(self, donor_id: str) -> bool:
         """Forgets a donor; False when it is not indexed."""
-        with self._lock:
-            donor = self._donors.get(donor_id)
-        if donor is None:
-            return False
-        anchors = self._anchors(donor.tokens)
-        with self._lock:
-            if self._donors.get(donor_id) is not donor:
+        with self._writing:
+            donor = self._donors.pop(donor_id, None)
+            if donor is None:
                 return False
-            del self._donors[donor_id]
-            shelf = self._shelves[donor.namespace_key]
-            del shelf.donors[donor.serial]
-            for gram, posting in _postings(donor, anchors):
-                bucket = shelf.buckets[gram]
-                del bucket[bisect_left(bucket, posting)]
-                if not bucket:
-                    del shelf.buckets[gram]
-            if not shelf.donors:
-                del self._shelves[donor.namespace_key]
+            self._withdraw(donor)
+            self._collect()
         return True
 
-    def find(self, namespace_key: str, tokens: npt.ArrayLike) -> list[Run]:
-        """Returns the maximal runs of at least GUARANTEED_RUN tokens that `tokens` shares with the namespace's donors.
+    def find(self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN) -> list[Run]:
+        """Returns the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
 
-        A run is maximal when neither the token before nor the one behind is equal too. Sorted by prompt position, the
-        longest first. Donors of other namespaces are neither read nor counted. Raises ValueError for bad token ids.
+        A run is maximal when neither the token before nor the one behind is equal too. Runs shorter than GUARANTEED_RUN
+        are never returned. Sorted by prompt position, the longest first. Donors of other namespaces are never compared.
+        Raises ValueError for bad token ids.
         """
         prompt = as_token_array(tokens)
-        anchors = self._anchors(prompt)
-        if not len(anchors):
+        space = self._spaces.get(namespace_key)
+        if space is None or len(prompt) < GUARANTEED_RUN:
             return []
-        with self._lock:
-            shelf = self._shelves.get(namespace_key)
-            if shelf is None:
-                return []
-            pairs = self._nominate(shelf, anchors)
-            donors = {serial: shelf.donors[serial] for serial in np.unique(pairs.groups >> _POSITION_BITS).tolist()}
-        runs = self._verify(pairs, donors, prompt)
+        bounds = self._bounds
+        anchors = fingerprint(prompt, bounds.max_repeats)
+        with self._readers.reading() as (state, version):
+            rows = search(
+                self._memory.chunks, state.directory, state.depth, self._mask, space.space_key, space.number, version,
+                prompt, anchors.hashes, anchors.positions, bounds.max_bucket, bounds.max_pairs, bounds.max_extensions,
+                bounds.max_compared, max(shortest, GUARANTEED_RUN),
+            )  # fmt: skip
+            # One run may have been found twice; numbers mean these names until the lookup ends.
+            runs = [Run(self._names[donor], *place) for donor, *place in set(map(tuple, rows.tolist()))]
         runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
         return runs
 
+    def used_bytes(self) -> int:
+        """Memory of tokens, table and records, in bytes; not the names, which the interpreter holds."""
+        return self._memory.used_bytes() + self._readers.state.directory.nbytes
+
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._donors)
+        return len(self._donors)
 
     def __contains__(self, donor_id: object) -> bool:
-        with self._lock:
-            return donor_id in self._donors
+        return donor_id in self._donors
 
-    def _anchors(self, tokens: TokenArray) -> Fingerprints:
-        return fingerprint(tokens, self._hash_grams).thinned(self._bounds.max_repeats)
+    def _enter_anchors(self, donor: int, anchors: Fingerprints) -> None:
+        """Enters a donor's anchors, making room whenever the compiled loop stops for the lack of it."""
+        memory, most_blocks, done = self._memory, -(-self._bounds.max_bucket // BLOCK_CELLS), 0
+        while True:
+            state = self._readers.state
+            memory.provide(BUCKETS, SPARE_BUCKETS)
+            memory.provide(BLOCKS, SPARE_BLOCKS)
+            done = enter_anchors(
+                memory.chunks, memory.counts, self._retired, state.directory, state.depth, self._mask, donor,
+                anchors.hashes, anchors.positions, done, most_blocks,
+            )  # fmt: skip
+            if done == len(anchors):
+                return
+            self._set_aside()
+            if done < 0:
+                self._double_directory()
+                done = -done - 1
 
-    def _nominate(self, shelf: _Shelf, anchors: Fingerprints) -> _Pairs:
-        """Pairs every anchor of the prompt with the donor places of the same hash, rare hashes first."""
-        limit, buckets = self._bounds.max_bucket, shelf.buckets
-        nominated = list(map(buckets.get, anchors.hashes.tolist()))
-        known = [index for index, bucket in enumerate(nominated) if bucket is not None]
-        found = [bucket if len(bucket) <= limit else bucket[-limit:] for bucket in nominated if bucket is not None]
-        places = np.frombuffer(b"".join(found), dtype=np.int64)
-        counts = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
-        targets = np.repeat(anchors.positions[known], counts)
-        if len(places) > self._bounds.max_pairs:
-            rare = np.argsort(np.repeat(counts, counts), kind="stable")[: self._bounds.max_pairs]
-            places, targets = places[rare], targets[rare]
-        shifts = (places & _POSITION_MASK) - targets + _SHIFT_OFFSET
-        groups = (places >> _POSITION_BITS << _POSITION_BITS) | shifts
-        order = np.lexsort((targets, groups))
-        return _Pairs(groups[order], targets[order])
+    def _erase_anchors(self, donor: int) -> None:
+        memory, state, done = self._memory, self._readers.state, 0
+        anchors = fingerprint(read_tokens(memory.chunks, donor), self._bounds.max_repeats)
+        while done < len(anchors):
+            done = erase_anchors(
+                memory.chunks, self._retired, state.directory, state.depth, self._mask, donor, anchors.hashes,
+                anchors.positions, done,
+            )  # fmt: skip
+            self._set_aside()
 
-    def _verify(self, pairs: _Pairs, donors: dict[int, _Donor], prompt: TokenArray) -> list[Run]:
-        """Extends nominated places both ways; the shifts with most anchors, so the longest runs, come first."""
-        if not len(pairs.groups):
-            return []
-        groups, starts, support = np.unique(pairs.groups, return_index=True, return_counts=True)
-        budget = self._bounds.max_extensions
-        runs: list[Run] = []
-        for index in np.argsort(-support, kind="stable").tolist():
-            group, first = int(groups[index]), int(starts[index])
-            donor = donors[group >> _POSITION_BITS]
-            shift = (group & _POSITION_MASK) - _SHIFT_OFFSET
-            covered = -1
-            for target in pairs.targets[first : first + int(support[index])].tolist():
-                if target < covered:
-                    continue
-                if not budget:
-                    return runs
-                budget -= 1
-                begin, covered = _extend(donor.tokens, prompt, target, shift)
-                # A place whose first token differs (a hash collision) could only repeat the run that ends before it.
-                if covered > target and covered - begin >= GUARANTEED_RUN:
-                    runs.append(Run(donor.donor_id, begin + shift, begin, covered - begin))
-        return runs
+    def _withdraw(self, donor: int) -> None:
+        """Hides a donor from lookups that begin from now on; its anchors go when those before have ended."""
+        version = self._readers.version + 1
+        stamp_donor(self._memory.chunks, donor, DIED, version)
+        self._leaving.append((version, donor))
+        self._readers.advance()
+
+    def _collect(self) -> None:
+        """Erases what no lookup in progress may find any more, and frees what none may read."""
+        oldest = self._readers.oldest()
+        while self._leaving and self._leaving[0][0] <= oldest:
+            _, donor = self._leaving.popleft()
+            self._erase_anchors(donor)
+            self._leave_space(donor)
+            self._retired[0] += 1
+            self._retired[self._retired[0]] = DONORS << 32 | donor
+        self._set_aside()
+        oldest = self._readers.oldest()
+        while self._unread and self._unread[0][0] <= oldest:
+            _, records = self._unread.popleft()
+            for record in records[records >> 32 == DONORS].tolist():
+                del self._names[record & NUMBER_MASK]
+            free_records(self._memory.chunks, self._memory.counts, records)
+
+    def _set_aside(self) -> None:
+        """Keeps retired records until the lookups in progress, which may still read them, have ended."""
+        count = int(self._retired[0])
+        if count:
+            self._readers.advance()
+            self._unread.append((self._readers.version, self._retired[1 : count + 1].copy()))
+            self._retired[0] = 0
+
+    def _first_directory(self) -> Directory:
+        """One bucket, which the memory gives out empty, for all keys."""
+        self._memory.provide(BUCKETS, SPARE_BUCKETS)
+        self._memory.counts[FRESH, BUCKETS] += 1
+        self._memory.counts[SPARE, BUCKETS] -= 1
+        return np.zeros(1, dtype=np.uint32)
+
+    def _double_directory(self) -> None:
+        state = self._readers.state
+        if state.depth == MAX_DEPTH:
+            raise CapacityError(f"the span index holds all of the {1 << MAX_DEPTH} buckets that it can; remove donors")
+        self._readers.advance(_State(np.repeat(state.directory, 2), state.depth + 1))
+
+    def _enter_space(self, namespace_key: str) -> _Namespace:
+        space = self._spaces.get(namespace_key)
+        if space is None:
+            space = _Namespace(self._next_space, secrets.randbits(63))
+            self._next_space += 1
+            self._spaces[namespace_key] = space
+        space.donors += 1
+        return space
+
+    def _leave_space(self, donor: int) -> None:
+        namespace_key = self._space_of.pop(donor)
+        space = self._spaces[namespace_key]
+        space.donors -= 1
+        if not space.donors:
+            del self._spaces[namespace_key]
 
 
-def _postings(donor: _Donor, anchors: Fingerprints) -> Iterator[tuple[int, int]]:
-    base = donor.serial << _POSITION_BITS
-    return zip(anchors.hashes.tolist(), (anchors.positions + base).tolist(), strict=True)
-
-
-def _extend(donor: TokenArray, prompt: TokenArray, target: int, shift: int) -> tuple[int, int]:
-    """Prompt positions [begin, end) around `target` whose tokens equal the donor's, `shift` positions further on."""
-    place = target + shift
-    end = target + _equal_tokens(donor[place:], prompt[target:])
-    begin = target - _equal_tokens(donor[:place][::-1], prompt[:target][::-1])
-    return begin, end
-
-
-def _equal_tokens(left: TokenArray, right: TokenArray) -> int:
-    """Number of leading tokens that are equal, compared in growing steps so that short runs stay cheap."""
-    limit = min(len(left), len(right))
-    done, step = 0, _FIRST_STEP
-    while done < limit:
-        stop = min(done + step, limit)
-        differs = left[done:stop] != right[done:stop]
-        first = int(differs.argmax())
-        if differs[first]:
-            return done + first
-        done, step = stop, step * _STEP_GROWTH
-    return limit
+def warm_up() -> None:
+    """Compiles what an index runs, or loads it from disk, so that no request waits for it."""
+    if not _warm.is_set():
+        _warm.set()
+        index = SpanIndex()
+        index.add("", "", np.arange(GUARANTEED_RUN))
+        index.find("", np.arange(GUARANTEED_RUN))
+        index.remove("")
