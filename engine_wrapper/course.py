@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.evidence import CheckEvidence
 
-# What lies in the pool was rotated when it was placed there, so nothing turns.
-_UNUSED_ROTATION = RopeRotation((0.0,), 2)
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -110,7 +107,10 @@ class Checkpoint:
                 Move(donor, int(work.positions[rows.start]), int(places[rows.start]), len(rows), turn=0)
                 for rows in work.open_check.rows
             ]
-        return deviation(moves, FreshRows(keys, values), self.layer, _UNUSED_ROTATION).amax(0)
+        # What lies in the pool was rotated when it was placed there: nothing turns.
+        planes = geometry.head_dim // 2
+        still = RopeRotation((0.0,) * planes, 2 * planes)
+        return deviation(moves, FreshRows(keys, values), self.layer, still).amax(0)
 
     def decide(self, deviations: torch.Tensor) -> tuple[Course, tuple[CheckEvidence, ...]]:
         """The course from this layer on, its tensors on the host, and what the checks leave as evidence.

@@ -14,6 +14,7 @@ import torch
 from engine_wrapper.fused_layers import fuse
 from engine_wrapper.fused_rows import FusedRows
 from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
+from engine_wrapper.rehearsal import rehearsal
 from kernels.layer_ops import has_kernels
 from semblend_trt.errors import ConfigurationError
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
     from semblend_trt.evidence import CheckEvidence
+
+# Above every deviation, and finite as a threshold must be.
+_KEEP_ALL = 1e30
 
 LayerHook = Callable[[int], None]
 EvidenceSink = Callable[["CheckEvidence"], None]
@@ -98,9 +102,21 @@ class SparseForward:
 
     @torch.inference_mode()
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Prepares the card's libraries for prompts of these lengths; see `engine_wrapper.whole_attention`."""
+        """Prepares the card for prompts of these lengths (see `engine_wrapper.whole_attention`) and for checks."""
         if self.fused is not None and self._pool.is_cuda:
             self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
+            self.rehearse()
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Runs checked plans of 512 tokens over a pool of their own, so that every kernel is compiled."""
+        layers, block_size = self._geometry.num_layers, self._geometry.block_size
+        # The first one leaves its own KV behind, from which the second one does not deviate.
+        schedules = [rehearsal(layers, block_size, min(1, layers - 1), threshold) for threshold in (0.0, _KEEP_ALL)]
+        pool = self._pool.new_zeros(schedules[0][1], *self._pool.shape[1:])
+        forward = SparseForward(self._model, pool, self._geometry, fused=self.fused is not None)
+        for schedule, _ in schedules:
+            forward(schedule.to(pool.device))
 
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:

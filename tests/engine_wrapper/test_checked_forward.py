@@ -261,3 +261,11 @@ def test_the_kernels_find_the_same_tokens(
     assert replace(found, largest_kept=0.0) == replace(expected, largest_kept=0.0)
     assert expected.recomputed_tokens == 7
     assert found.largest_kept == pytest.approx(expected.largest_kept, abs=1e-4)
+
+
+def test_a_rehearsal_leaves_the_pool_alone(bench: Bench) -> None:
+    tokens = tokens_of(30)
+    logits, _ = bench.cold(tokens)
+    bench.forward.rehearse()
+    assert bench.pool.isnan().all()
+    assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)

@@ -47,6 +47,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
         cold = measure.engine_cold(bench, plain, size)
     with bench.engine(variables) as llm:
         _check_every_plan(llm, check)
+        llm.executor.model_runner.warm_up((size,), (check_layer,))
         found = measure.hits(bench, llm, size, CheckedStopwatch, PARTS)
     name, layers = label(size), bench.runner.facts.num_layers
     rows.add(f"verified_cold_ttft_{name}_ms", cold, "ms", "the engine without connector")
