@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class PromptForm:
     """`rows` are the least and most rows of a stock list that the model reads reliably.
 
-    `instructions` and `system_prompts` differ in length. Without `has_marks`, plain headings stand for the marks.
+    `instructions` and `system_prompts` differ in length. `qualified` is how a heading and a question name the list of
+    a place ("name") in one of the `units` or of one of the `dates` ("word"). Without `has_marks`, plain headings stand
+    for the marks.
     """
 
     name: str
@@ -27,6 +29,9 @@ class PromptForm:
     system_prompts: tuple[str, ...]
     vocabulary: Vocabulary
     rows: tuple[int, int]
+    units: tuple[str, ...]
+    dates: tuple[str, ...]
+    qualified: str
     has_marks: bool = True
 
     def render(self, instruction: str, documents: Sequence[str], question: str) -> str:
@@ -49,7 +54,21 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-SHIPPED = PromptForm("shipped", prompts.INSTRUCTIONS, prompts.SYSTEM_PROMPTS, SHIPPED_VOCABULARY, (12, 18))
+# Both small models know places of two words only, so a unit or a date takes the place of the first.
+_UNITS = _words("Box Crate Pair Dozen Bag Sack Pound Barrel")
+_DATES = _words("Spring Summer Autumn Winter")
+_TWO_WORDS = "{word} {name}"
+
+SHIPPED = PromptForm(
+    "shipped",
+    prompts.INSTRUCTIONS,
+    prompts.SYSTEM_PROMPTS,
+    SHIPPED_VOCABULARY,
+    (12, 18),
+    _UNITS,
+    _DATES,
+    _TWO_WORDS,
+)
 
 _YARDSTICK_INSTRUCTIONS = (
     "Answer the questions using the documents below.",
@@ -83,8 +102,21 @@ YARDSTICK = PromptForm(
         least=5,
     ),
     (8, 9),
+    _UNITS,
+    _DATES,
+    _TWO_WORDS,
 )
-PLAIN = PromptForm("plain", prompts.INSTRUCTIONS, prompts.SYSTEM_PROMPTS, SHIPPED_VOCABULARY, (12, 18), has_marks=False)
+PLAIN = PromptForm(
+    "plain",
+    prompts.INSTRUCTIONS,
+    prompts.SYSTEM_PROMPTS,
+    SHIPPED_VOCABULARY,
+    (12, 18),
+    _words("boxes crates pairs dozens bags sacks pounds barrels"),
+    _words("January February March April May June July August September October November December"),
+    "{name} in {word}",
+    has_marks=False,
+)
 FORMS = {form.name: form for form in (SHIPPED, YARDSTICK, PLAIN)}
 # Both models know the same marks; the shipped one's tokenizer is the small one.
 _SHIPPED_VOCABULARY_SIZE = 2_048

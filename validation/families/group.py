@@ -80,9 +80,10 @@ class Group:
                 yield place
         raise ConfigurationError(f"The prompt form {self.form.name} has {limit} places, too few for one prompt.")
 
-    def items(self) -> list[str]:
-        """Items of one list, as many as the form has rows."""
-        return self.rng.sample(self.form.vocabulary.items, self.rng.randint(*self.form.rows))
+    def items(self, rows_between: int = 0) -> list[str]:
+        """Items of one list, as many as the form has rows, and `rows_between` more for each of two lists."""
+        rows = self.rng.randint(*self.form.rows)
+        return self.rng.sample(self.form.vocabulary.items, rows + 2 * rows_between)
 
     def counts(self, items: Sequence[str], unlike: Mapping[str, int] | None = None) -> dict[str, int]:
         """A random count for each item, in their order, different from that of `unlike`."""

@@ -5,28 +5,55 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from validation.cases import Expectation
-from validation.documents import Document, counted_list
+from validation.documents import Document, Question, counted_list
 from validation.families.group import Asked
 from validation.families.questions import ask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from validation.cases import Case
     from validation.families.group import Group
 
-    Pairs = Iterator[tuple[str, str]]
+    Lists = Callable[[Group, str, str], tuple[list[Document], list[Document]]]
+
+# Rows between a heading and the shared rows, of the family in which the heading stands far above them.
+_ROWS_BETWEEN = 2
 
 
 def header(group: Group) -> list[Case]:
     """Two lists of the same items exchange their headers; a row's place stands only in front of the shared rows."""
-    places = group.places()
-    return _exchanged(group, ((place, next(places)) for place in places))
+    return _exchanged(group, _place_pairs(group), _headed("HEADER"))
+
+
+def far_header(group: Group) -> list[Case]:
+    """As `header`, but the first rows stay with their header: other text lies between it and the shared rows."""
+    return _exchanged(group, _place_pairs(group), _headed("HEADER", _ROWS_BETWEEN))
 
 
 def mid_sentence(group: Group) -> list[Case]:
     """As `header`, but both places share their second word: the shared text begins in the middle of the header."""
-    return _exchanged(group, _same_names(group))
+    return _exchanged(group, _qualified(group, group.form.vocabulary.place_kinds), _headed("HEADER"))
+
+
+def alias(group: Group) -> list[Case]:
+    """The shared text calls the place by another name, which was given to it in front of the shared text."""
+    return _exchanged(group, _place_pairs(group), _headed("Stock list of PLACE, here the store.\nCounts of the store."))
+
+
+def pronoun(group: Group) -> list[Case]:
+    """The shared text begins with a pronoun for the place, which is named in front of it only."""
+    return _exchanged(group, _place_pairs(group), _headed("HEADER\nIt holds these items."))
+
+
+def unit(group: Group) -> list[Case]:
+    """Two lists of one place, each in another unit, which stands in the heading only."""
+    return _exchanged(group, _qualified(group, group.form.units, group.form.qualified), _headed("HEADER"))
+
+
+def date(group: Group) -> list[Case]:
+    """Two lists of one place, each of another date, which stands in the heading only."""
+    return _exchanged(group, _qualified(group, group.form.dates, group.form.qualified), _headed("HEADER"))
 
 
 def near_duplicates(group: Group) -> list[Case]:
@@ -34,44 +61,44 @@ def near_duplicates(group: Group) -> list[Case]:
     form, rng = group.form, group.rng
     earlier, opening = group.openings()
     before = group.stock_lists(group.room)
-    after, changed = list(before), list[Asked]()
+    after, changed = list(before), list[Question]()
+    wrong = dict[str, str]()
     for index in range(1, len(before), 2):
         asked = rng.choice(before[index].questions)
-        item, place = asked.text.removeprefix("How many ").removesuffix("?").split(" are in ")
-        rows = dict(row.split(": ") for row in before[index].text.split("\n")[1:])
-        counts = {each: int(count) for each, count in rows.items()}
-        counts[item] = _other_number(group, counts[item])
-        after[index] = counted_list(place, counts)
-        changed.append(Asked(asked.text, str(counts[item]), asked.answer))
+        right = Question(asked.text, _other_number(group, asked.answer))
+        item = asked.text.removeprefix("How many ").partition(" are in ")[0]
+        text = before[index].text.replace(f"\n{item}: {asked.answer}", f"\n{item}: {right.answer}")
+        after[index] = Document(text, (right,))
+        changed.append(right)
+        wrong[asked.text] = asked.answer
     texts = [document.text for document in after]
-    rng.shuffle(changed)
-    asked_again = [changed[index % len(changed)] for index in range(group.questions)]
-    prompts = [Asked(form.render(opening, texts, each.prompt), each.answer, each.donor_answer) for each in asked_again]
+    prompts = [
+        Asked(form.render(opening, texts, each.text), each.answer, wrong[each.text])
+        for each in ask(rng, [after[index] for index in range(1, len(after), 2)], group.questions)
+    ]
     [last] = ask(rng, before[:1], 1)
     donors = [form.render(earlier, [document.text for document in before], last.text)]
     return group.cases(donors, prompts, Expectation.REUSE)
 
 
-def _exchanged(group: Group, pairs: Pairs) -> list[Case]:
-    """Lists in pairs of the same items; the donor has the rows of each under the header of the other."""
+def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:
+    """As many pairs of lists as there is room for, in another order in the donor.
+
+    `lists` gives the donor's and the prompt's two lists of two places, with questions on what they exchange only.
+    """
     rng, form = group.rng, group.form
     earlier, opening = group.openings()
-    room, used = group.room, 0
-    before, after, wrong = list[Document](), list[Document](), dict[str, str]()
-    for first, second in pairs:
-        items = group.items()
-        rows = group.counts(items)
-        others = group.counts(rng.sample(items, len(items)), unlike=rows)
-        own = [counted_list(first, rows), counted_list(second, others)]
-        swapped = [counted_list(second, rows), counted_list(first, others)]
-        used += sum(max(group.length(a.text), group.length(b.text)) for a, b in zip(own, swapped, strict=True))
-        if used > room and after:
+    room, before, after = group.room, list[Document](), list[Document]()
+    for first, second in places:
+        donor, own = lists(group, first, second)
+        room -= max(sum(group.length(each.text) for each in side) for side in (donor, own))
+        if room < 0 and after:
             break
+        before.extend(donor)
         after.extend(own)
-        before.extend(swapped)
-        wrong.update((each.text, each.answer) for document in swapped for each in document.questions)
     rng.shuffle(before)
     rng.shuffle(after)
+    wrong = {question.text: question.answer for document in before for question in document.questions}
     texts = [document.text for document in after]
     asked = [
         Asked(form.render(opening, texts, each.text), each.answer, wrong[each.text])
@@ -82,18 +109,45 @@ def _exchanged(group: Group, pairs: Pairs) -> list[Case]:
     return group.cases(donors, asked, Expectation.REUSE)
 
 
-def _same_names(group: Group) -> Pairs:
-    words = group.form.vocabulary
-    for name in group.rng.sample(words.place_names, len(words.place_names)):
-        first, second = group.rng.sample(words.place_kinds, 2)
-        yield f"{first} {name}", f"{second} {name}"
+def _headed(heading: str, rows_between: int = 0) -> Lists:
+    """Lists of the same items under `heading`; the first rows of a list, `rows_between` of them, are not exchanged."""
+
+    def lists(group: Group, first: str, second: str) -> tuple[list[Document], list[Document]]:
+        items = group.items(rows_between)
+        shared = items[2 * rows_between :]
+        kept = {
+            first: group.counts(items[:rows_between]),
+            second: group.counts(items[rows_between : 2 * rows_between]),
+        }
+        one = group.counts(shared)
+        other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
+        donor = [_listed(heading, first, kept[first], other), _listed(heading, second, kept[second], one)]
+        own = [_listed(heading, first, kept[first], one), _listed(heading, second, kept[second], other)]
+        return donor, own
+
+    return lists
 
 
-def _other_number(group: Group, number: int) -> int:
+def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
+    header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
+    text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
+    return Document(text, counted_list(place, exchanged).questions)
+
+
+def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
+    places = group.places()
+    return zip(places, places, strict=False)
+
+
+def _qualified(group: Group, words: tuple[str, ...], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:
+    """Two places that share their name, which differs from pair to pair."""
+    for name in group.rng.sample(group.form.vocabulary.place_names, len(group.form.vocabulary.place_names)):
+        first, second = (pattern.format(word=word, name=name) for word in group.rng.sample(words, 2))
+        yield first, second
+
+
+def _other_number(group: Group, number: str) -> str:
     """A number with as many digits of which one differs."""
-    while True:
-        digits = list(str(number))
-        digits[group.rng.randrange(len(digits))] = group.rng.choice("123456789")
-        other = int("".join(digits))
-        if other != number:
-            return other
+    place = group.rng.randrange(len(number))
+    digit = group.rng.choice([each for each in "123456789" if each != number[place]])
+    return number[:place] + digit + number[place + 1 :]
