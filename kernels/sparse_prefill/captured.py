@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sparse_prefill.tiles import SPLIT_OVERHEAD, TileConfig, cut_rows
-from kernels.sparse_prefill.triton_attention import INTERPRETED_PROCESSORS, JOINED_SLOTS, LOG2_E, choose_config
-from kernels.sparse_prefill.triton_kernels import attention_kernel, join_kernel
+from kernels.sparse_prefill.tiles import MIN_PIECE, TileConfig, cut_rows, equal_pieces
+from kernels.sparse_prefill.triton_attention import LOG2_E, choose_config, launch_join, processors_of
+from kernels.sparse_prefill.triton_kernels import attention_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,26 +27,23 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.sparse_prefill.rows import SequenceRows
 
-ITEM_FIELDS, TILE_FIELDS = 6, 5
-MIN_PIECE = 256
-# What joining one more piece costs, in tokens of KV; from a sweep of 1 and 128 rows behind 4k to 32k tokens on an H200.
-JOIN_COST = 12
-# Further than any token: an item that begins there covers none.
-_NOWHERE = 1 << 30
+ITEM_FIELDS, TILE_FIELDS = 7, 5
+# What a piece costs beside its KV, and what joining one more piece costs, in tokens of KV; from a sweep of 1 and 128
+# rows behind 4k to 32k tokens on an H200.
+PIECE_OVERHEAD, JOIN_COST = 256, 12
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
     """A launch for up to `rows` rows of up to `sequences` sequences, `group` query heads a KV head.
 
-    Each tile's KV is cut into at most `pieces` pieces of `piece` tokens.
+    The KV of a tile is cut into `pieces` pieces, or fewer, of equal length.
     """
 
     rows: int
     sequences: int
     group: int
     config: TileConfig
-    piece: int
     pieces: int
 
     @property
@@ -76,28 +73,22 @@ def launch_shape(
 ) -> LaunchShape:
     """The shape for a batch whose longest sequence has `longest` rows and whose furthest query sees `reach` tokens.
 
-    `q`: the query's heads, dtype and device. Pieces come in two sizes an octave, so that few shapes serve all reaches.
+    `q`: the query's heads, dtype and device. Pieces are 1, 2, 3, 4, 6, 8, 12, ... or as many as fill the card, so that
+    few shapes serve all reaches.
     """
     heads, dtype, device = q
     group = heads // geometry.kv_heads
     config = choose_config(longest * group, geometry.head_dim, dtype)
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else INTERPRETED_PROCESSORS
-    programs = processors * config.resident
-    columns = LaunchShape(rows, sequences, group, config, MIN_PIECE, 1).tiles * geometry.kv_heads
+    columns = LaunchShape(rows, sequences, group, config, 1).tiles * geometry.kv_heads
     # One round of programs: in the sweep a second one never paid, and spare items are not free.
-    pieces = max(1, programs // columns)
-    best, least = MIN_PIECE, float("inf")
-    piece = MIN_PIECE
-    while True:
-        count = -(-reach // piece)
-        time = -(-count * columns // programs) * (piece + SPLIT_OVERHEAD) + count * JOIN_COST
-        if count <= pieces and time < least:
-            best, least = piece, time
-        if count == 1:
-            return LaunchShape(rows, sequences, group, config, best, pieces)
-        # 256, 384, 512, 768, ...
-        piece = piece * 3 // 2 if piece & (piece - 1) == 0 else piece * 4 // 3
+    most = max(1, processors_of(device) * config.resident // columns)
+    counts = {most} | {count for power in range(most.bit_length()) for count in (1 << power, 3 << power)}
+
+    def cost(count: int) -> float:
+        return reach / count + PIECE_OVERHEAD + count * JOIN_COST
+
+    allowed = (count for count in counts if count <= most and (count - 1) * MIN_PIECE < reach)
+    return LaunchShape(rows, sequences, group, config, min(allowed, key=cost))
 
 
 def fill_tables(
@@ -106,27 +97,32 @@ def fill_tables(
     items: npt.NDArray[np.int32],
     tiles: npt.NDArray[np.int32],
 ) -> None:
-    """Writes the host's `items` [items, 6] and `tiles` [tiles, 5] for a batch that fits the shape.
+    """Writes the host's `items` [items, 7] and `tiles` [tiles, 5] for a batch that fits the shape.
 
     Raises ValueError when it does not.
     """
     table, reach = cut_rows(tuple(sequences), shape.group, shape.config.block_m)
-    counts = -(-reach // shape.piece)
-    used = int(counts.sum())
-    if len(table) > shape.tiles or used > shape.items:
-        raise ValueError(
-            f"the batch has {len(table)} tiles and {used} pieces; the launch has room for {shape.tiles} and "
-            f"{shape.items}"
-        )
-    first_slots = np.cumsum(counts) - counts
-    tile_of = np.repeat(np.arange(len(table)), counts)
-    items[:used, :4] = table[tile_of]
-    items[:used, 4] = (np.arange(used) - first_slots[tile_of]) * shape.piece
-    items[used:] = (0, 0, 1, 0, _NOWHERE, 0)
-    items[:, 5] = np.arange(shape.items)
+    if len(table) > shape.tiles:
+        raise ValueError(f"the batch has {len(table)} tiles; the launch has room for {shape.tiles}")
+    pieces = equal_pieces(reach, _piece(reach, shape))
+    used, counts = len(pieces), np.bincount(pieces[:, 0], minlength=len(table))
+    items[:used, :4] = table[pieces[:, 0]]
+    items[:used, 4:6] = pieces[:, 1:]
+    items[used:] = (0, 0, 1, 0, 0, 0, 0)
+    items[:, 6] = np.arange(shape.items)
     tiles[: len(table), :3] = table[:, :3]
-    tiles[: len(table), 3], tiles[: len(table), 4] = first_slots, counts
+    tiles[: len(table), 3], tiles[: len(table), 4] = np.cumsum(counts) - counts, counts
     tiles[len(table) :] = 0
+
+
+def _piece(reach: np.ndarray, shape: LaunchShape) -> int:
+    """The shortest piece, in whole tiles of KV, of which the launch's items hold all."""
+    tile = shape.config.block_n
+    longest = -(-int(reach.max()) // shape.pieces)
+    shortest = max(-(-int(reach.sum()) // shape.items), 1)
+    candidates = np.arange(-(-shortest // tile), -(-longest // tile) + 1) * tile
+    needed = (-(-reach // candidates[:, None])).sum(axis=1)
+    return int(candidates[np.argmax(needed <= shape.items)])
 
 
 def sparse_prefill(
@@ -149,13 +145,6 @@ def sparse_prefill(
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
-    sizes = {
-        "KV_HEADS": kv_heads,
-        "GROUP": shape.group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_M": config.block_m,
-    }
     attention_kernel[(shape.items * kv_heads,)](
         q,
         pool,
@@ -167,14 +156,18 @@ def sparse_prefill(
         tables.block_ids,
         layer,
         shape.items,
-        shape.piece,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         pool.stride(0),
         pool.stride(1),
         pool.stride(2),
+        KV_HEADS=kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=geometry.block_size,
+        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SPLIT=True,
         HEAD_MAJOR=False,
@@ -183,9 +176,6 @@ def sparse_prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
-        **sizes,
     )
-    join_kernel[(shape.tiles * config.block_m, kv_heads)](
-        partial, lse, output, tables.tiles, SLOTS=JOINED_SLOTS, num_warps=4, **sizes
-    )
+    launch_join(partial, lse, output, tables.tiles, geometry, config)
     return output

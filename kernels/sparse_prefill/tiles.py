@@ -7,6 +7,7 @@ query head i % group of that KV head, so K and V are read once for the whole gro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +18,12 @@ from kernels.sparse_prefill.rows import to_device
 if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
-# What a piece costs beside its KV, in tokens of KV: start, writing the partial output and reading it again.
-SPLIT_OVERHEAD = 256
+# Fewer tokens of KV than this are not worth a program of their own.
 MIN_PIECE = 256
-MAX_PIECES = 128
-# A longest tile below this share of one processor's work cannot leave the card idle for long.
-NEGLIGIBLE_SHARE = 8
+# What a piece costs a program beside its KV, in tokens of KV, and what each of its joined pieces costs the launch.
+PIECE_OVERHEAD, JOIN_COST = 256, 4
+# Whole tiles are kept when they end, by the bound on list scheduling, at most so much later than evenly spread work.
+UNEVEN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,15 @@ class BatchIndex:
 class AttentionWork:
     """One launch of attention.
 
-    `items`: int32 [items, 6], the heaviest first: first row of the sequence, first and end packed row, first block in
-    the batch's block ids, first token of KV, slot of the partial output. `tiles`: int32 [tiles, 5], for joining the
-    partial outputs: first row of the sequence, first and end packed row, first slot, slots. `piece`: tokens of KV an
-    item covers; `split`: whether any tile has more than one.
+    `items`: int32 [items, 7], the heaviest first: first row of the sequence, first and end packed row, first block in
+    the batch's block ids, first and end token of KV, slot of the partial output, -1 where the item holds all KV of its
+    tile. `tiles`: int32 [tiles, 5], those whose partial outputs are joined: first row of the sequence, first and end
+    packed row, first slot, slots. `slots`: partial outputs of all tiles.
     """
 
     items: torch.Tensor
     tiles: torch.Tensor
-    piece: int
-    split: bool
+    slots: int
 
 
 def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
@@ -99,77 +99,116 @@ def attention_work(
     """Plans the launch of a batch, once for all layers.
 
     `group`: query heads a KV head; `processors`: multiprocessors of the card; `piece`: tokens of KV an item may cover,
-    a multiple of block_n, or None to choose it by an estimate of the time. Raises ValueError for another piece.
+    a multiple of block_n, or None to cut the KV so that all programs end together. Raises ValueError for another piece.
     """
     first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece)
     if key not in first.memo:
-        table, reach = cut_rows(sequences, group, config.block_m)
-        if piece is None:
-            piece = choose_piece(reach, kv_heads, processors * config.resident, config.block_n)
-        if piece < 1 or piece % config.block_n:
+        if piece is not None and (piece < 1 or piece % config.block_n):
             raise ValueError(f"piece is {piece}; it must be a multiple of block_n, {config.block_n}")
-        first.memo[key] = _plan(table, reach, piece, first.positions.device)
+        table, reach = cut_rows(sequences, group, config.block_m)
+        programs = max(1, processors * config.resident // kv_heads)
+        pieces = balanced_pieces(reach, programs, config.block_n) if piece is None else equal_pieces(reach, piece)
+        first.memo[key] = _plan(table, pieces, first.positions.device)
     work: AttentionWork = first.memo[key]
     return work
 
 
 def cut_rows(sequences: tuple[SequenceRows, ...], group: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts each sequence's packed rows into tiles of `tile`.
+    """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: the tile that is not full is the
+    first, which attends to the fewest tokens.
 
     Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and int64 [tiles], the
     tokens of KV that the tile's last row attends to.
     """
     tables, reaches, first_block = [], [], 0
     for sequence in sequences:
-        begins = np.arange(0, sequence.count * group, tile)
-        ends = np.minimum(begins + tile, sequence.count * group)
-        table = np.empty((len(begins), 4), dtype=np.int32)
-        table[:, 0], table[:, 1], table[:, 2], table[:, 3] = sequence.first_row, begins, ends, first_block
+        ends = np.arange(sequence.count * group, 0, -tile)[::-1]
+        table = np.empty((len(ends), 4), dtype=np.int32)
+        table[:, 0], table[:, 1], table[:, 2] = sequence.first_row, np.maximum(ends - tile, 0), ends
+        table[:, 3] = first_block
         tables.append(table)
         reaches.append(sequence.host_positions.numpy()[(ends - 1) // group] + 1)
         first_block += sequence.block_ids.shape[0]
     return np.concatenate(tables), np.concatenate(reaches)
 
 
-def choose_piece(reach: np.ndarray, kv_heads: int, programs: int, block_n: int) -> int:
-    """Tokens of KV an item should cover, a multiple of `block_n`, when `programs` of them run at a time.
+def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
+    """Cuts each tile's KV every `piece` tokens, one length for all or one for each tile.
 
-    The time of a launch is estimated, in tokens of KV, as the larger of its work spread evenly and of the rounds that
-    its full pieces need, and half of a piece for the uneven end.
+    Returns int64 [pieces, 3], tile, first and end token, the tiles in order.
     """
-    longest = -(-int(reach.max()) // block_n) * block_n
-    load = float(reach.sum()) * kv_heads / programs
-    if longest * NEGLIGIBLE_SHARE <= load:
-        return longest
-    pieces = -(-longest // np.arange(1, MAX_PIECES + 1))
-    pieces = np.unique(-(-pieces // block_n) * block_n)
-    pieces = pieces[(pieces >= MIN_PIECE) | (pieces == longest)]
-    overhead = np.where(pieces < longest, SPLIT_OVERHEAD, 0)
-    items = (-(-reach // pieces[:, None])).sum(axis=1)
-    full = (reach // pieces[:, None]).sum(axis=1)
-    even = load + items * overhead * kv_heads / programs
-    rounds = np.ceil(full * kv_heads / programs) * (pieces + overhead)
-    uneven = np.where(items * kv_heads > programs, pieces / 2, 0)
-    return int(pieces[np.argmin(np.maximum(even + uneven, rounds))])
-
-
-def _plan(table: np.ndarray, reach: np.ndarray, piece: int, device: torch.device) -> AttentionWork:
     counts = -(-reach // piece)
-    first_slots = np.cumsum(counts) - counts
-    tile_of = np.repeat(np.arange(len(table)), counts)
-    begins = (np.arange(len(tile_of)) - first_slots[tile_of]) * piece
-    items = np.empty((len(tile_of), 6), dtype=np.int32)
-    items[:, :4] = table[tile_of]
-    items[:, 4] = begins
-    items[:, 5] = np.arange(len(tile_of))
-    work = np.minimum(reach[tile_of] - begins, piece)
-    items = items[np.argsort(-work, kind="stable")]
-    tiles = np.empty((len(table), 5), dtype=np.int32)
-    tiles[:, :3] = table[:, :3]
-    tiles[:, 3], tiles[:, 4] = first_slots, counts
+    tiles = np.repeat(np.arange(len(reach)), counts)
+    lengths = np.broadcast_to(piece, reach.shape)[tiles]
+    begins = (np.arange(len(tiles)) - (np.cumsum(counts) - counts)[tiles]) * lengths
+    return np.stack((tiles, begins, np.minimum(begins + lengths, reach[tiles])), axis=1)
+
+
+def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarray:
+    """Cuts the KV of one KV head's tiles for `programs` that run at a time; returns as `equal_pieces`.
+
+    Whole tiles are kept where they spread evenly enough. Otherwise that cut is taken, of a few, whose programs end
+    first by an estimate.
+    """
+    longest, total = int(reach.max()), int(reach.sum())
+    heaviest = np.sort(reach)[::-1]
+    # List scheduling starts a tile no later than when the heavier ones, spread evenly, would have ended.
+    latest = int(((np.cumsum(heaviest) - heaviest) / programs + heaviest).max())
+    if longest <= MIN_PIECE or latest * programs <= UNEVEN * total:
+        return equal_pieces(reach, longest)
+    cuts = [equal_pieces(reach, piece) for piece in _pieces_to_try(reach, programs, block_n)]
+    return min(cuts, key=lambda pieces: _end_of(pieces, len(reach), programs))
+
+
+def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int | np.ndarray]:
+    """Lengths of a piece, multiples of block_n: whole tiles; an even share of the work or little more; of few tiles,
+    the shortest of which one round of programs holds all pieces; of many, half and a third of the share, and whole
+    tiles for as many rounds as they fill with an even share of the lightest, which are left."""
+    least, whole = -(-MIN_PIECE // block_n), -(-int(reach.max()) // block_n)
+    share = -(-int(reach.sum()) // (programs * block_n))
+    lengths = {whole, *(share + share * more // 64 for more in (0, 1, 2, 4))}
+    if len(reach) <= programs:
+        candidates = np.arange(share, whole + 1)
+        needed = (-(-reach // (candidates[:, None] * block_n))).sum(axis=1)
+        lengths.add(int(candidates[np.argmax(needed <= programs)]))
+    else:
+        lengths |= {-(-share // 2), -(-share // 3)}
+    pieces: list[int | np.ndarray] = [*{min(max(length, least), whole) * block_n for length in lengths}]
+    left = len(reach) % programs
+    if len(reach) > programs and left:
+        lightest = np.argsort(reach)[:left]
+        mixed = np.full(len(reach), whole * block_n)
+        mixed[lightest] = max(least, -(-int(reach[lightest].sum()) // (programs * block_n))) * block_n
+        pieces.append(mixed)
+    return pieces
+
+
+def _end_of(pieces: np.ndarray, num_tiles: int, programs: int) -> int:
+    """When the last of the programs ends, in tokens of KV, each taking the heaviest piece that is left."""
+    joined = np.bincount(pieces[:, 0], minlength=num_tiles)
+    join = JOIN_COST * int(joined[joined > 1].sum())
+    heaviest = np.sort(pieces[:, 2] - pieces[:, 1])[::-1] + PIECE_OVERHEAD
+    if len(heaviest) <= programs:
+        return int(heaviest[0]) + join
+    busy = heaviest[:programs][::-1].tolist()
+    for tokens in heaviest[programs:].tolist():
+        heapreplace(busy, busy[0] + tokens)
+    return int(max(busy)) + join
+
+
+def _plan(table: np.ndarray, pieces: np.ndarray, device: torch.device) -> AttentionWork:
+    counts = np.bincount(pieces[:, 0], minlength=len(table))
+    joined = counts > 1
+    counts = np.where(joined, counts, 0)
+    split = joined[pieces[:, 0]]
+    items = np.empty((len(pieces), 7), dtype=np.int32)
+    items[:, :4] = table[pieces[:, 0]]
+    items[:, 4:6] = pieces[:, 1:]
+    items[:, 6] = np.where(split, np.cumsum(split) - 1, -1)
+    items = items[np.argsort(pieces[:, 1] - pieces[:, 2], kind="stable")]
+    tiles = np.empty((int(joined.sum()), 5), dtype=np.int32)
+    tiles[:, :3] = table[joined, :3]
+    tiles[:, 3], tiles[:, 4] = (np.cumsum(counts) - counts)[joined], counts[joined]
     return AttentionWork(
-        to_device(torch.from_numpy(items), device),
-        to_device(torch.from_numpy(tiles), device),
-        piece,
-        bool((counts > 1).any()),
+        to_device(torch.from_numpy(items), device), to_device(torch.from_numpy(tiles), device), int(counts.sum())
     )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 LOG2_E = 1.4426950408889634
-JOINED_SLOTS = 16
 # Rounds of programs from which the tiles of one KV head fill the card by themselves: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
@@ -51,7 +50,7 @@ def sparse_prefill(
     q = q if q.stride(2) == 1 else q.contiguous()
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_items, block_d = work.items.shape[0], max(16, triton.next_power_of_2(head_dim))
-    lanes = num_items * kv_heads * config.block_m if work.split else 0
+    lanes = work.slots * kv_heads * config.block_m
     lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     # The interpreter cannot multiply bf16.
@@ -67,7 +66,6 @@ def sparse_prefill(
         index.block_ids,
         layer,
         num_items,
-        work.piece,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -81,7 +79,7 @@ def sparse_prefill(
         BLOCK_SIZE=geometry.block_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLIT=work.split,
+        SPLIT=work.slots > 0,
         HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
         PRECISION="ieee" if exact else None,
@@ -89,21 +87,37 @@ def sparse_prefill(
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
     )
-    if work.split:
-        join_kernel[(work.tiles.shape[0] * config.block_m, kv_heads)](
-            partial,
-            lse,
-            output,
-            work.tiles,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_M=config.block_m,
-            SLOTS=JOINED_SLOTS,
-            num_warps=4,
-        )
+    if work.slots:
+        launch_join(partial, lse, output, work.tiles, geometry, config)
     return output
+
+
+def launch_join(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    output: torch.Tensor,
+    tiles: torch.Tensor,
+    geometry: KvGeometry,
+    config: TileConfig,
+) -> None:
+    """Launches the kernel that joins the partial outputs of `tiles`."""
+    # Low tiles are few and cut into many pieces, which then are read side by side; the sizes are a sweep's on an H200.
+    rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
+    join_kernel[(tiles.shape[0] * triton.cdiv(config.block_m, rows), geometry.kv_heads)](
+        partial,
+        lse,
+        output,
+        tiles,
+        KV_HEADS=geometry.kv_heads,
+        GROUP=output.shape[1] // geometry.kv_heads,
+        HEAD_DIM=geometry.head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
+        BLOCK_M=config.block_m,
+        ROWS=rows,
+        WAYS=ways,
+        SLOTS=slots,
+        num_warps=4,
+    )
 
 
 @cache

@@ -78,11 +78,11 @@ def _attend(
         scores = tl.dot(q, tl.trans(k.to(MATH)), input_precision=PRECISION)
         if MASKED:
             tokens = start + tl.arange(0, BLOCK_N)
-            scores = tl.where(tokens[None, :] <= row_positions[:, None], scores * scale, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            scores = tl.where(tokens[None, :] <= row_positions[:, None], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
             # A row that has seen no token yet has no finite maximum.
             subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.math.exp2(scores - subtracted[:, None])
+            weights = tl.math.exp2(scores * scale - subtracted[:, None])
             decay = tl.math.exp2(maximum - subtracted)
             # Slots beyond the reach may hold anything, and 0 * NaN is NaN.
             readable = (tokens < end)[:, None] & (channels[None, :] < HEAD_DIM)
@@ -102,7 +102,7 @@ def _attend(
     return accumulator, normaliser, maximum
 
 
-@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "piece"])
+@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items"])
 def attention_kernel(
     q_ptr,
     pool_ptr,
@@ -114,7 +114,6 @@ def attention_kernel(
     block_ids_ptr,
     layer,
     num_items,
-    piece,
     scale,
     q_row_stride,
     q_head_stride,
@@ -137,12 +136,14 @@ def attention_kernel(
     program = tl.program_id(0)
     item = program % num_items if HEAD_MAJOR else program // KV_HEADS
     kv_head = program // num_items if HEAD_MAJOR else program % KV_HEADS
-    first_row = tl.load(items_ptr + item * 6)
-    packed_begin = tl.load(items_ptr + item * 6 + 1)
-    packed_end = tl.load(items_ptr + item * 6 + 2)
-    first_block = tl.load(items_ptr + item * 6 + 3)
-    kv_begin = tl.load(items_ptr + item * 6 + 4)
-    slot = tl.load(items_ptr + item * 6 + 5)
+    record = items_ptr + item * 7
+    first_row = tl.load(record)
+    packed_begin = tl.load(record + 1)
+    packed_end = tl.load(record + 2)
+    first_block = tl.load(record + 3)
+    kv_begin = tl.load(record + 4)
+    piece_end = tl.load(record + 5)
+    slot = tl.load(record + 6)
 
     packed = packed_begin + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, BLOCK_D)
@@ -153,7 +154,7 @@ def attention_kernel(
     row_positions = tl.load(positions_ptr + rows).to(tl.int32)
     lowest = tl.load(positions_ptr + first_row + packed_begin // GROUP).to(tl.int32)
     highest = tl.load(positions_ptr + first_row + (packed_end - 1) // GROUP).to(tl.int32)
-    kv_end = tl.minimum(highest + 1, kv_begin + piece)
+    kv_end = tl.minimum(highest + 1, piece_end)
     # The first position bounds the part that needs no mask.
     open_end = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, kv_end), kv_begin)
 
@@ -178,7 +179,10 @@ def attention_kernel(
     empty = normaliser == 0.0
     accumulator = accumulator / tl.where(empty, 1.0, normaliser)[:, None]
     stored = (packed < packed_end)[:, None] & (channels[None, :] < HEAD_DIM)
+    joined = False
     if SPLIT:
+        joined = slot >= 0
+    if joined:
         lanes = (slot * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         lse = tl.where(empty, float("-inf"), maximum + tl.math.log2(tl.where(empty, 1.0, normaliser)))
         tl.store(lse_ptr + lanes, lse)
@@ -199,37 +203,62 @@ def join_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    WAYS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One packed row of one KV head: the mean of its partial outputs, weighted by 2 ** lse."""
-    tile = tl.program_id(0) // BLOCK_M
-    lane = tl.program_id(0) % BLOCK_M
-    kv_head = tl.program_id(1)
-    first_row = tl.load(tiles_ptr + tile * 5)
-    packed = tl.load(tiles_ptr + tile * 5 + 1) + lane
-    if packed >= tl.load(tiles_ptr + tile * 5 + 2):
-        return
-    first_slot = tl.load(tiles_ptr + tile * 5 + 3)
-    num_slots = tl.load(tiles_ptr + tile * 5 + 4)
+    """ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
 
+    Each of WAYS groups of threads takes every WAYS-th piece, SLOTS of them at a time.
+    """
+    parts = (BLOCK_M + ROWS - 1) // ROWS
+    record = tiles_ptr + tl.program_id(0) // parts * 5
+    first_lane = tl.program_id(0) % parts * ROWS
+    kv_head = tl.program_id(1)
+    packed_begin = tl.load(record + 1)
+    packed_end = tl.load(record + 2)
+    if packed_begin + first_lane >= packed_end:
+        return
+    first_row = tl.load(record)
+    first_slot = tl.load(record + 3)
+    end_slot = first_slot + tl.load(record + 4)
+
+    # One line for each row and way.
+    lines = tl.arange(0, ROWS * WAYS)
+    lanes = first_lane + lines // WAYS
     channels = tl.arange(0, BLOCK_D)
-    accumulator = tl.zeros([BLOCK_D], tl.float32)
+    accumulator = tl.zeros([ROWS * WAYS, BLOCK_D], tl.float32)
     # A running maximum far below any score, so that pieces without a token keep a weight of zero.
-    maximum = tl.full([], -1.0e30, tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for start in range(0, num_slots, SLOTS):
-        slots = start + tl.arange(0, SLOTS)
-        lanes = ((first_slot + slots) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + lane
-        lse = tl.load(lse_ptr + lanes, mask=slots < num_slots, other=float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
-        weights = tl.math.exp2(lse - new_maximum)
-        decay = tl.math.exp2(maximum - new_maximum)
-        readable = (slots < num_slots)[:, None] & (channels[None, :] < HEAD_DIM)
-        partial = tl.load(partial_ptr + (lanes * HEAD_DIM)[:, None] + channels[None, :], mask=readable, other=0.0)
-        accumulator = accumulator * decay + tl.sum(partial * weights[:, None], 0)
-        total = total * decay + tl.sum(weights, 0)
-        maximum = new_maximum
-    row = (first_row + packed // GROUP).to(tl.int64)
-    head = kv_head * GROUP + packed % GROUP
-    pointers = output_ptr + (row * (KV_HEADS * GROUP) + head) * HEAD_DIM + channels
-    tl.store(pointers, (accumulator / total).to(output_ptr.dtype.element_ty), mask=channels < HEAD_DIM)
+    maximum = tl.full([ROWS * WAYS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS * WAYS], tl.float32)
+    for start in range(first_slot, end_slot, WAYS * SLOTS):
+        # Unrolled, so that the loads of several pieces are in flight; here threads exchange nothing.
+        for step in tl.static_range(SLOTS):
+            slots = start + step * WAYS + lines % WAYS
+            places = (slots * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + lanes
+            readable = (packed_begin + lanes < packed_end) & (slots < end_slot)
+            lse = tl.load(lse_ptr + places, mask=readable, other=float("-inf"))
+            partial = tl.load(
+                partial_ptr + (places * HEAD_DIM)[:, None] + channels[None, :],
+                mask=readable[:, None] & (channels[None, :] < HEAD_DIM),
+                other=0.0,
+            )
+            new_maximum = tl.maximum(maximum, lse)
+            weight = tl.math.exp2(lse - new_maximum)
+            decay = tl.math.exp2(maximum - new_maximum)
+            accumulator = accumulator * decay[:, None] + partial * weight[:, None]
+            total = total * decay + weight
+            maximum = new_maximum
+    if WAYS > 1:
+        maximum = tl.reshape(maximum, (ROWS, WAYS))
+        weight = tl.math.exp2(maximum - tl.max(maximum, 1)[:, None])
+        total = tl.sum(tl.reshape(total, (ROWS, WAYS)) * weight, 1)
+        accumulator = tl.sum(tl.reshape(accumulator, (ROWS, WAYS, BLOCK_D)) * weight[:, :, None], 1)
+    packed = packed_begin + first_lane + tl.arange(0, ROWS)
+    live = packed < packed_end
+    rows = (first_row + packed // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + packed % GROUP
+    pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
+    # Rows beyond the tile's end have no weight.
+    joined = accumulator / tl.where(live, total, 1.0)[:, None]
+    tl.store(pointers, joined.to(output_ptr.dtype.element_ty), mask=live[:, None] & (channels[None, :] < HEAD_DIM))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,18 @@ from hypothesis import strategies as st
 
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.tiles import (
-    MIN_PIECE,
+    PIECE_OVERHEAD,
     TileConfig,
     attention_work,
+    balanced_pieces,
     batch_index,
-    choose_piece,
     cut_rows,
     row_tiles,
 )
 
 PROCESSORS = 132
+# Programs of one of 4 KV heads that run at a time, two a multiprocessor.
+PROGRAMS = 66
 
 
 def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
@@ -39,32 +43,38 @@ def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
 def test_every_row_and_every_token_is_covered_once(positions: list[list[int]], group: int, piece: int | None) -> None:
     sequences = batch_of(*positions)
     work = attention_work(sequences, group, 2, TileConfig(16, 16, 4, 2), PROCESSORS, piece)
-    covered = {}
-    slots = set()
-    for first_row, begin, end, first_block, kv_begin, slot in work.items.tolist():
-        slots.add(slot)
+    covered = set()
+    slots = {}
+    for first_row, begin, end, first_block, kv_begin, kv_end, slot in work.items.tolist():
         (index,) = (index for index, own in enumerate(sequences) if own.first_row == first_row)
         assert first_block == sum(own.block_ids.shape[0] for own in sequences[:index])
         assert 0 < end - begin <= 16
+        assert kv_begin % 16 == 0
         for packed in range(begin, end):
-            for token in range(kv_begin, min(kv_begin + work.piece, positions[index][(end - 1) // group] + 1)):
+            for token in range(kv_begin, kv_end):
                 assert (index, packed, token) not in covered
-                covered[index, packed, token] = slot
+                covered.add((index, packed, token))
+        if slot < 0:
+            assert (kv_begin, kv_end) == (0, positions[index][(end - 1) // group] + 1)
+        else:
+            slots[slot] = (first_row, begin, end)
     for index, own in enumerate(positions):
         for packed in range(len(own) * group):
             assert all((index, packed, token) in covered for token in range(own[packed // group] + 1))
-    assert slots == set(range(len(work.items)))
-    ends = [first + count for first, count in work.tiles[:, 3:].tolist()]
-    assert ends == [*work.tiles[1:, 3].tolist(), len(work.items)]
-    assert work.split == bool((work.tiles[:, 4] > 1).any())
-    assert work.piece % 16 == 0
+    assert sorted(slots) == list(range(work.slots))
+    joined = [
+        (slot, (first_row, begin, end))
+        for first_row, begin, end, first_slot, count in work.tiles.tolist()
+        for slot in range(first_slot, first_slot + count)
+    ]
+    assert joined == sorted(slots.items())
 
 
 def test_the_heaviest_items_come_first() -> None:
     work = attention_work(batch_of(list(range(100)), [399]), 1, 1, TileConfig(16, 16, 4, 2), 1)
-    assert not work.split
+    assert not work.slots
     assert work.items[:, 0].tolist() == [100] + [0] * 7
-    assert work.items[1:, 1].tolist() == list(range(96, -1, -16))
+    assert work.items[1:, 2].tolist() == list(range(100, 0, -16))
 
 
 def test_one_plan_serves_all_layers() -> None:
@@ -83,31 +93,64 @@ def test_a_single_sequence_lends_its_own_index_tensors() -> None:
     assert index.block_ids is rows.block_ids
 
 
-def test_rows_are_cut_where_sequences_end() -> None:
+def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one() -> None:
     table, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
-    assert table.tolist() == [[0, 0, 8, 0], [0, 8, 12, 0], [4, 0, 3, 8]]
-    assert reach.tolist() == [3, 31, 8]
+    assert table.tolist() == [[0, 0, 4, 0], [0, 4, 12, 0], [4, 0, 3, 8]]
+    assert reach.tolist() == [2, 31, 8]
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64)])
 def test_dense_prefill_is_not_split(tokens: int, tile: int) -> None:
     reach = np.minimum((np.arange(0, tokens * 7, tile) + tile) // 7 + 1, tokens)
-    assert choose_piece(reach, 4, PROCESSORS, 64) == tokens
-
-
-@pytest.mark.parametrize("tiles", [1, 7, 14])
-def test_few_rows_over_long_kv_are_split_to_fill_the_card(tiles: int) -> None:
-    reach = np.full(tiles, 24576)
-    piece = choose_piece(reach, 4, PROCESSORS, 64)
-    assert piece >= MIN_PIECE
-    assert piece % 64 == 0
-    programs = int((-(-reach // piece)).sum()) * 4
-    assert programs >= 0.75 * PROCESSORS
-    assert -(-programs // PROCESSORS) * piece <= 1.35 * max(reach.sum() * 4 / PROCESSORS, MIN_PIECE)
+    assert balanced_pieces(reach, PROGRAMS, 64)[:, 1:].tolist() == [[0, end] for end in reach]
 
 
 def test_short_kv_is_not_split() -> None:
-    assert choose_piece(np.full(3, 200), 4, PROCESSORS, 64) == 256
+    assert balanced_pieces(np.full(3, 200), PROGRAMS, 64).tolist() == [[tile, 0, 200] for tile in range(3)]
+
+
+def end_of(pieces: np.ndarray, programs: int) -> int:
+    """When the last program ends that takes the heaviest piece left, in tokens of KV."""
+    free = [0] * programs
+    for tokens in sorted((pieces[:, 2] - pieces[:, 1]).tolist(), reverse=True):
+        heapq.heapreplace(free, free[0] + tokens + PIECE_OVERHEAD)
+    return max(free)
+
+
+@pytest.mark.parametrize("tiles", [1, 7, 14, 67, 100, 135, 336])
+@pytest.mark.parametrize("kind", ["same", "spread", "random"])
+def test_programs_end_together(tiles: int, kind: str) -> None:
+    reach = {
+        "same": np.full(tiles, 24576),
+        "spread": np.linspace(24576 / tiles, 24576, tiles).astype(int),
+        "random": np.random.default_rng(tiles).integers(1, 24576, tiles),
+    }[kind]
+    pieces = balanced_pieces(reach, PROGRAMS, 64)
+    assert (pieces[:, 1] % 64 == 0).all()
+    assert end_of(pieces, PROGRAMS) <= 1.2 * reach.sum() / PROGRAMS + 3 * PIECE_OVERHEAD
+
+
+def test_a_cut_never_ends_later_than_whole_tiles_or_one_round() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(50):
+        reach = random.integers(1, 30_000, random.integers(1, 60))
+        best = end_of(balanced_pieces(reach, PROGRAMS, 64), PROGRAMS)
+        assert best <= end_of(np.stack((np.arange(len(reach)), 0 * reach, reach), axis=1), PROGRAMS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(reach=st.lists(st.integers(1, 9000), min_size=1, max_size=40), programs=st.integers(1, 20))
+def test_pieces_cover_each_tile_in_order(reach: list[int], programs: int) -> None:
+    pieces = balanced_pieces(np.array(reach), programs, 16)
+    ends = [0] * len(reach)
+    last_tile = 0
+    for tile, begin, end in pieces.tolist():
+        assert tile >= last_tile
+        last_tile = tile
+        assert begin == ends[tile] < end
+        assert begin % 16 == 0
+        ends[tile] = end
+    assert ends == reach
 
 
 @pytest.mark.parametrize("piece", [0, -16, 24])

@@ -1,0 +1,108 @@
+"""Tables of a captured launch: they cover every batch that fits, and one that does not is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.layout import KvGeometry, pool_view
+from kernels.sparse_prefill import SequenceRows, naive
+from kernels.sparse_prefill.tiles import TileConfig
+
+if TYPE_CHECKING:
+    from kernels.sparse_prefill.captured import LaunchShape
+
+GEOMETRY = KvGeometry(num_layers=1, kv_heads=2, head_dim=16, block_size=16)
+GROUP = 3
+SCALE = 0.3
+POSITIONS = st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12).map(sorted), min_size=1, max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def only_with_triton(triton_device: str) -> None:
+    """The tables belong to the Triton kernels."""
+
+
+def batch_of(positions: list[list[int]]) -> list[SequenceRows]:
+    sequences, row, block = [], 0, 0
+    for own in positions:
+        blocks = GEOMETRY.blocks_for(own[-1] + 1)
+        sequences.append(SequenceRows(row, torch.tensor(own), torch.arange(block, block + blocks)))
+        row, block = row + len(own), block + blocks
+    return sequences
+
+
+def filled(shape: LaunchShape, sequences: list[SequenceRows]) -> tuple[np.ndarray, np.ndarray]:
+    from kernels.sparse_prefill.captured import ITEM_FIELDS, TILE_FIELDS, fill_tables
+
+    items = np.full((shape.items, ITEM_FIELDS), -7, np.int32)
+    tiles = np.full((shape.tiles, TILE_FIELDS), -7, np.int32)
+    fill_tables(shape, sequences, items, tiles)
+    return items, tiles
+
+
+@settings(max_examples=60, deadline=None)
+@given(positions=POSITIONS, spare=st.integers(0, 5), pieces=st.integers(1, 9))
+def test_items_cover_every_token_of_every_row_once(positions: list[list[int]], spare: int, pieces: int) -> None:
+    from kernels.sparse_prefill.captured import LaunchShape
+
+    rows = sum(map(len, positions)) + spare
+    shape = LaunchShape(rows, len(positions) + spare, GROUP, TileConfig(16, 16, 4, 2), pieces)
+    sequences = batch_of(positions)
+    items, tiles = filled(shape, sequences)
+    covered = {}
+    for first_row, begin, end, _, kv_begin, kv_end, slot in items.tolist():
+        for token in range(kv_begin, kv_end):
+            assert (first_row, end, token) not in covered
+            covered[first_row, end, token] = slot
+            assert 0 < end - begin <= 16
+    assert items[:, 6].tolist() == list(range(shape.items))
+    joined = {(first_row, end): range(slot, slot + count) for first_row, _, end, slot, count in tiles.tolist() if count}
+    for sequence, own in zip(sequences, positions, strict=True):
+        ends = [end for first_row, end in joined if first_row == sequence.first_row]
+        assert max(ends) == len(own) * GROUP
+        for end in ends:
+            for token in range(own[(end - 1) // GROUP] + 1):
+                assert covered[sequence.first_row, end, token] in joined[sequence.first_row, end]
+
+
+def test_a_batch_of_more_tiles_than_the_shape_has_is_refused() -> None:
+    from kernels.sparse_prefill.captured import LaunchShape
+
+    shape = LaunchShape(5, 1, GROUP, TileConfig(16, 16, 4, 2), 2)
+    with pytest.raises(ValueError, match="the batch has 3 tiles; the launch has room for 1"):
+        filled(shape, batch_of([list(range(15))]))
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: int, triton_device: str) -> None:
+    from kernels.sparse_prefill.captured import LaunchShape, LaunchTables, sparse_prefill
+
+    shape = LaunchShape(20, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
+    generator = torch.Generator().manual_seed(4)
+    for positions in ([[300]], [list(range(40, 59))], [[0, 3, 200], [17], [5, 90, 91, 92]]):
+        sequences = batch_of(positions)
+        rows = sum(map(len, positions))
+        pool = torch.full((60, 1, 2, GEOMETRY.row_elements), math.nan)
+        view = pool_view(pool, GEOMETRY)
+        for sequence in sequences:
+            reached = torch.arange(sequence.last_position + 1)
+            kv = torch.randn(len(reached), 1, 2, 2, 16, generator=generator)
+            view[sequence.block_ids[reached // 16], :, :, :, reached % 16] = kv
+        q = torch.randn(20, 2 * GROUP, 16, generator=generator)
+        tables = (torch.from_numpy(table).to(triton_device) for table in filled(shape, sequences))
+        own = torch.zeros(20, dtype=torch.int64)
+        own[:rows] = torch.cat([sequence.positions for sequence in sequences])
+        blocks = torch.cat([sequence.block_ids for sequence in sequences])
+        launch = LaunchTables(*tables, own.to(triton_device), blocks.to(triton_device))
+        actual = sparse_prefill(q.to(triton_device), pool.to(triton_device), 0, shape, launch, GEOMETRY, SCALE)
+        expected = naive.sparse_prefill(q[:rows], pool, 0, sequences, GEOMETRY, SCALE)
+        error = (actual[:rows].cpu().double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) <= 1e-5
