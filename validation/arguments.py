@@ -34,7 +34,7 @@ gates:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence; argparse would print the usage first."""
 
     def error(self, message: str) -> NoReturn:
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     """Arguments of a validation run; exits with status 2 for any that argparse refuses."""
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=textwrap.dedent(_GATES),
@@ -107,15 +107,20 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
         "--record", type=Path, metavar="FOLDER", help="write result rows to FOLDER/MACHINE/end_to_end.json"
     )
     files.add_argument("--machine", help="name of the machine in result rows (default: cpu-Ncore or the GPU's name)")
+    add_defaults(parser)
+    return parser.parse_args(arguments)
+
+
+def add_defaults(parser: argparse.ArgumentParser) -> None:
+    """Says in the help of every option what its default is."""
     for action in parser._actions:
         if action.default not in (None, argparse.SUPPRESS) and action.help:
             action.help += " (default: %(default)s)"
-    return parser.parse_args(arguments)
 
 
 def parse_scoreboard(arguments: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    parser = _Parser(
+    parser = Parser(
         prog=f"{PROGRAM} scoreboard",
         description="Prints all result rows; compares or rewrites the tables that a README makes from them.",
         allow_abbrev=False,

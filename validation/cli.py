@@ -26,6 +26,8 @@ from validation.arms import (
     is_reusing,
     names_of,
 )
+from validation.calibration.arguments import parse_calibrate
+from validation.calibration.command import run_calibrate
 from validation.exactness import max_logit_difference
 from validation.files import check_writable, write_json, write_text
 from validation.gates import GateBounds, gates_of
@@ -34,6 +36,8 @@ from validation.judge import Judge, judged
 from validation.measurement import Measurement, MeasurementSettings
 from validation.models import shipped_model
 from validation.progress import progress
+from validation.quality.arguments import parse_quality
+from validation.quality.command import run_quality
 from validation.record import FILE_NAME, end_to_end_rows
 from validation.report import Report
 from validation.scorer import Scorer, scored
@@ -60,12 +64,20 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] == "scoreboard":
             return _scoreboard(parse_scoreboard(arguments[1:]))
-        return _run(parse_run(arguments), shlex.join([*PROGRAM.split(), *arguments]))
+        if arguments and arguments[0] == "quality":
+            return ALL_HOLD if run_quality(parse_quality(arguments[1:]), _command(arguments)) else GATE_FAILED
+        if arguments and arguments[0] == "calibrate":
+            return ALL_HOLD if run_calibrate(parse_calibrate(arguments[1:]), _command(arguments)) else GATE_FAILED
+        return _run(parse_run(arguments), _command(arguments))
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)
     except (SemBlendError, OSError) as error:
         _complain(str(error))
         return BAD_USAGE
+
+
+def _command(arguments: Sequence[str]) -> str:
+    return shlex.join([*PROGRAM.split(), *arguments])
 
 
 def _run(options: argparse.Namespace, command: str) -> int:

@@ -22,12 +22,17 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it into place; folders are made. Raises OSError."""
+    """Writes `text` in UTF-8 as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `content` beside `path` and renames it into place; folders are made. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)

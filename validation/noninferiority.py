@@ -39,6 +39,11 @@ class NonInferiority:
         """True when the arm is non-inferior: it loses less than the margin, with the confidence stated."""
         return self.lower >= -self.margin
 
+    @property
+    def largest_ratio(self) -> float:
+        """For log-likelihoods: the largest ratio of the arm's perplexity to cold's that the bound leaves possible."""
+        return math.inf if math.isinf(self.lower) else math.exp(-self.lower)
+
     def sentence(self) -> str:
         """For a report: the difference, its bound and the sizes."""
         return (

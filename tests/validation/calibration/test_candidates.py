@@ -1,0 +1,73 @@
+"""Thresholds lie between harmless and trap deviations, and candidates come by what they compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from semblend_trt.reuse_profile import ProfileCheck
+from validation.calibration.candidates import Candidate, candidates, computed_share, thresholds
+from validation.calibration.deviations import PromptDeviations
+
+LAYERS = 4
+LENGTHS = (100, 100)
+
+
+def prompts(means: tuple[float, float], seed: int) -> list[PromptDeviations]:
+    """Ten prompts of two spans whose tokens deviate around `means`, in every layer."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(10):
+        spans = [
+            mean * rng.uniform(0.5, 1.5, size=(LAYERS, length)) for mean, length in zip(means, LENGTHS, strict=True)
+        ]
+        found.append(PromptDeviations("family", np.concatenate(spans, axis=1).astype(np.float32), LENGTHS, 0, 200))
+    return found
+
+
+HARMLESS, TRAPS = prompts((0.04, 0.05), 1), prompts((0.05, 0.26), 2)
+
+
+def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
+    found = thresholds(HARMLESS, TRAPS, layer=1)
+    assert found == sorted(found)
+    gap = found[-1]
+    assert 0.06 < gap < 0.24
+    assert all(0.03 < value < 0.08 for value in found[:-1])
+
+
+def test_without_traps_and_without_prompts_nothing_is_made_up() -> None:
+    assert thresholds([], TRAPS, 1) == []
+    assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
+
+
+def test_thresholds_beyond_a_profile_are_left_out() -> None:
+    far = prompts((2.0, 3.0), 3)
+    assert thresholds(far, far, 1) == []
+
+
+@pytest.mark.parametrize(("threshold", "layer", "share"), [(0.1, 1, 0.25), (0.1, 3, 0.75), (0.0, 1, 1.0)])
+def test_the_computed_share_is_that_of_the_layers_and_tokens(threshold: float, layer: int, share: float) -> None:
+    check = ProfileCheck(layer=layer, threshold=threshold)
+    assert computed_share(check, HARMLESS, LAYERS) == pytest.approx(share)
+
+
+def test_a_deviating_span_is_computed_and_the_other_reused() -> None:
+    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5)
+    assert computed_share(check, TRAPS, LAYERS) == pytest.approx(1 - 0.5 * 0.5)
+
+
+def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
+    found = candidates(HARMLESS, TRAPS, LAYERS)
+    assert found[0] == Candidate("position_fix", 0.0, 0.0)
+    shares = [each.computed_share for each in found]
+    assert shares == sorted(shares)
+    assert shares[-1] < 1.0
+    assert {each.boundary for each in found if each.policy == "boundary"} == {1, 2, 3}
+    assert {each.check.layer for each in found if each.check is not None} == {1, 2, 3}
+    assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
+
+
+def test_span_means_are_of_each_span() -> None:
+    values = np.array([[1.0, 3.0, 5.0]], dtype=np.float32)
+    assert PromptDeviations("f", values, (2, 1), 0, 3).span_means(0).tolist() == [2.0, 5.0]

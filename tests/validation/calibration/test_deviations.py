@@ -1,0 +1,48 @@
+"""Deviations of the shipped model: small where only the place changed, large where the header did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from validation.models import load
+from validation.quality.family_cases import FamilyRequest, write_cases
+from validation.tokenised import Tokeniser
+
+if TYPE_CHECKING:
+    from engine_wrapper.embedded.model_runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return load(None, "cpu", "float32")
+
+
+def collected(runner: ModelRunner, family: str) -> list[PromptDeviations]:
+    cases = write_cases(runner, FamilyRequest((family,), groups=2, questions=2, tokens=640))
+    return DeviationCollector(runner, min_span=64).collect(cases, Tokeniser(runner, 8).tokenise)
+
+
+def test_every_layer_of_each_groups_first_prompt_is_compared(runner: ModelRunner) -> None:
+    found = collected(runner, "reordered")
+    assert len(found) == 2
+    for prompt in found:
+        assert prompt.values.shape == (8, sum(prompt.lengths))
+        assert prompt.exact_tokens + sum(prompt.lengths) <= prompt.promised < 640
+        # The lowest layer sees the token alone: only the rotation's rounding is left.
+        assert prompt.values[0].max() < 1e-4
+
+
+def test_another_header_deviates_far_more_than_another_place(runner: ModelRunner) -> None:
+    harmless, traps = (
+        np.concatenate([prompt.values[2] for prompt in collected(runner, family)])
+        for family in ("reordered", "header_trap")
+    )
+    assert np.median(traps) > 5 * np.median(harmless)
+
+
+def test_nothing_is_found_where_nothing_is_shared(runner: ModelRunner) -> None:
+    assert collected(runner, "unrelated") == []

@@ -1,0 +1,1 @@
+"""Finds what one model may safely reuse, and writes it down as its reuse profile."""

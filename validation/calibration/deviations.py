@@ -1,0 +1,132 @@
+"""How far donors' KV is from fresh KV, token by token and in every layer, where a plan would place it.
+
+A check at layer c compares KV that layers 0 to c - 1 computed for all tokens, which is what a cold run computes. So two
+cold runs, of the donor and of the prompt, show every layer at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine_wrapper.layer_schedule import SequenceSlice
+from kernels.deviation import Move, deviation
+from kernels.layout import KvGeometry, PagedKv
+from semblend_trt.config import load_settings
+from semblend_trt.discovery.planner import LookupRequest, Planner
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.plan import EngineMode
+from semblend_trt.policy import ReusePolicy
+from validation.cases import groups
+from validation.engines import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from semblend_trt.plan import SemanticKvPlan
+    from validation.cases import Case
+    from validation.tokenised import TokenisedCase
+
+_BLOCK_SIZE = 32
+_NAMESPACE = "calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDeviations:
+    """One prompt's plan. `values`: float32 [layers, checked tokens], the larger of K's and V's deviation, the tokens of
+    one span after another; `lengths`: tokens of each span. `exact_tokens` of the `promised` ones need no check."""
+
+    family: str
+    values: npt.NDArray[np.float32]
+    lengths: tuple[int, ...]
+    exact_tokens: int
+    promised: int
+
+    def span_means(self, layer: int) -> npt.NDArray[np.float64]:
+        """Mean deviation of each span, float64 [spans]."""
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        sums = np.add.reduceat(self.values[layer].astype(np.float64), np.cumsum(lengths) - lengths)
+        means: npt.NDArray[np.float64] = sums / lengths
+        return means
+
+
+class DeviationCollector:
+    """Collects the deviations of one model's prompts over a pool of its own."""
+
+    def __init__(self, runner: ModelRunner, min_span: int) -> None:
+        facts = runner.facts
+        self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
+        self._rotation = facts.rotation
+        self._runner = runner.share()
+        self._pool: torch.Tensor | None = None
+        with environment({}):
+            self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
+
+    def collect(
+        self,
+        cases: Sequence[Case],
+        tokens_of: Callable[[Case], TokenisedCase],
+        on_step: Callable[[str], None] = lambda _: None,
+    ) -> list[PromptDeviations]:
+        """Deviations of the first prompt of each group; those for which nothing is found to check are left out."""
+        found = []
+        for group in groups(list(cases)):
+            tokens = tokens_of(group[0])
+            prompt = self._prompt(group[0].workload, tokens)
+            found += [] if prompt is None else [prompt]
+            on_step(group[0].id)
+        return found
+
+    def _prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:
+        plan = self._plan(tokens)
+        checked = [] if plan is None else [span for span in plan.spans if not span.exact]
+        if plan is None or not checked:
+            return None
+        *donors, fresh = self._prefill([*tokens.donors, tokens.prompt])
+        moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
+        # [layers, kv_factor, tokens]; the larger of K and V decides
+        layers = [deviation(moves, fresh, layer, self._rotation) for layer in range(self._geometry.num_layers)]
+        values = torch.stack(layers).amax(dim=1).cpu().numpy().astype(np.float32)
+        lengths = tuple(span.length for span in checked)
+        return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
+
+    def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
+        index = SpanIndex()
+        for number, donor in enumerate(tokens.donors):
+            index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))
+        planner = Planner(index, self._settings, ReusePolicy.POSITION_FIX, self._geometry.num_layers)
+        lookup = LookupRequest(
+            request_id=0,
+            namespace_key=_NAMESPACE,
+            tokens=np.asarray(tokens.prompt, dtype=np.int32),
+            num_computed_tokens=0,
+            block_size=_BLOCK_SIZE,
+            mode=EngineMode.WRAPPER,
+            publication_guard=True,
+        )
+        return planner.plan(lookup).plan
+
+    def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
+        """Computes each text from nothing, in blocks of its own."""
+        counts = [self._geometry.blocks_for(len(text)) for text in texts]
+        pool = self._pool_of(sum(counts))
+        filled, first = [], 0
+        for text, count in zip(texts, counts, strict=True):
+            block_ids = tuple(range(first, first + count))
+            self._runner.forward([SequenceSlice(0, 0, tuple(text), block_ids)])
+            filled.append(PagedKv(pool, torch.tensor(block_ids), self._geometry))
+            first += count
+        return filled
+
+    def _pool_of(self, blocks: int) -> torch.Tensor:
+        if self._pool is None or self._pool.shape[0] < blocks:
+            shape = (blocks, self._geometry.num_layers, 2, self._geometry.row_elements)
+            self._pool = torch.zeros(shape, dtype=self._runner.dtype, device=self._runner.device)
+            self._runner.attach_pool(self._pool, self._geometry)
+        return self._pool

@@ -1,0 +1,118 @@
+"""The search for the cheapest candidate that is non-inferior to cold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from validation.calibration.candidates import candidates
+from validation.calibration.deviations import DeviationCollector
+from validation.families.catalog import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.calibration.candidates import Candidate
+    from validation.calibration.deviations import PromptDeviations
+    from validation.calibration.trials import Trials, Verdict
+    from validation.quality.samples import QualityLine
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate and how far it came: `stage` is `screen` or `confirm`."""
+
+    candidate: Candidate
+    stage: str
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class Found:
+    """What the search found: the `winner` and its confirmed lines, or neither, and then the `problem`, if there is one
+    beside the candidates' own. `tried` in order; `deviations` of the screened prompts."""
+
+    winner: Candidate | None = None
+    lines: tuple[QualityLine, ...] = ()
+    problem: str | None = None
+    tried: list[Tried] = field(default_factory=list)
+    deviations: list[PromptDeviations] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How candidates are tried.
+
+    `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
+    `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.
+    """
+
+    runner: ModelRunner
+    min_span: int
+    kinds: Mapping[str, str]
+    screening: Trials
+    fresh: Callable[[int], Trials]
+    written: Callable[[Candidate], Path]
+    max_tries: int
+    tell: Callable[[str], None]
+
+    def run(self) -> Found:
+        """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
+        found = Found()
+        families = [name for name in self.kinds if self.screening.is_informative(name)]
+        for name in self.kinds:
+            if name not in families:
+                self.tell(f"{name}: the model does not know these answers cold; the family shows nothing")
+        found.problem = self._problem(families)
+        if found.problem is not None:
+            return found
+        found.deviations = self._deviations(families)
+        confirmations = 0
+        for candidate in self._candidates(found.deviations):
+            path, layers = self.written(candidate), candidate.full_layers
+            screened = self.screening.judge(path, layers, families, strict=False)
+            if not self._told(found, candidate, "screen", screened):
+                continue
+            verdict = self.fresh(confirmations).judge(path, layers, families, strict=True)
+            confirmations += 1
+            if self._told(found, candidate, "confirm", verdict):
+                found.winner, found.lines = candidate, verdict.lines
+                return found
+        return found
+
+    def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
+        traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
+        harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
+        return candidates(harmless, traps, self.runner.facts.num_layers)[: self.max_tries]
+
+    def _problem(self, families: Sequence[str]) -> str | None:
+        """Why nothing can be shown with these families; None when they suffice."""
+        if not any(self._is_trap(name) for name in families):
+            return (
+                "no trap family is among those whose answers the model knows cold, so that nothing shows whether reuse "
+                "goes wrong where a text means something else"
+            )
+        if all(self._is_trap(name) for name in families):
+            return "no harmless family is among those whose answers the model knows cold"
+        return None
+
+    def _is_trap(self, family: str) -> bool:
+        return self.kinds[family] == Kind.TRAP.value
+
+    def _deviations(self, families: Sequence[str]) -> list[PromptDeviations]:
+        collector = DeviationCollector(self.runner, self.min_span)
+        return [
+            prompt
+            for name in families
+            for prompt in collector.collect(self.screening.cases([name]), self.screening.server(name).tokens_of)
+        ]
+
+    def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
+        """Notes and tells a verdict; True when it holds."""
+        found.tried.append(Tried(candidate, stage, verdict))
+        outcome = "holds" if verdict.holds else f"fails at {verdict.inferior}"
+        share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
+        self.tell(f"{stage} {candidate.name}, {share}: {outcome}; {verdict.difference()}")
+        return verdict.holds

@@ -1,0 +1,160 @@
+"""`python -m validation quality`: serves the families under every arm, and writes what was found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from semblend_trt.errors import ConfigurationError
+from validation import machine, models, results
+from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
+from validation.files import check_writable, write_bytes, write_json, write_text
+from validation.models import shipped_model
+from validation.progress import progress
+from validation.quality.batches import BatchServer, BatchSettings
+from validation.quality.family_cases import FamilyRequest, kinds_of, write_cases
+from validation.quality.plot import draw
+from validation.quality.report import QualityReport
+from validation.quality.rows import FILE_NAME, quality_rows
+from validation.quality.samples import QualitySample, samples_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from validation.arms import Arm
+    from validation.cases import Case
+
+
+def run_quality(options: argparse.Namespace, command: str) -> bool:
+    """Runs and writes everything; True unless the arm verified is inferior to cold in some family.
+
+    Raises SemBlendError and OSError.
+    """
+    check_writable(options.output)
+    paths = _paths(options)
+    for path in filter(None, (*paths, options.record and options.record / FILE_NAME)):
+        check_writable(path)
+    settings, asked = batch_settings(options), family_request(options)
+    asked.family_names()
+    profile = models.profile_of(options.model, options.profile)
+    torch.manual_seed(options.seed)
+    runner = models.load(options.model, options.device, options.dtype)
+    choices = models.choices_of(runner, options.boundary, profile)
+    names = _default_names(profile) if options.arms is None else names_of(options.arms)
+    arms = arms_of(names, choices)
+    cases = write_cases(runner, asked)
+    server = BatchServer(runner, cases, settings)
+    samples, seconds = _serve(server, cases, arms, choices.num_layers)
+    report = QualityReport(
+        model=settings.model,
+        samples=samples,
+        kinds=kinds_of(cases),
+        settings=_json_ready({**vars(options), "dtype": str(runner.dtype), "profile": profile}),
+        command=command,
+        machine=machine.describe(str(runner.device), options.machine),
+        versions=machine.versions(),
+        date=results.today(),
+        seconds=seconds,
+        seed=options.seed,
+    )
+    _write(report, paths, options.record)
+    return _show(report, paths)
+
+
+def batch_settings(options: argparse.Namespace) -> BatchSettings:
+    """Raises ConfigurationError for a number below 1."""
+    for name in ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    if options.seed < 0:
+        raise ConfigurationError(f"--seed is {options.seed}; it must be at least 0.")
+    return BatchSettings(
+        model=str(options.model or shipped_model()),
+        max_tokens=options.max_tokens,
+        min_span=options.min_match_length,
+        groups=options.batch,
+        batch_size=options.batch,
+    )
+
+
+def family_request(options: argparse.Namespace, seed: int | None = None) -> FamilyRequest:
+    """The prompts that the options ask for; `seed` in the place of theirs."""
+    return FamilyRequest(
+        names=tuple(name for name in (options.families or "").replace(",", " ").split()),
+        groups=options.groups,
+        questions=options.questions,
+        tokens=options.tokens,
+        seed=options.seed if seed is None else seed,
+        eval_data=options.eval_data,
+        form=options.form,
+    )
+
+
+def _default_names(profile: Path | None) -> tuple[str, ...]:
+    names = (COLD, COLD_AGAIN, POSITION_FIX)
+    return names if profile is None else (*names, VERIFIED)
+
+
+def _serve(
+    server: BatchServer, cases: Sequence[Case], arms: Sequence[Arm], num_layers: int
+) -> tuple[list[QualitySample], dict[str, float]]:
+    """All arms one after the other, cold first, and the seconds that each took."""
+    samples: list[QualitySample] = []
+    seconds: dict[str, float] = {}
+    cold = None
+    with progress(Console(stderr=True), "Serving", server.num_cases * len(arms)) as on_step:
+        for arm in sorted(arms, key=lambda arm: arm.name != COLD):
+            began = time.perf_counter()
+            answers = server.answers(arm, on_step)
+            seconds[arm.name] = time.perf_counter() - began
+            cold = answers if cold is None else cold
+            samples += samples_of(arm, cases, answers, cold, num_layers)
+    return samples, seconds
+
+
+def _paths(options: argparse.Namespace) -> tuple[Path, Path, Path]:
+    page = options.page or options.output.with_suffix(".md")
+    return options.output, page, options.plot or page.with_suffix(".png")
+
+
+def _write(report: QualityReport, paths: tuple[Path, Path, Path], record: Path | None) -> None:
+    document, page, plot = paths
+    write_json(document, report.to_dict())
+    write_bytes(plot, draw(report.panels(), f"{report.model}, {report.machine['name']}, {report.date}"))
+    write_text(page, report.page(plot.name))
+    if record is not None:
+        common = results.Measured(report.command, report.machine, report.versions, report.date)
+        results.write_rows(record / report.machine["name"] / FILE_NAME, quality_rows(report, common))
+
+
+def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
+    console = Console(soft_wrap=True)
+    inferior = []
+    for line in report.lines():
+        bounds = [bound.sentence() for bound in (line.exact_match_bound, line.loss_bound) if bound is not None]
+        console.print(f"{line.family} {line.arm}: {'; '.join(bounds)}", markup=False, highlight=False)
+        if line.arm == VERIFIED and not line.holds:
+            inferior.append(line.family)
+    rates = ", ".join(
+        f"{arm} {sum(sample.arm == arm for sample in report.samples) / max(took, 1e-9):.1f}"
+        for arm, took in report.seconds.items()
+    )
+    console.print(f"prompts a second: {rates}", markup=False, highlight=False)
+    for path in paths:
+        console.print(str(path), markup=False, highlight=False)
+    if inferior:
+        Console(stderr=True, soft_wrap=True).print(
+            f"validation: {VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}",
+            markup=False,
+            highlight=False,
+        )
+    return not inferior
+
+
+def _json_ready(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

@@ -1,0 +1,67 @@
+"""The cases of a quality run: families by name, for the model's own prompt form and tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from validation.families.catalog import FAMILIES, Kind, family, write_family
+from validation.prompt_form import form_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.cases import Case
+
+# A wrong fire is rare, and an unrelated prompt is cheap: so many more groups of them.
+_UNRELATED_GROUPS = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRequest:
+    """`groups` groups of `questions` prompts of at most `tokens` tokens for each family.
+
+    `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows.
+    """
+
+    names: tuple[str, ...] = ()
+    groups: int = 50
+    questions: int = 4
+    tokens: int = 1_024
+    seed: int = 0
+    eval_data: Path | None = None
+    form: str | None = None
+
+    def family_names(self) -> tuple[str, ...]:
+        """The families by name. Raises ConfigurationError for an unknown one."""
+        if self.names:
+            return tuple(family(name).name for name in dict.fromkeys(self.names))
+        return tuple(each.name for each in FAMILIES if self.eval_data is not None or not each.needs_eval_data)
+
+
+def write_cases(runner: ModelRunner, asked: FamilyRequest) -> list[Case]:
+    """All cases, family by family. Raises ConfigurationError for what cannot be written."""
+    tokenizer = runner.tokenizer
+    form = form_for(tokenizer, asked.form)
+    if asked.tokens > runner.facts.max_positions:
+        raise ConfigurationError(
+            f"--tokens is {asked.tokens}, but the model's context holds {runner.facts.max_positions}; ask for less."
+        )
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    cases: list[Case] = []
+    for name in asked.family_names():
+        is_control = family(name).kind is Kind.NONE
+        groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
+        cases += write_family(name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data)
+    return cases
+
+
+def kinds_of(cases: list[Case]) -> dict[str, str]:
+    """The kind of each family that occurs."""
+    return {name: family(name).kind.value for name in dict.fromkeys(case.workload for case in cases)}
