@@ -23,7 +23,7 @@ GPU_EXTRA := gpu$(comma)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env validate test gpu-test bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env validate quality calibrate test gpu-test bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ env: $(VENV)/.installed-dev-$(KIND) ## make the environment
 
 validate: $(VENV)/.installed-validation-$(KIND) ## run the validation on the shipped model
 	$(RUN) -m validation $(ARGS)
+
+quality: $(VENV)/.installed-validation-$(KIND) ## compare answers at scale: JSON, a page and a plot under results/
+	$(RUN) -m validation quality $(ARGS)
+
+calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse, and write its reuse profile
+	$(RUN) -m validation calibrate $(ARGS)
 
 test: env ## run the tests
 	$(RUN) -m pytest $(ARGS)

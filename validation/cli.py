@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from validation.models import shipped_model
 from validation.progress import progress
 from validation.quality.arguments import parse_quality
 from validation.quality.command import run_quality
+from validation.quality.family_cases import FamilyRequest, write_cases
 from validation.record import FILE_NAME, end_to_end_rows
 from validation.report import Report
 from validation.scorer import Scorer, scored
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 ALL_HOLD, GATE_FAILED, BAD_USAGE = 0, 1, 2
 # Narrower tables would be cut where the output is no terminal.
 _TABLE_WIDTH = 140
+_TRAP = FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048)
 _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -155,9 +158,12 @@ def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, ju
 
 
 def _built_in(runner: ModelRunner, options: argparse.Namespace) -> list[Case]:
+    """Harmless prompts, controls, and a trap: rows that stood under other headers in the donor."""
     tokenizer = runner.tokenizer
     writer = WorkloadWriter(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), options.seed)
-    return writer.write(DEFAULT_BATCHES, runner.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS))
+    context = runner.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
+    cases = writer.write(DEFAULT_BATCHES, context)
+    return cases + write_cases(runner, replace(_TRAP, seed=options.seed, tokens=min(_TRAP.tokens, context)))
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from validation.calibration.candidates import candidates
 from validation.calibration.deviations import DeviationCollector
+from validation.calibration.trials import MIN_COLD_SCORE
 from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
@@ -61,10 +62,7 @@ class Search:
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
         found = Found()
-        families = [name for name in self.kinds if self.screening.is_informative(name)]
-        for name in self.kinds:
-            if name not in families:
-                self.tell(f"{name}: the model does not know these answers cold; the family shows nothing")
+        families = [name for name in self.kinds if self._is_known(name)]
         found.problem = self._problem(families)
         if found.problem is not None:
             return found
@@ -81,6 +79,14 @@ class Search:
                 found.winner, found.lines = candidate, verdict.lines
                 return found
         return found
+
+    def _is_known(self, family: str) -> bool:
+        """True when the model can answer the family cold, or the family is scored otherwise."""
+        line = self.screening.cold_line(family)
+        known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
+        score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
+        self.tell(f"{family}: {line.samples} prompts{score}" + ("" if known else "; the family shows nothing"))
+        return known
 
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]

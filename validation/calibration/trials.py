@@ -75,11 +75,6 @@ class Trials:
         cold = self._cold_samples(family)
         return line_of(family, COLD, list(cold.values()), cold, self._seed)
 
-    def is_informative(self, family: str) -> bool:
-        """False where the model does not know the answers even cold."""
-        score = self.cold_line(family).exact_match
-        return score is None or score >= MIN_COLD_SCORE
-
     def judge(self, profile: Path, full_layers: int, families: Sequence[str], *, strict: bool) -> Verdict:
         """Serves the families under policy verified with this profile until one is inferior.
 

@@ -66,7 +66,7 @@ def add_families(parser: argparse.ArgumentParser, groups: int) -> None:
     )
     parser.add_argument("--groups", type=int, default=groups, help="groups of questions on the same documents")
     parser.add_argument("--questions", type=int, default=4, help="questions in each group")
-    parser.add_argument("--tokens", type=int, default=1_024, help="longest prompt, in tokens")
+    parser.add_argument("--tokens", type=int, default=1_536, help="longest prompt, in tokens")
     parser.add_argument("--seed", type=int, default=0, help="seed of prompts and bootstrap")
     parser.add_argument("--eval-data", type=Path, metavar="DIR", help="folder of evaluation sets")
     parser.add_argument("--form", choices=tuple(FORMS), help="prompt form (default: what the tokenizer knows)")

@@ -30,7 +30,7 @@ class FamilyRequest:
     names: tuple[str, ...] = ()
     groups: int = 50
     questions: int = 4
-    tokens: int = 1_024
+    tokens: int = 1_536
     seed: int = 0
     eval_data: Path | None = None
     form: str | None = None
