@@ -117,7 +117,10 @@ class Settings(BaseSettings):
         4 << 30,
         ge=0,
         le=1 << 50,
-        description="Host memory for donor KV, in bytes; least recently used donors go first.",
+        description=(
+            "Host memory for donor KV, in bytes, page-locked at the start where there is a card; least recently used "
+            "donors go first."
+        ),
     )
     # Off unless asked for: the engine has sized its own KV pool to the card's free memory before it registers it, and
     # what is left is room that its forward needs. An arena has to be planned together with the engine's share.

@@ -112,7 +112,9 @@ class PlanLoader:
                 ended, groups = self._issue(loads, began)
             except Exception as error:
                 if self._reader is not None:
-                    wait(stream, [self._reader.placed()])
+                    end = self._reader.abandoned()
+                    self._store.host.read_until(end)
+                    wait(stream, [end])
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         near = sum(move.length for load in loads for move in load.near)
         far = sum(move.length for load in loads for move in load.far)
@@ -152,6 +154,7 @@ class PlanLoader:
             for load in distant:
                 self._reader.place(load.far, load.target, first, end)
             groups.append((end, self._reader.placed(timed=end == num_layers)))
+        self._store.host.read_until(groups[-1][1])
         self._readiness.expect(groups)
         if not self._readiness.is_awaited or tokens * self._token_bytes < OVERLAP_FROM_BYTES:
             self._readiness.join(stream)

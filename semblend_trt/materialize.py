@@ -11,6 +11,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import sizes_of, tensor_of
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from semblend_trt.donors.host_kv import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
 
-DonorKv = PagedKv | ContiguousKv
+DonorKv = PagedKv | ContiguousKv | HostKv
 DonorSource = Mapping[str, DonorKv] | Callable[[str], DonorKv | None]
 
 
@@ -27,7 +28,7 @@ def materialize(
 ) -> int:
     """Writes every span of `plan` into `pool`, all layers, in one kernel call; returns the tokens moved.
 
-    `donors` gives each donor's KV by its id: blocks of an arena on the pool's device, or a tensor
+    `donors` gives each donor's KV by its id: blocks of an arena on the pool's device, or one or several tensors
     [layers, 2, kv_heads, tokens, head_dim]; one plan may mix them. Only the spans' positions are written, and none of
     them lies below the plan's `num_computed_tokens`. A discovery_only plan moves nothing.
 
@@ -61,13 +62,26 @@ def block_vector(block_ids: Sequence[int]) -> torch.Tensor:
 
 
 def moves_of(plan: SemanticKvPlan, donors: DonorSource, pool: torch.Tensor, geometry: KvGeometry) -> list[Move]:
-    """The plan's spans as moves; none for a discovery_only plan. Raises DonorUnavailableError as `materialize` does."""
+    """The plan's spans as moves, several for a span of a donor in parts; none for a discovery_only plan.
+
+    Raises DonorUnavailableError as `materialize` does.
+    """
     if plan.kind is PlanKind.DISCOVERY_ONLY:
         return []
     held = {donor_id: _donor(donors, donor_id) for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)}
     for span in plan.spans:
         _check_donor(span, held[span.donor_id], pool, geometry)
-    return [Move(held[span.donor_id], span.donor_start, span.target_start, span.length) for span in plan.spans]
+    return [move for span in plan.spans for move in _moves_of_span(span, held[span.donor_id])]
+
+
+def _moves_of_span(span: PlanSpan, donor: DonorKv) -> list[Move]:
+    if not isinstance(donor, HostKv):
+        return [Move(donor, span.donor_start, span.target_start, span.length)]
+    moves, target = [], span.target_start
+    for part, start, length in donor.pieces(span.donor_start, span.length):
+        moves.append(Move(part, start, target, length, turn=span.shift))
+        target += length
+    return moves
 
 
 def _donor(donors: DonorSource, donor_id: str) -> DonorKv:
@@ -81,6 +95,15 @@ def _donor(donors: DonorSource, donor_id: str) -> DonorKv:
 
 
 def _check_donor(span: PlanSpan, donor: DonorKv, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    for part in donor.parts if isinstance(donor, HostKv) else (donor,):
+        _check_part(span, part, pool, geometry)
+    if donor.capacity < span.donor_end:
+        raise DonorUnavailableError(
+            f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
+        )
+
+
+def _check_part(span: PlanSpan, donor: PagedKv | ContiguousKv, pool: torch.Tensor, geometry: KvGeometry) -> None:
     memory = tensor_of(donor)
     needed = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
     if isinstance(donor, ContiguousKv) and donor.tensor.ndim != 5:
@@ -97,7 +120,3 @@ def _check_donor(span: PlanSpan, donor: DonorKv, pool: torch.Tensor, geometry: K
         raise DonorUnavailableError(f"donor {span.donor_id} is {memory.dtype}; the pool is {pool.dtype}")
     if isinstance(donor, PagedKv) and memory.device != pool.device:
         raise DonorUnavailableError(f"donor {span.donor_id} is on {memory.device}; the pool is on {pool.device}")
-    if donor.capacity < span.donor_end:
-        raise DonorUnavailableError(
-            f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
-        )

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from semblend_trt.evidence import CheckEvidence
 
 
+# A scheduler reads the news at every lookup and at every request's end, so that never more than the running requests'
+# wait; on ranks without a scheduler nobody reads them.
+MAX_NEWS = 16384
+
+
 @dataclass(frozen=True, slots=True)
 class SavedDonor:
     """The worker's word on one donor: `tokens` positions are held, or none (any more) when `error` says why not."""
@@ -48,16 +53,16 @@ class Runtime:
     `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
-    call. `readiness` says which layers of the running loads are in the pool.
+    call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
     publication_guard: bool = False
-    saved: deque[SavedDonor] = field(default_factory=deque)
-    failed_loads: deque[int] = field(default_factory=deque)
-    evidence: deque[CheckEvidence] = field(default_factory=deque)
+    saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     pool: PoolFacts | None = None
     refusal: str | None = None
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

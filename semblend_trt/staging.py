@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kernels.rope import RopeRotation
+    from semblend_trt.donors.host_kv import HostKv
 
 Kv = TypeVar("Kv", PagedKv, ContiguousKv)
 
@@ -112,6 +113,11 @@ class HostReader:
         """An event behind everything that was placed so far."""
         return record(self._moves, timed=timed)
 
+    def abandoned(self) -> Event | None:
+        """An event behind everything that was queued so far, also where placing it failed half-way."""
+        wait(self._moves, [record(self._copies)])
+        return record(self._moves)
+
     def _place_in_place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
         while self._read_in_place and ((event := self._read_in_place[0][0]) is None or event.query()):
             self._read_in_place.popleft()
@@ -147,13 +153,20 @@ class HostWriter:
         self._rotation = rotation
         self._staging = staging
 
-    def copy(self, source: PagedKv, tokens: int, held: torch.Tensor) -> None:
-        """Copies the first `tokens` positions into `held` ([layers, kv_factor, kv_heads, tokens, head_dim]).
+    def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
+        """Copies the first `tokens` positions into `held`, whose bytes are there when it returns."""
+        done = 0
+        for part, _, length in held.pieces(0, tokens):
+            self._copy_part(source, done, length, part.tensor)
+            done += length
+        stream = current_stream(source.pool.device)
+        if stream is not None:
+            stream.synchronize()
 
-        The bytes are there when it returns.
-        """
+    def _copy_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> None:
+        """Queues the copy of positions `first_token .. first_token + tokens - 1` to the front of `held`."""
         if self._staging is None:
-            kv_move([Move(source, 0, 0, tokens)], ContiguousKv(held), self._rotation)
+            kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
             return
         num_layers = source.geometry.num_layers
         layers = max(1, min(num_layers, self._staging.capacity // tokens))
@@ -164,11 +177,8 @@ class HostWriter:
             for start in range(0, tokens, chunk):
                 length = min(chunk, tokens - start)
                 staged = self._staging.view(self._staging.next(), end - first, length)
-                kv_move([Move(part, start, 0, length, turn=0)], ContiguousKv(staged), self._rotation)
+                kv_move([Move(part, first_token + start, 0, length, turn=0)], ContiguousKv(staged), self._rotation)
                 _copy_rows(staged, held[first:end, :, :, start : start + length])
-        stream = current_stream(source.pool.device)
-        if stream is not None:
-            stream.synchronize()
 
 
 def layers_of(kv: Kv, first: int, end: int) -> Kv:

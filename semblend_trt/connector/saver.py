@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.rope import RopeRotation
+    from semblend_trt.donors.host_kv import HostKv
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
 
@@ -121,7 +122,7 @@ class DonorSaver:
     def _demote(self, donor_id: str) -> SavedDonor | None:
         began, moved = time.perf_counter(), 0
 
-        def copy(source: PagedKv, tokens: int, held: torch.Tensor) -> None:
+        def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
             nonlocal moved
             self._writer.copy(source, tokens, held)
             moved = tokens

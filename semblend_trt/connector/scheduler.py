@@ -163,7 +163,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         except NamespaceError as error:
             logger.warning("request %d is served cold: %s", request_id, error)
             return _refused(request_id, num_computed_tokens, "salt_invalid")
-        prompt = _prompt_of(request)
+        prompt = _tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._match(namespace)
         planned, tracked.leases = library.plan(
@@ -283,7 +283,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         saving = False
         if tracked.intent is not None and self.library is not None and tracked.is_followed:
             tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
-            donor_tokens = np.asarray(request.get_tokens(0), dtype=np.int32)[:tokens]
+            donor_tokens = _tokens_of(request, tokens)
             saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
         if not saving:
             self._cancel_intent(tracked)
@@ -316,12 +316,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self.library.cancel(tracked.intent)
 
 
-def _prompt_of(request: Any) -> npt.NDArray[np.int32]:
-    """The prompt, int32 [prompt_len]. The embedded engine has it as an array, which spares reading a long list."""
-    held = getattr(request, "prompt_token_array", None)
-    if isinstance(held, np.ndarray):
-        return held
-    return np.asarray(request.get_tokens(0), dtype=np.int32)[: request.prompt_len]
+def _tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
+    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
+    held = getattr(request, "token_array", None)
+    if callable(held):
+        return np.asarray(held(count), dtype=np.int32)
+    return np.asarray(request.get_tokens(0), dtype=np.int32)[:count]
 
 
 def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:

@@ -76,7 +76,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name.
 
-        Raises ConfigurationError when the device tier or the staging memory asked for cannot be had: on one rank alone
+        Raises ConfigurationError when the tiers' or the staging memory asked for cannot be had: on one rank alone
         that would let ranks decide differently.
         """
         if self._facts is None:

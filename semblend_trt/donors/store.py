@@ -10,10 +10,9 @@ from semblend_trt.errors import CapacityError, DonorUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
-
-    from kernels.layout import ContiguousKv, PagedKv
+    from kernels.layout import PagedKv
     from semblend_trt.donors.arena import DeviceTier
+    from semblend_trt.donors.host_kv import HostKv
     from semblend_trt.donors.tiers import HostTier
 
 
@@ -28,18 +27,20 @@ class DonorStore:
         self.device = device
 
     @contextmanager
-    def reading(self, donor_id: str) -> Iterator[PagedKv | ContiguousKv]:
+    def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
         """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
+
+        Who queues reads of host memory tells its end by `HostTier.read_until`.
 
         Raises DonorUnavailableError when neither tier holds it.
         """
         with ExitStack() as reads:
             yield self._readable(donor_id, reads)
 
-    def demote(self, donor_id: str, copy: Callable[[PagedKv, int, torch.Tensor], None]) -> bool:
+    def demote(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
-        `copy(source, tokens, held)` fills `held` ([layers, 2, kv_heads, tokens, head_dim]) before it returns. After an
+        `copy(source, tokens, held)` fills `held` before it returns. After an
         error the donor is in neither tier: the catalog has given its blocks away.
         """
         if self.device is None or donor_id not in self.device:
@@ -79,15 +80,15 @@ class DonorStore:
     def __contains__(self, donor_id: object) -> bool:
         return (self.device is not None and donor_id in self.device) or donor_id in self.host
 
-    def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | ContiguousKv:
+    def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
         if self.device is not None:
             try:
                 return reads.enter_context(self.device.reading(donor_id))
             except DonorUnavailableError:
                 pass  # never there, or moved down since: then the host has it already
-        return self.host.get(donor_id)
+        return reads.enter_context(self.host.reading(donor_id))
 
-    def _copy_down(self, device: DeviceTier, donor_id: str, copy: Callable[[PagedKv, int, torch.Tensor], None]) -> None:
+    def _copy_down(self, device: DeviceTier, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> None:
         tokens = device.tokens_of(donor_id)
         with device.reading(donor_id) as source:
             sizes = source.geometry

@@ -10,39 +10,47 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, ContiguousKv
+from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_memory import HostMemory, Range
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from semblend_trt.streams import Event
+
 
 @dataclass(slots=True)
 class _Slot:
-    """One donor's room; `kv` is None while its bytes are still being copied."""
+    """One donor's room; `kv` is None while its bytes are still being copied. `readers` queue work on them just now."""
 
     size: int
-    kv: ContiguousKv | None = None
+    ranges: list[Range]
+    kv: HostKv | None = None
+    readers: int = 0
+    is_dropped: bool = False
 
 
 class HostTier:
     """Donor KV in host memory, at most `byte_budget` bytes of it. Thread safe; copies run outside the lock.
 
     In memory a donor is [layers, tokens, kv_factor, kv_heads, head_dim]: any run of tokens of one layer is then one
-    copy to a device. With `pin` the memory is page-locked, so that a GPU can read it asynchronously; torch may round
-    each page-locked allocation up, which `used_bytes` does not count, and gives it to another donor only when the
-    copies queued from it have run.
+    copy to a device. With `pin` the whole budget is taken and page-locked at the start, so that a GPU can read it
+    asynchronously; a donor may then lie in several parts. Who queues such reads says by `read_until` when they end, and
+    no other donor is written before. `memory` takes the place of memory that is made for each donor.
     """
 
-    def __init__(self, byte_budget: int, pin: bool) -> None:
+    def __init__(self, byte_budget: int, pin: bool, memory: HostMemory | None = None) -> None:
         if byte_budget < 0:
             raise ConfigurationError(f"host tier with a budget of {byte_budget} bytes; it must be >= 0")
         if pin and not torch.cuda.is_available():
             raise ConfigurationError("host tier cannot pin memory without CUDA; use pin=False")
         self._byte_budget = byte_budget
-        self._pin = pin
+        self._memory = HostMemory(byte_budget, lock=True) if pin else memory
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
         self._used_bytes = 0
+        self._reads: list[Event] = []
 
     @property
     def used_bytes(self) -> int:
@@ -64,7 +72,7 @@ class HostTier:
             held.copy_(tensor)
 
     @contextmanager
-    def writing(self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def writing(self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[HostKv]:
         """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, held once the block is left.
 
         Its bytes must be there by then. Raises ValueError for another shape or dtype or an id that is taken,
@@ -72,25 +80,46 @@ class HostTier:
         meanwhile. Nothing is held after an error.
         """
         _check_donor(donor_id, shape, dtype)
-        slot = self._claim(donor_id, torch.Size(shape).numel() * dtype.itemsize)
+        slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
         try:
-            layers, kv_factor, kv_heads, tokens, head_dim = shape
-            in_memory = (layers, tokens, kv_factor, kv_heads, head_dim)
-            held = torch.empty(in_memory, dtype=dtype, device="cpu", pin_memory=self._pin).permute(0, 2, 3, 1, 4)
+            held = self._allocate(slot, shape, dtype)
+            self._await_reads()
             yield held
         except BaseException:
             self._end_copy(donor_id, slot, None)
             raise
-        if not self._end_copy(donor_id, slot, ContiguousKv(held)):
+        if not self._end_copy(donor_id, slot, held):
             raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
 
-    def get(self, donor_id: str) -> ContiguousKv:
-        """Returns the donor's KV, valid as long as the caller keeps it; DonorUnavailableError when it is not held."""
+    @contextmanager
+    def reading(self, donor_id: str) -> Iterator[HostKv]:
+        """The donor's KV, which stays its own within the block; for reads that are only queued there see `read_until`.
+
+        Raises DonorUnavailableError when the donor is not held.
+        """
         with self._lock:
-            slot = self._slots.get(donor_id)
-            if slot is None or slot.kv is None:
-                raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
-            return slot.kv
+            slot = self._held(donor_id)
+            slot.readers += 1
+        assert slot.kv is not None
+        try:
+            yield slot.kv
+        finally:
+            with self._lock:
+                slot.readers -= 1
+                self._release_unread(slot)
+
+    def read_until(self, end: Event | None) -> None:
+        """Reads of donors that were queued within `reading` end with `end`; None where they have ended."""
+        if end is not None:
+            with self._lock:
+                self._reads = [*(read for read in self._reads if not read.query()), end]
+
+    def get(self, donor_id: str) -> HostKv:
+        """Returns the donor's KV, valid until it is dropped; DonorUnavailableError when it is not held."""
+        with self._lock:
+            kv = self._held(donor_id).kv
+            assert kv is not None
+            return kv
 
     def drop(self, donor_id: str) -> bool:
         """Frees the donor, or stops a save of it, whose room is free when its copy has ended; False without one."""
@@ -98,15 +127,15 @@ class HostTier:
             slot = self._slots.pop(donor_id, None)
             if slot is None:
                 return False
+            slot.is_dropped = True
             if slot.kv is not None:
-                self._used_bytes -= slot.size
+                self._release_unread(slot)
             return True
 
     def clear(self) -> None:
         """Frees every donor."""
-        with self._lock:
-            self._used_bytes -= sum(slot.size for slot in self._slots.values() if slot.kv is not None)
-            self._slots.clear()
+        for donor_id in list(self._slots):
+            self.drop(donor_id)
 
     def __len__(self) -> int:
         with self._lock:
@@ -117,7 +146,14 @@ class HostTier:
             slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
             return slot is not None and slot.kv is not None
 
-    def _claim(self, donor_id: str, size: int) -> _Slot:
+    def _held(self, donor_id: str) -> _Slot:
+        slot = self._slots.get(donor_id)
+        if slot is None or slot.kv is None:
+            raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
+        return slot
+
+    def _claim(self, donor_id: str, tokens: int, token_bytes: int) -> _Slot:
+        size = tokens * token_bytes
         with self._lock:
             if donor_id in self._slots:
                 raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
@@ -126,11 +162,41 @@ class HostTier:
                     f"donor {donor_id} needs {size} bytes; {self._byte_budget - self._used_bytes} of "
                     f"{self._byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
                 )
-            slot = self._slots[donor_id] = _Slot(size)
+            ranges = [] if self._memory is None else self._memory.take(tokens, token_bytes)
+            slot = self._slots[donor_id] = _Slot(size, ranges)
             self._used_bytes += size
             return slot
 
-    def _end_copy(self, donor_id: str, slot: _Slot, kv: ContiguousKv | None) -> bool:
+    def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
+        layers, kv_factor, kv_heads, tokens, head_dim = shape
+        parts = []
+        for part in slot.ranges or [Range(0, slot.size)]:
+            in_memory = (layers, part.size * tokens // slot.size, kv_factor, kv_heads, head_dim)
+            if self._memory is None:
+                held = torch.empty(in_memory, dtype=dtype, device="cpu")
+            else:
+                held = self._memory.view(part, in_memory, dtype)
+            parts.append(ContiguousKv(held.permute(0, 2, 3, 1, 4)))
+        return HostKv(tuple(parts))
+
+    def _await_reads(self) -> None:
+        """Waits until nobody reads memory that a donor had before; copies end within hundredths of a second."""
+        with self._lock:
+            reads, self._reads = self._reads, []
+        for read in reads:
+            read.synchronize()
+
+    def _release_unread(self, slot: _Slot) -> None:
+        """Frees the room of a dropped donor that nobody reads."""
+        if slot.is_dropped and not slot.readers:
+            self._free(slot)
+
+    def _free(self, slot: _Slot) -> None:
+        self._used_bytes -= slot.size
+        if self._memory is not None:
+            self._memory.give_back(slot.ranges)
+
+    def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
         """Makes the copied donor readable. False, and its room is free, without `kv` or when it was dropped."""
         with self._lock:
             is_ours = self._slots.get(donor_id) is slot
@@ -139,7 +205,7 @@ class HostTier:
                 return True
             if is_ours:
                 del self._slots[donor_id]
-            self._used_bytes -= slot.size
+            self._free(slot)
             return False
 
 

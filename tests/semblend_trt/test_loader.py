@@ -11,6 +11,7 @@ import torch
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.arena import DeviceTier
+from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
@@ -80,6 +81,23 @@ def empty_pool():
 
 def loader(store, pool, reader=None, readiness=None):
     return PlanLoader(store, pool, GEOMETRY, ROTATION, readiness or LayerReadiness(), reader)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
+    token_bytes = 3 * 2 * 2 * 8 * 4
+    host = HostTier(20 * token_bytes, pin=False, memory=HostMemory(20 * token_bytes, lock=False))
+    for donor_id in "abcd":
+        host.save(donor_id, kv(5, 3))
+    assert all(host.drop(donor_id) for donor_id in "acd")
+    host.save("far", kv(15, 2))
+    assert [part.capacity for part in host.get("far").parts] == [10, 5]
+    whole, scattered = empty_pool(), empty_pool()
+    far = plan(PlanSpan("far", 1, 9, 12), PlanSpan("far", 8, 21, 2))
+    for pool, tier in ((whole, store.host), (scattered, host)):
+        assert loader(DonorStore(tier, None), pool, READERS[reader]()).load([far]) == []
+    torch.testing.assert_close(scattered, whole, atol=0, rtol=0, equal_nan=True)
+    assert not whole.isnan().all()
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -11,7 +11,7 @@ import pytest
 
 from semblend_trt import runtime as runtime_module
 from semblend_trt.plan import EngineMode
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import MAX_NEWS, SavedDonor, runtime_for
 
 
 class LlmArgs:
@@ -43,6 +43,16 @@ def test_fresh_runtime_promises_only_what_a_stock_engine_can() -> None:
     assert runtime.engine is None
     assert runtime.pool is None
     assert len(runtime.active_plans) == 0
+
+
+def test_news_that_nobody_reads_do_not_pile_up() -> None:
+    llm_args = LlmArgs()
+    runtime = runtime_for(llm_args)
+    for number in range(MAX_NEWS + 3):
+        runtime.saved.append(SavedDonor(str(number), 1))
+        runtime.failed_loads.append(number)
+    assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_NEWS
+    assert runtime.saved[-1].donor_id == str(MAX_NEWS + 2)
 
 
 def test_runtime_ends_with_its_arguments() -> None:

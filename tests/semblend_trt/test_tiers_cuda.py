@@ -63,10 +63,12 @@ def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
 class Card:
     """A rank on the card: the arena holds donor "near", the host "far"."""
 
-    def __init__(self, staged: bool = True, awaited: bool = False) -> None:
+    def __init__(self, staged: bool = True, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
         self.pool = engine_pool()
         device = self.pool.device
-        self.store = DonorStore(HostTier(1 << 30, pin=True), DeviceTier(ARENA, GEOMETRY, torch.bfloat16, device))
+        self.store = DonorStore(
+            HostTier(host_tokens * 12 * ROW_BYTES, pin=True), DeviceTier(ARENA, GEOMETRY, torch.bfloat16, device)
+        )
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, HostWriter(ROTATION, staging(1)))
         self.readiness = LayerReadiness()
         self.readiness.is_awaited = awaited
@@ -119,6 +121,41 @@ def expected_pool(before: torch.Tensor) -> torch.Tensor:
 
 def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
+def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
+    half = TOKENS // 2
+    card = Card(staged, host_tokens=3 * half)
+    expected = expected_pool(card.pool)
+    host = card.store.host
+    assert host.get("far").tensor.is_pinned()
+    assert host.drop("far")
+    for name in ("first", "second", "third"):
+        host.save(name, random_kv(5, half))
+    assert host.drop("first")
+    assert host.drop("third")
+    card.keep("far", Tier.HOST, 2)
+    assert [part.capacity for part in host.get("far").parts] == [half, half]
+    assert all(part.tensor.is_pinned() for part in host.get("far").parts)
+    card.pool[:50].fill_(float("nan"))
+    assert card.loader.load([PLAN]) == []
+    torch.cuda.synchronize()
+    assert_equal(card.pool[:50], expected[:50])
+    assert torch.equal(host.get("far").tensor, random_kv(2))
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
+def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(staged):
+    card = Card(staged, host_tokens=TOKENS)
+    expected = expected_pool(card.pool)
+    torch.cuda._sleep(A_WHILE)
+    card.pool[:50].fill_(float("nan"))
+    assert card.loader.load([PLAN]) == []
+    assert card.store.host.drop("far")
+    card.store.host.save("other", random_kv(7))
+    torch.cuda.synchronize()
+    assert_equal(card.pool[:50], expected[:50])
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])

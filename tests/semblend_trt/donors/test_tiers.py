@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
@@ -149,10 +150,17 @@ def test_pinned_memory_holds_what_the_device_had() -> None:
     assert torch.equal(held, kv.cpu())
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
-def test_the_budget_holds_through_any_saves_and_drops(steps: list[tuple[str, int]]) -> None:
-    tier, held = HostTier(12 * BYTES_PER_TOKEN, pin=False), dict[str, torch.Tensor]()
+def one_block(tokens: int) -> HostTier:
+    """A tier whose donors lie in one block of memory, as page-locked ones do."""
+    size = tokens * BYTES_PER_TOKEN
+    return HostTier(size, pin=False, memory=HostMemory(size, lock=False))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.booleans(), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
+def test_the_budget_holds_through_any_saves_and_drops(is_one_block: bool, steps: list[tuple[str, int]]) -> None:
+    tier = one_block(12) if is_one_block else HostTier(12 * BYTES_PER_TOKEN, pin=False)
+    held = dict[str, torch.Tensor]()
     for number, (donor_id, tokens) in enumerate(steps):
         if not tokens:
             assert tier.drop(donor_id) == (donor_id in held)
@@ -171,6 +179,60 @@ def test_the_budget_holds_through_any_saves_and_drops(steps: list[tuple[str, int
         assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * BYTES_PER_TOKEN <= tier.byte_budget
     for donor_id, kv in held.items():
         assert torch.equal(tier.get(donor_id).tensor, kv)
+
+
+def test_scattered_room_holds_a_donor_in_parts() -> None:
+    tier = one_block(12)
+    for number, donor_id in enumerate("abcd"):
+        tier.save(donor_id, donor_kv(3, seed=number))
+    assert tier.drop("a")
+    assert tier.drop("c")
+    tier.save("wide", donor_kv(6, seed=9))
+    held = tier.get("wide")
+    assert [part.capacity for part in held.parts] == [3, 3]
+    assert torch.equal(held.tensor, donor_kv(6, seed=9))
+    assert all(part.tensor.permute(0, 3, 1, 2, 4).is_contiguous() for part in held.parts)
+    assert torch.equal(tier.get("b").tensor, donor_kv(3, seed=1))
+    assert tier.used_bytes == tier.byte_budget
+
+
+def test_memory_of_a_dropped_donor_waits_for_its_reader() -> None:
+    tier, kv = one_block(5), donor_kv(5)
+    tier.save("a", kv)
+    with tier.reading("a") as held:
+        assert tier.drop("a")
+        with pytest.raises(CapacityError):
+            tier.save("b", donor_kv(1, seed=1))
+        assert torch.equal(held.tensor, kv)
+    assert tier.used_bytes == 0
+    tier.save("b", donor_kv(5, seed=1))
+    with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
+        pass
+
+
+class Reads:
+    """An event that notes whether somebody waited for it."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def query(self) -> bool:
+        return self.has_ended
+
+    def synchronize(self) -> None:
+        self.has_ended = True
+
+
+def test_nothing_is_written_before_the_reads_that_were_queued_have_ended() -> None:
+    tier, first, second = one_block(5), Reads(), Reads()
+    tier.read_until(None)
+    tier.read_until(first)  # type: ignore[arg-type]
+    tier.read_until(second)  # type: ignore[arg-type]
+    with tier.writing("a", (LAYERS, 2, HEADS, 5, HEAD_DIM), torch.float32) as held:
+        assert first.has_ended
+        assert second.has_ended
+        held.copy_(donor_kv(5))
+    assert torch.equal(tier.get("a").tensor, donor_kv(5))
 
 
 def test_threads_see_whole_donors_only() -> None:

@@ -8,11 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
+from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
+from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.placement import Tier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
@@ -36,9 +38,9 @@ def pattern(number: int, tokens: int) -> torch.Tensor:
     return (number * 50_000 + places).float()
 
 
-def contents(kv: PagedKv | ContiguousKv, tokens: int) -> torch.Tensor:
+def contents(kv: PagedKv | HostKv, tokens: int) -> torch.Tensor:
     """A copy of the first `tokens` positions."""
-    if isinstance(kv, ContiguousKv):
+    if isinstance(kv, HostKv):
         return kv.tensor[:, :, :, :tokens].clone()
     blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids]  # [blocks, layers, 2, kv_heads, block_size, head_dim]
     return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
@@ -60,7 +62,8 @@ class Rank:
     def __init__(self, arena: int = ARENA_BLOCKS, host_tokens: int = HOST_TOKENS, slots: int = 4) -> None:
         self.pool = engine_pool(slots * SAVE_BLOCKS)
         device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
-        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, pin=False), device)
+        memory = HostMemory(host_tokens * TOKEN_BYTES, lock=False)
+        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, pin=False, memory=memory), device)
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer)
 
