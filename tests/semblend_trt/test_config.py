@@ -15,6 +15,7 @@ from semblend_trt import config
 from semblend_trt.config import Settings, load_settings, settings_table
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import ReusePolicy
+from semblend_trt.settings import problems
 
 # name: (text, value) that differs from the default
 SAMPLES: dict[str, tuple[str, Any]] = {
@@ -47,7 +48,7 @@ VARIABLES = [(row.name, variable) for row in settings_table() for variable in ro
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setattr(problems, "_warned", set())
 
 
 def test_defaults() -> None:
@@ -178,6 +179,6 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
 
 def test_every_setting_is_read_by_the_product() -> None:
     package = Path(config.__file__).parent
-    sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
+    sources = [path for path in package.rglob("*.py") if path.parent != package / "settings"]
     text = "\n".join(path.read_text() for path in sources)
     assert [name for name in SAMPLES if not re.search(rf"settings\.{name}\b", text)] == []

@@ -1,0 +1,52 @@
+"""What is said of a setting that cannot be used: a wrong value, a name that no setting has."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.settings.environment import PREFIXES, variable_in_use, variable_of
+from semblend_trt.settings.table import allowed_by
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pydantic import ValidationError
+    from pydantic_settings import BaseSettings
+
+logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+def sentence_of(error: ValidationError, settings_class: type[BaseSettings], overrides: dict[str, Any]) -> str:
+    """The first wrong setting with its variable, its value and what is allowed, and how many more there are."""
+    details = error.errors(include_url=False)
+    first = details[0]
+    name = str(first["loc"][0]) if first["loc"] else "settings"
+    field = settings_class.model_fields.get(name)
+    if field is None:
+        close = difflib.get_close_matches(name, settings_class.model_fields, n=1)
+        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+    source = name if name in overrides else variable_in_use(field) or name
+    problem = first.get("ctx", {}).get("error")
+    more = f" ({len(details) - 1} more settings are wrong)" if len(details) > 1 else ""
+    if isinstance(problem, ConfigurationError):
+        return f"{source}: {problem}{more}"
+    return f"{source} is {str(first['input'])[:80]!r}; allowed is {allowed_by(field)}{more}"
+
+
+def warn_of_unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> None:
+    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
+    known = [name for field in settings_class.model_fields.values() for name in variable_of(field).names]
+    unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
+    with _warned_lock:
+        fresh = [name for name in unknown if name not in _warned]
+        _warned.update(fresh)
+    for name in fresh:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        logger.warning("%s is not read by this version%s", name, f"; did you mean {close[0]}?" if close else "")
