@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from validation.gates import MAX_LOGIT_DIFFERENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from engine_wrapper.sequence_work import SequenceWork
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
@@ -28,16 +32,16 @@ def test_a_boundary_one_layer_too_low_is_seen(
 ) -> None:
     runner = ModelRunner(tiny_model_paths["qwen2"], "float32", "cpu")
     tokens = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(2)).tolist()
-    original = layer_schedule._work_of
+    original = layer_schedule.work_of
 
-    def one_layer_less(piece: layer_schedule.SequenceSlice, num_layers: int) -> layer_schedule._SequenceWork:
+    def one_layer_less(piece: layer_schedule.SequenceSlice, num_layers: int) -> SequenceWork:
         work = original(piece, num_layers)
         if piece.plan is None:
             return work
-        kept = torch.arange(len(work.positions)).numpy() >= len(work.positions) - len(piece.token_ids)
-        return layer_schedule._SequenceWork(work.token_ids, work.positions, num_layers - 1, kept)
+        promised = np.arange(len(work.positions)) < len(work.positions) - len(piece.token_ids)
+        return replace(work, drops_at=work.drops_at - promised)
 
-    monkeypatch.setattr(layer_schedule, "_work_of", one_layer_less)
+    monkeypatch.setattr(layer_schedule, "work_of", one_layer_less)
     assert max_logit_difference(runner, tokens) > 100 * MAX_LOGIT_DIFFERENCE
 
 
