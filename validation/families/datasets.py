@@ -51,7 +51,7 @@ def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bo
         questions = _different((*own, *others))[: group.questions]
         if shown and len(questions) == group.questions:
             asked = [Asked(form.render(opening, shown, each.text), each.answer) for each in questions]
-            donors = [form.render_pages(earlier, rng.sample(shown, len(shown)))]
+            donors = [form.render_pages(earlier, _reordered(group, shown))]
             return group.cases(donors, asked, Expectation.REUSE, known)
     raise ConfigurationError(
         f"No text of {group.family} answers {group.questions} questions in {group.tokens} tokens; "
@@ -76,6 +76,12 @@ def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
     if room < 0 or first == last:
         return [], []
     return list(text.pieces[first : last + 1]), [each for source in text.questions[first : last + 1] for each in source]
+
+
+def _reordered(group: Group, pieces: list[str]) -> list[str]:
+    """The pieces, of which there are at least two, in another order."""
+    mixed = group.rng.sample(pieces, len(pieces))
+    return mixed if mixed != pieces else [*mixed[1:], mixed[0]]
 
 
 def _different(questions: Iterable[Question]) -> list[Question]:

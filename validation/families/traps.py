@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from validation.cases import Expectation
-from validation.documents import Document, Question, counted_list
+from validation.documents import Document, counted_list
 from validation.families.group import Asked
 from validation.families.questions import ask
 
@@ -57,28 +57,31 @@ def date(group: Group) -> list[Case]:
 
 
 def near_duplicates(group: Group) -> list[Case]:
-    """The donor's lists in the donor's order; in every second one, one count differs. Only that count is asked for."""
+    """The donor's lists in the donor's order; in every second one, one count differs by a digit.
+
+    These counts are asked for; where there are too few of them, others of the same lists as well.
+    """
     form, rng = group.form, group.rng
     earlier, opening = group.openings()
     before = group.stock_lists(group.room)
-    after, changed = list(before), list[Question]()
-    wrong = dict[str, str]()
+    after, changed, others = list(before), list[Asked](), list[Document]()
     for index in range(1, len(before), 2):
-        asked = rng.choice(before[index].questions)
-        right = Question(asked.text, _other_number(group, asked.answer))
-        item = asked.text.removeprefix("How many ").partition(" are in ")[0]
-        text = before[index].text.replace(f"\n{item}: {asked.answer}", f"\n{item}: {right.answer}")
-        after[index] = Document(text, (right,))
-        changed.append(right)
-        wrong[asked.text] = asked.answer
+        list_before = before[index]
+        question = rng.choice(list_before.questions)
+        item = question.text.removeprefix("How many ").partition(" are in ")[0]
+        number = _other_number(group, question.answer)
+        text = list_before.text.replace(f"\n{item}: {question.answer}", f"\n{item}: {number}")
+        after[index] = Document(text, ())
+        changed.append(Asked(question.text, number, question.answer))
+        others.append(Document(text, tuple(each for each in list_before.questions if each is not question)))
+    rng.shuffle(changed)
+    rest = ask(rng, others, max(0, group.questions - len(changed)))
+    chosen = [*changed, *(Asked(each.text, each.answer) for each in rest)][: group.questions]
     texts = [document.text for document in after]
-    prompts = [
-        Asked(form.render(opening, texts, each.text), each.answer, wrong[each.text])
-        for each in ask(rng, [after[index] for index in range(1, len(after), 2)], group.questions)
-    ]
+    asked = [Asked(form.render(opening, texts, each.prompt), each.answer, each.donor_answer) for each in chosen]
     [last] = ask(rng, before[:1], 1)
     donors = [form.render(earlier, [document.text for document in before], last.text)]
-    return group.cases(donors, prompts, Expectation.REUSE)
+    return group.cases(donors, asked, Expectation.REUSE)
 
 
 def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:

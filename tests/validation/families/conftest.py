@@ -1,0 +1,48 @@
+"""Prompt forms with the tokenizers that they are meant for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tokenizers import Tokenizer
+
+from validation.cli import shipped_model
+from validation.families.catalog import write_family
+from validation.prompt_form import SHIPPED, YARDSTICK
+
+if TYPE_CHECKING:
+    from validation.cases import Case
+    from validation.prompt_form import PromptForm
+
+SHARED = Path(__file__).parents[4] / "shared"
+
+
+@dataclass(frozen=True)
+class Writer:
+    form: PromptForm
+    tokenizer: Tokenizer
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text).ids)
+
+    def write(self, name: str, **changes: object) -> list[Case]:
+        arguments: dict = {"seed": 3, "groups": 2, "questions": 4, "tokens": 900} | changes
+        return write_family(name, self.form, self.count, **arguments)
+
+
+@pytest.fixture(scope="session", params=[SHIPPED, YARDSTICK], ids=lambda form: form.name)
+def writer(request: pytest.FixtureRequest) -> Writer:
+    folder = shipped_model() if request.param is SHIPPED else SHARED / "models" / "yardstick-22m"
+    if not folder.is_dir():
+        pytest.skip("../shared not present")
+    return Writer(request.param, Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+
+@pytest.fixture(scope="session")
+def eval_data() -> Path:
+    if not (SHARED / "data" / "eval").is_dir():
+        pytest.skip("../shared not present")
+    return SHARED / "data" / "eval"

@@ -1,0 +1,126 @@
+"""Every family is seeded, keeps to its budget, and knows its answers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from validation import prompts
+from validation.cases import Expectation, groups
+from validation.families.catalog import FAMILIES, Kind, family, write_family
+from validation.prompt_form import PLAIN
+
+if TYPE_CHECKING:
+    from tests.validation.families.conftest import Writer
+
+BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
+EXPECTED = {
+    Kind.HARMLESS: Expectation.REUSE,
+    Kind.TRAP: Expectation.REUSE,
+    Kind.NONE: Expectation.NONE,
+    Kind.EXACT: Expectation.EXACT_PREFIX,
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_equal_seeds_write_equal_cases(writer: Writer, name: str) -> None:
+    cases = writer.write(name)
+    assert writer.write(name) == cases
+    assert writer.write(name, groups=1) == cases[:4]
+    assert not {case.prompt for case in writer.write(name, seed=4)} & {case.prompt for case in cases}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("tokens", [700, 2_048])
+def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer: Writer, name: str, tokens: int) -> None:
+    for case in writer.write(name, tokens=tokens):
+        lengths = [writer.count(text) for text in (*case.donors, case.prompt)]
+        assert max(lengths) <= tokens
+        assert max(lengths) >= tokens / 3
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_groups_share_donors_and_ask_different_questions(writer: Writer, name: str) -> None:
+    cases = writer.write(name)
+    assert len(cases) == len({case.id for case in cases}) == 8
+    for group in groups(cases):
+        assert len(group) == len({case.prompt for case in group}) == 4
+        assert len({case.donors for case in group}) == 1
+        assert [case.is_timed for case in group] == [True, False, False, False]
+        assert {case.expects for case in group} == {EXPECTED[family(name).kind]}
+        assert {case.workload for case in group} == {name}
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if not family(name).is_text])
+def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer, name: str) -> None:
+    for case in writer.write(name):
+        assert case.known_answer
+        assert answer_in(case.prompt, case.prompt) == case.reference
+        if family(name).kind is not Kind.TRAP:
+            assert case.donor_answer is None
+        elif name != "near_duplicates":
+            assert case.donor_answer is not None
+        if case.donor_answer is not None:
+            assert case.donor_answer != case.reference
+            assert answer_in(case.donors[0], case.prompt) == case.donor_answer
+
+
+def answer_in(text: str, prompt: str) -> str | None:
+    """What `text`'s list of the place says of the item that `prompt` asks for."""
+    asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
+    assert asked is not None
+    for document in text.split(prompts.DOCUMENT_MARK)[1:]:
+        if re.match(rf"Stock list of {asked[2]}[.,]", document):
+            row = re.search(rf"\n{asked[1]}: (\d+)", document)
+            return None if row is None else row[1]
+    return None
+
+
+def test_prose_goes_on_as_its_reference(writer: Writer) -> None:
+    for case in writer.write("prose"):
+        assert case.reference is not None
+        assert case.reference.startswith(" ")
+        assert not case.prompt.endswith(" ")
+        assert not case.known_answer
+
+
+def test_repeats_were_served_word_for_word(writer: Writer) -> None:
+    assert all(case.prompt in case.donors for case in writer.write("repeat"))
+
+
+def test_cut_turns_are_the_end_of_a_longer_conversation(writer: Writer) -> None:
+    for case in writer.write("cut_turns"):
+        begin, end = case.prompt.index(prompts.DOCUMENT_MARK), case.prompt.rindex(prompts.QUESTION_MARK)
+        assert case.prompt[begin:end] in case.donors[0]
+        assert case.donors[0].index(case.prompt[begin:end]) > begin
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_plain_form_has_no_marks(name: str) -> None:
+    for case in write_family(name, PLAIN, lambda text: len(text.split()), 1, 1, 2, 1_000):
+        assert all("<|" not in text for text in (*case.donors, case.prompt))
+
+
+def test_units_and_dates_read_naturally_in_plain_text() -> None:
+    [case] = write_family("unit_trap", PLAIN, lambda text: len(text.split()), 1, 1, 1, 1_000)
+    assert re.search(r"Stock list of \w+ in \w+\.\n", case.prompt)
+    assert re.search(r"How many \w+ are in \w+ in \w+\?\nAnswer: $", case.prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "riddles"}, "'riddles' is unknown; use reordered, "),
+        ({"groups": 0}, "at least one of groups, not 0"),
+        ({"questions": 0}, "at least one of questions, not 0"),
+        ({"tokens": 100}, r"leave \d+ for documents; ask for at least"),
+        ({"questions": 500}, "but 501 are needed"),
+        ({"name": "squad"}, "name their folder with --eval-data"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(writer: Writer, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        writer.write(**({"name": "reordered"} | changes))

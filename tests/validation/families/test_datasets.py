@@ -1,0 +1,131 @@
+"""Evaluation sets are read in their published form, refused in another, and asked about with known references."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from validation.families import readings
+from validation.families.catalog import FAMILIES, write_family
+from validation.prompt_form import SHIPPED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.validation.families.conftest import Writer
+
+NAMES = [each.name for each in FAMILIES if each.needs_eval_data]
+WORDS = "the old clock on the wall of the long hall stood still for years"
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Small files in the three published forms."""
+    paragraphs = [
+        {
+            "context": f"Clock {number} rang at {number} past noon. {WORDS}.",
+            "qas": [
+                {
+                    "id": f"{number}",
+                    "question": f"When did clock {number} ring?",
+                    "answers": [{"text": f"{number} past noon", "answer_start": 14}],
+                }
+            ],
+        }
+        for number in range(30)
+    ]
+    squad = {"version": "1.1", "data": [{"title": "Clocks", "paragraphs": paragraphs}]}
+    (tmp_path / "squad-dev-v1.1.json").write_text(json.dumps(squad), "utf-8")
+    queries = [
+        {"query": f"What of {n}?", "answer": f"It {n}.", "relevant_text_span": [[str(n), str(n)]]} for n in (0, 90)
+    ]
+    meeting = {
+        "meeting_transcripts": [{"speaker": f"S{turn % 3}", "content": f"{turn} {WORDS}"} for turn in range(120)],
+        "specific_query_list": queries,
+        "general_query_list": [{"query": "Summarize the meeting", "answer": "Clocks."}],
+    }
+    (tmp_path / "qmsum").mkdir()
+    (tmp_path / "qmsum" / "M1.json").write_text(json.dumps(meeting), "utf-8")
+    story = {
+        "metadata": {},
+        "document": "\n \n".join(f"Sentence {number}: {WORDS}." for number in range(120)),
+        "questions": [
+            {"question_text": f"Why {n}?", "responses": [{"response_text": f"Because {n}."}, {"response_text": "No."}]}
+            for n in range(3)
+        ],
+    }
+    (tmp_path / "squality-dev.jsonl").write_text(json.dumps(story) + "\n", "utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_donor_holds_the_pieces_in_another_order(folder: Path, name: str) -> None:
+    cases = write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
+    assert cases == write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
+    assert len(cases) == 6
+    for case in cases:
+        [donor] = case.donors
+        shown, before = (text.partition("<|q|>")[0].split("<|doc|>")[1:] for text in (case.prompt, donor))
+        assert sorted(shown) == sorted(before)
+        assert shown != before
+        assert case.reference
+        assert case.known_answer == (name == "squad")
+        assert max(words(case.prompt), words(donor)) <= 700
+
+
+def test_known_answers_stand_in_the_prompt(folder: Path) -> None:
+    for case in write_family("squad", SHIPPED, words, 1, 3, 4, 600, folder):
+        assert case.reference in case.prompt
+
+
+def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -> None:
+    [meeting] = readings.qmsum(folder)
+    [late] = [index for index, asked in enumerate(meeting.questions) if "What of 90?" in {each.text for each in asked}]
+    assert f": 90 {WORDS}" in meeting.pieces[late]
+    assert [each.text for each in meeting.questions[0]] == ["What of 0?"]
+    assert "\n".join(meeting.pieces).count(WORDS) == 120
+
+
+def test_a_story_keeps_its_text_and_its_first_responses(folder: Path) -> None:
+    [story] = readings.squality(folder)
+    assert " ".join(story.pieces).count(WORDS) == 120
+    assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "content", "message"),
+    [
+        ("squad", "squad-dev-v1.1.json", '{"data": [{"paragraphs": [{"context": ""}]}]}', r"data\.0\.paragraphs\.0"),
+        ("squad", "squad-dev-v1.1.json", "nonsense", "squad-dev-v1.1.json is not of the expected form"),
+        ("squality", "squality-dev.jsonl", '{"document": "x"}', "questions: Field required"),
+        ("qmsum", "qmsum/M1.json", "[]", "M1.json is not of the expected form"),
+        ("squad", "squad-dev-v1.1.json", None, "cannot be read: No such file"),
+        ("qmsum", "qmsum/M1.json", None, "holds no meeting"),
+    ],
+)
+def test_other_files_are_refused(folder: Path, name: str, path: str, content: str | None, message: str) -> None:
+    (folder / path).unlink()
+    if content is not None:
+        (folder / path).write_text(content, "utf-8")
+    with pytest.raises(ConfigurationError, match=message):
+        write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
+
+
+def test_too_few_questions_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No text of squality answers 9 questions"):
+        write_family("squality", SHIPPED, words, 1, 1, 9, 700, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_published_files_are_read(writer: Writer, eval_data: Path, name: str) -> None:
+    changes: dict[str, Any] = {"tokens": 1_500, "eval_data": eval_data}
+    for case in writer.write(name, **changes):
+        assert max(writer.count(text) for text in (*case.donors, case.prompt)) <= 1_500
+        assert case.reference
