@@ -54,6 +54,7 @@ class Runtime:
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
     call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
+    `check_layers` are those in which the scheduler's plans may check their spans.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -65,6 +66,7 @@ class Runtime:
     evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     pool: PoolFacts | None = None
     refusal: str | None = None
+    check_layers: tuple[int, ...] = ()
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
 
     @property

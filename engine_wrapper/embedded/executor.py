@@ -83,6 +83,12 @@ class Executor:
         if self.connector is not None:
             self.connector.register(self.pool.tensor)
 
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Layers in which the connector's plans may check their spans."""
+        layers = runtime_for(self.llm_args).check_layers
+        return tuple(layer for layer in layers if layer < self.model_runner.facts.num_layers)
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enqueue(self, requests: list[LlmRequest]) -> None:

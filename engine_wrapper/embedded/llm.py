@@ -108,12 +108,13 @@ class LLM:
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> None:
-        """Prepares the card's libraries for prompts of about these lengths, a third of a second for each bucket.
+        """Prepares the card's libraries for prompts of about these lengths, a third of a second for each bucket, and
+        for the checks of the connector's plans.
 
         Prompts of other lengths are served as well, up to a tenth slower. Call it from the thread that will run the
         requests; on the CPU it does nothing.
         """
-        self._executor.model_runner.warm_up(prompt_lengths)
+        self._executor.model_runner.warm_up(prompt_lengths, self._executor.check_layers)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""

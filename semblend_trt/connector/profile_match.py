@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
-from semblend_trt.policy import ReusePolicy
+from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ProfileMatcher:
         self._profile: ReuseProfile | None = None
         self._problem: str | None = None
         self._matches: dict[str | None, ProfileMatch] = {}
+        self._policy = settings.policy
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
         if self._path is None:
             return
@@ -55,6 +56,14 @@ class ProfileMatcher:
             self._profile = ReuseProfile.read(self._path)
         except ConfigurationError as error:
             self._problem = str(error)
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Layers in which plans of these settings may check their spans, whether the profile will hold or not."""
+        if self._policy is ReusePolicy.CACHEBLEND:
+            return (CACHEBLEND_LAYER,)
+        terms = None if self._profile is None else self._profile.terms
+        return () if terms is None or terms.check is None else (terms.check.layer,)
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """What holds for `namespace`. What keeps a profile from holding is logged once an adapter."""

@@ -60,6 +60,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._journal = Journal(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
+        self._runtime.check_layers = self._profiles.check_layers
         self._metrics = metrics_for(self._settings.metrics)
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()

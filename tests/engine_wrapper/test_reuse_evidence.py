@@ -225,3 +225,8 @@ def test_evidence_of_requests_that_nobody_knows_is_dropped(engine, profile):
     serve(llm, DOCUMENT)
     assert not scheduler._runtime.evidence
     assert len(scheduler._requests) == 0
+
+
+def test_the_engine_knows_which_checks_to_prepare(engine):
+    assert engine(POLICY="cacheblend").executor.check_layers == (1,)
+    assert engine(POLICY="position_fix").executor.check_layers == ()

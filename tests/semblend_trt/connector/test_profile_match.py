@@ -12,7 +12,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.profile_match import ProfileMatch, ProfileMatcher
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import EngineMode
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,3 +131,14 @@ def test_the_file_is_read_once(path: Path) -> None:
     asked = matcher(path)
     path.unlink()
     assert match(asked, namespace()).profile is not None
+
+
+def test_the_layers_to_prepare_checks_for_are_known_before_any_request(tmp_path: Path, path: Path) -> None:
+    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5, min_saved_share=0.1)
+    checked = tmp_path / "checked.json"
+    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check).write(checked)
+    assert matcher(checked).check_layers == (2,)
+    assert matcher(checked, "position_fix").check_layers == ()
+    assert matcher(path).check_layers == ()
+    assert matcher(None).check_layers == ()
+    assert matcher(None, "cacheblend").check_layers == (1,)
