@@ -76,3 +76,25 @@ def prefetch(_context: Any, _address: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def equal_tokens(_context: Any, _left: Any, _right: Any) -> Any:
+    """Compares 32 int32 at each of two addresses (int64); bit i of the result (int64) says that the i-th are equal."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        lanes = ir.VectorType(_TOKEN, 32)
+        left, right = (builder.load(_pointer(builder, each, lanes), typ=lanes, align=4) for each in arguments)
+        return builder.zext(builder.bitcast(builder.icmp_unsigned("==", left, right), _TOKEN), _WORD)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def trailing_zeros(_context: Any, _word: Any) -> Any:
+    """Number of the lowest bit that is set in an int64 other than 0."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), generate

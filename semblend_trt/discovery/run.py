@@ -32,8 +32,11 @@ class ScanBounds:
 
     `max_repeats`: anchors of one hash kept of one sequence. `max_bucket`: newest donor places tried of one anchor.
     `max_pairs`: places tried in all. `max_extensions`: places compared token by token. `max_compared`: tokens compared,
-    after which no further place is. Below them all, every run of GUARANTEED_RUN tokens that are not all equal is found;
-    above them, what is found is still right.
+    after which no further place is. Below them all, every run of the wanted length that is not one repeated token is
+    found; above them, what is found is still right.
+
+    So a prompt of n tokens with a anchors costs no more, however many donors hold its text, than two rounds of
+    a x (max_bucket + 7) cells read, max_extensions comparisons, and max_compared + n + 2 tokens compared.
     """
 
     max_repeats: int = 8
@@ -41,3 +44,14 @@ class ScanBounds:
     max_pairs: int = 1 << 17
     max_extensions: int = 1024
     max_compared: int = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWork:
+    """What one lookup did cost: the prompt's anchors, cells of the table read for them, places compared token by token,
+    and tokens compared."""
+
+    anchors: int = 0
+    cells: int = 0
+    extensions: int = 0
+    compared: int = 0

@@ -41,14 +41,14 @@ from semblend_trt.discovery.index_writing import (
     write_tokens,
 )
 from semblend_trt.discovery.readers import Readers
-from semblend_trt.discovery.run import Run, ScanBounds
+from semblend_trt.discovery.run import Run, ScanBounds, ScanWork
 from semblend_trt.discovery.span_search import search
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Run", "ScanBounds", "SpanIndex", "warm_up"]
+__all__ = ["Run", "ScanBounds", "ScanWork", "SpanIndex", "warm_up"]
 
 _ALL_BITS = (1 << 64) - 1
 _RETIRED_ROOM = 1 << 14
@@ -142,25 +142,32 @@ class SpanIndex:
         """Returns the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
 
         A run is maximal when neither the token before nor the one behind is equal too. Runs shorter than GUARANTEED_RUN
-        are never returned. Sorted by prompt position, the longest first. Donors of other namespaces are never compared.
-        Raises ValueError for bad token ids.
+        are never returned; the larger `shortest` is, the quicker the lookup. Sorted by prompt position, the longest
+        first. Donors of other namespaces are never compared. Raises ValueError for bad token ids.
         """
+        return self.find_counting(namespace_key, tokens, shortest)[0]
+
+    def find_counting(
+        self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN
+    ) -> tuple[list[Run], ScanWork]:
+        """As `find`, and what it took."""
         prompt = as_token_array(tokens)
         space = self._spaces.get(namespace_key)
-        if space is None or len(prompt) < GUARANTEED_RUN:
-            return []
+        shortest = max(shortest, GUARANTEED_RUN)
+        if space is None or len(prompt) < shortest:
+            return [], ScanWork()
         bounds = self._bounds
-        anchors = fingerprint(prompt, bounds.max_repeats)
+        anchors = fingerprint(prompt, bounds.max_repeats, shortest)
         with self._readers.reading() as (state, version):
-            rows = search(
+            rows, *counts = search(
                 self._memory.chunks, state.directory, state.depth, self._mask, space.space_key, space.number, version,
                 prompt, anchors.hashes, anchors.positions, bounds.max_bucket, bounds.max_pairs, bounds.max_extensions,
-                bounds.max_compared, max(shortest, GUARANTEED_RUN),
+                bounds.max_compared, shortest,
             )  # fmt: skip
             # One run may have been found twice; numbers mean these names until the lookup ends.
             runs = [Run(self._names[donor], *place) for donor, *place in set(map(tuple, rows.tolist()))]
         runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
-        return runs
+        return runs, ScanWork(len(anchors), *counts)
 
     def used_bytes(self) -> int:
         """Memory of tokens, table and records, in bytes; not the names, which the interpreter holds."""

@@ -169,9 +169,9 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
         chunks: Words, directory: Directory, depth: int, mask: np.uint64, space_key: int, namespace: int, version: int,
         prompt: TokenArray, hashes: npt.NDArray[np.uint64], positions: Words,
         max_bucket: int, max_pairs: int, max_extensions: int, max_compared: int, shortest: int,
-    ) -> Runs:  # fmt: skip
+    ) -> tuple[Runs, int, int, int]:  # fmt: skip
         _ = stamp
-        anchors = len(positions)
+        anchors, cells, extensions, compared = len(positions), 0, 0, 0
         keys, entries = np.empty(anchors, dtype=np.int64), np.empty(anchors, dtype=np.int64)
         for index in range(anchors):
             keys[index] = key_of(hashes[index], mask, space_key)
@@ -194,6 +194,7 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
                 base = address_of(chunks, BLOCKS, reference_of(word)) if many else 0
                 while True:
                     place = reference_of(word)
+                    cells += 1
                     if many:
                         if cell < 0:
                             older = load_word(base + NEXT)
@@ -214,7 +215,7 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
                         break
                     max_pairs -= 1
                     if max_pairs < 0:
-                        return runs[:found]
+                        return runs[:found], cells, extensions, compared
                     owner = load_word(address_of(chunks, PAGES, place >> PAGE_BITS))
                     donor = owner >> OWNER_SHIFT
                     at = (owner & PAGE_MASK) << PAGE_BITS | place & (PAGE_TOKENS - 1)
@@ -222,9 +223,9 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
                     slot = _diagonal_slot(diagonals, diagonal)
                     if diagonals[slot, 1] <= target < diagonals[slot, 2]:
                         continue
-                    max_extensions -= 1
-                    if max_extensions < 0 or max_compared < 0:
-                        return runs[:found]
+                    if extensions == max_extensions or compared > max_compared:
+                        return runs[:found], cells, extensions, compared
+                    extensions += 1
                     record = address_of(chunks, DONORS, donor)
                     if load_word(record + NAMESPACE) != namespace:
                         continue
@@ -232,10 +233,11 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
                         continue
                     limit = min(load_word(record + LENGTH) - at, len(prompt) - target)
                     ahead = forward(chunks, place, start + 4 * target, limit)
+                    compared += ahead + 1
                     if ahead == 0:
                         continue
                     behind = backward(chunks, place, start + 4 * target, min(at, target))
-                    max_compared -= ahead + behind
+                    compared += behind + 1
                     if diagonals[slot, 0] == 0:
                         held += 1
                     diagonals[slot, 0] = diagonal
@@ -249,9 +251,11 @@ def _make(stamp: int):  # type: ignore[no-untyped-def]
                     runs[found, 0], runs[found, 1] = donor, at - behind
                     runs[found, 2], runs[found, 3] = target - behind, ahead + behind
                     found += 1
-        return runs[:found]
+        return runs[:found], cells, extensions, compared
 
     return search
 
 
+# Runs int64 [n, 4]: donor, its position, the prompt's, tokens; then the places read, those compared token by token, and
+# the tokens compared.
 search = _make(SOURCES_STAMP)

@@ -1,4 +1,7 @@
-"""The loops behind `fingerprint`, compiled: gram hashes, window minima, repeated tokens, repeated hashes."""
+"""The loops behind `fingerprint`, compiled. A sequence is gone through in blocks that stay in the processor's cache.
+
+Loops over arrays take the arrays already shifted, so that the compiler makes vector instructions of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.discovery.compiled import SOURCES_STAMP, entry, inner
+from semblend_trt.discovery.raw_memory import equal_tokens, trailing_zeros
 
 GRAM_TOKENS = 16
 WINDOW_GRAMS = 17
@@ -16,212 +20,232 @@ _Ranks = npt.NDArray[np.uint32]
 _Positions = npt.NDArray[np.int64]
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses no bit
-_OUT = np.uint64(pow(0x9E3779B97F4A7C15, GRAM_TOKENS + 1, 1 << 64))
-_STREAMS = 4
+_BASE_4 = np.uint64(pow(0x9E3779B97F4A7C15, 4, 1 << 64))
+RANK_BASE = 0x9E3779B1
+_RANK_1, _RANK_2, _RANK_4, _RANK_8 = (np.uint32(pow(RANK_BASE, power, 1 << 32)) for power in (1, 2, 4, 8))
 # Grams of one repeated token rank behind all others: they say the least about where they stand.
 _CONSTANT = np.uint32(0xFFFFFFFF)
 _LAST_VARIED = np.uint32(0xFFFFFFFE)
 _TOP_HALF = np.uint64(32)
+_BLOCK, _LANES = 2048, 32
 
 
 @inner
 def gram_hash(tokens: _Tokens, start: int) -> np.uint64:
     """Hash of the gram that starts at `start`: the sum of token[start + j] * BASE**(GRAM_TOKENS - j) modulo 2**64."""
     value = np.uint64(0)
-    for at in range(start, start + GRAM_TOKENS):
-        value = (value + np.uint64(tokens[at])) * BASE
+    for first in range(start, start + GRAM_TOKENS, 4):
+        # Four tokens by themselves, which need not wait for those before them.
+        part = (np.uint64(tokens[first]) * BASE + np.uint64(tokens[first + 1])) * BASE
+        part = ((part + np.uint64(tokens[first + 2])) * BASE + np.uint64(tokens[first + 3])) * BASE
+        value = value * _BASE_4 + part
     return value
 
 
 @inner
-def all_hashes(tokens: _Tokens) -> _Hashes:
-    """Hashes of all grams, uint64 [n - GRAM_TOKENS + 1], each made from the one before it.
-
-    Several stretches advance in turn, since a hash must wait for the one before it but not for another stretch's.
-    """
-    count = len(tokens) - GRAM_TOKENS + 1
-    hashes = np.empty(count, dtype=np.uint64)
-    size = count // _STREAMS
-    if size:
-        first, second, third, fourth = 0, size, 2 * size, 3 * size
-        a, b = gram_hash(tokens, first), gram_hash(tokens, second)
-        c, d = gram_hash(tokens, third), gram_hash(tokens, fourth)
-        for step in range(size):
-            hashes[first + step], hashes[second + step] = a, b
-            hashes[third + step], hashes[fourth + step] = c, d
-            if step + 1 < size:
-                a = _rolled(a, tokens, first + step)
-                b = _rolled(b, tokens, second + step)
-                c = _rolled(c, tokens, third + step)
-                d = _rolled(d, tokens, fourth + step)
-    for at in range(size * _STREAMS, count):
-        hashes[at] = gram_hash(tokens, at)
-    return hashes
-
-
-@inner
-def _rolled(value: np.uint64, tokens: _Tokens, start: int) -> np.uint64:
-    """The hash of the gram behind the one at `start`, whose hash is `value`."""
-    enters = np.uint64(tokens[start + GRAM_TOKENS]) * BASE
-    return value * BASE + (enters - np.uint64(tokens[start]) * _OUT)
-
-
-@inner
-def ranks_of(tokens: _Tokens, hashes: _Hashes) -> tuple[_Ranks, bool]:
-    """What the smallest of is kept, uint32 [grams]: a hash's upper half, the largest number for one repeated token.
-
-    And whether there may be grams of one repeated token.
-    """
-    count = len(hashes)
-    ranks = np.empty(count, dtype=np.uint32)
-    repeats = False
+def _join(joined: _Ranks, left: _Ranks, right: _Ranks, power: np.uint32, count: int) -> None:
     for at in range(count):
-        ranks[at] = min(np.uint32(hashes[at] >> _TOP_HALF), _LAST_VARIED)
-        repeats |= (tokens[at] == tokens[at + 1]) & (tokens[at] == tokens[at + 8]) & (tokens[at] == tokens[at + 15])
-    if repeats:
-        equal = 1
-        for at in range(1, len(tokens)):
-            equal = equal + 1 if tokens[at] == tokens[at - 1] else 1
-            if equal >= GRAM_TOKENS:
-                ranks[at - GRAM_TOKENS + 1] = _CONSTANT
-    return ranks, repeats
+        joined[at] = left[at] * power + right[at]
 
 
 @inner
-def window_minima(ranks: _Ranks) -> _Ranks:
-    """Minimum of every WINDOW_GRAMS consecutive ranks: [n - WINDOW_GRAMS + 1]."""
-    size = len(ranks)
-    minima = np.empty(size, dtype=np.uint32)
+def _least(least: _Ranks, left: _Ranks, right: _Ranks, count: int) -> None:
+    for at in range(count):
+        least[at] = min(left[at], right[at])
+
+
+@inner
+def _greatest(greatest: _Ranks, left: _Ranks, right: _Ranks, count: int) -> None:
+    for at in range(count):
+        greatest[at] = max(left[at], right[at])
+
+
+@inner
+def _rank(tokens: _Tokens, count: int, ranks: _Ranks, spare: _Ranks) -> bool:
+    """Ranks of the first `count` grams: the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32, made
+    from sums over 1, 2, 4 and 8 tokens; the largest number for one repeated token.
+
+    Returns whether a gram of one repeated token may be among them.
+    """
+    size = count + GRAM_TOKENS - 1
     for at in range(size):
-        minima[at] = ranks[at]
-    length = 1
-    while 2 * length <= WINDOW_GRAMS:
-        size -= length
-        for at in range(size):
-            minima[at] = min(minima[at], minima[at + length])
-        length *= 2
-    rest = WINDOW_GRAMS - length
-    size -= rest
-    for at in range(size):
-        minima[at] = min(minima[at], minima[at + rest])
-    return minima[:size]
+        spare[at] = np.uint32(tokens[at]) * _RANK_1
+    _join(ranks, spare, spare[1:], _RANK_1, size - 1)
+    _join(spare, ranks, ranks[2:], _RANK_2, size - 3)
+    _join(ranks, spare, spare[4:], _RANK_4, size - 7)
+    _join(spare, ranks, ranks[8:], _RANK_8, count)
+    for at in range(count):
+        ranks[at] = min(spare[at], _LAST_VARIED)
+    if not _may_repeat_token(tokens, tokens[1:], tokens[8:], count):
+        return False
+    equal = 1
+    for at in range(1, size):
+        equal = equal + 1 if tokens[at] == tokens[at - 1] else 1
+        if equal >= GRAM_TOKENS:
+            ranks[at - GRAM_TOKENS + 1] = _CONSTANT
+    return True
 
 
 @inner
-def chosen_positions(ranks: _Ranks) -> _Positions:
-    """Positions of the rightmost minimum of every window, ascending, each once; none for windows of one token."""
-    minima = window_minima(ranks)
-    windows = np.empty(len(minima) + 1, dtype=np.int32)
-    windows[0] = 0
-    count = 1
-    for at in range(1, len(minima)):
-        # The minimum moves when another value is smallest, or when an equal one enters on the right.
-        windows[count] = at
-        count += (minima[at] != minima[at - 1]) | (minima[at] == ranks[at + WINDOW_GRAMS - 1])
-    chosen = np.empty(count, dtype=np.int64)
-    kept = 0
-    for index in range(count):
-        window = np.int64(windows[index])
-        smallest, place = minima[window], np.uint32(0)
-        for offset in range(np.uint32(WINDOW_GRAMS)):
-            place = max(place, np.uint32(offset) if ranks[window + offset] == smallest else np.uint32(0))
-        chosen[kept] = window + np.int64(place)
-        kept += smallest != _CONSTANT
-    return chosen[:kept]
+def _may_repeat_token(tokens: _Tokens, second: _Tokens, ninth: _Tokens, count: int) -> bool:
+    found = np.int32(0)
+    for at in range(count):
+        found |= np.int32((tokens[at] == second[at]) & (tokens[at] == ninth[at]))
+    return found != 0
 
 
 @inner
-def constant_ends(ranks: _Ranks) -> _Positions:
-    """First and last gram of every stretch of at least WINDOW_GRAMS grams of one repeated token, ascending."""
-    ends = np.empty(2 * (len(ranks) // WINDOW_GRAMS + 1), dtype=np.int64)
-    count, begin = 0, -1
-    for at in range(len(ranks) + 1):
-        constant = at < len(ranks) and ranks[at] == _CONSTANT
-        if constant and begin < 0:
-            begin = at
-        elif not constant and begin >= 0:
-            if at - begin >= WINDOW_GRAMS:
-                ends[count], ends[count + 1] = begin, at - 1
+def _minima(ranks: _Ranks, window: int, size: int, one: _Ranks, other: _Ranks) -> tuple[_Ranks, _Ranks]:
+    """The least of every `window` (2 and more) of `size` consecutive ranks, and the array that is not needed for it."""
+    size, length = size - 1, 2
+    _least(one, ranks, ranks[1:], size)
+    while length < window:
+        step = min(length, window - length)
+        size, length = size - step, length + step
+        _least(other, one, one[step:], size)
+        one, other = other, one
+    return one, other
+
+
+@inner
+def _maxima(ranks: _Ranks, window: int, size: int, one: _Ranks, other: _Ranks) -> _Ranks:
+    """The greatest of every `window` (2 and more) of `size` consecutive ranks."""
+    size, length = size - 1, 2
+    _greatest(one, ranks, ranks[1:], size)
+    while length < window:
+        step = min(length, window - length)
+        size, length = size - step, length + step
+        _greatest(other, one, one[step:], size)
+        one, other = other, one
+    return one
+
+
+@inner
+def _chosen(tokens: _Tokens, window: int) -> tuple[_Positions, bool]:
+    """Positions of the grams that are the least of some window, ascending, but of none of one repeated token.
+
+    A gram is one when it equals the greatest of the minima of the windows that hold it. And whether there may be grams
+    of one repeated token.
+    """
+    grams, side = len(tokens) - GRAM_TOKENS + 1, window - 1
+    room = _BLOCK + 2 * side + _LANES
+    ranks, spare = np.zeros(room, dtype=np.uint32), np.zeros(room, dtype=np.uint32)
+    one, other = np.zeros(room, dtype=np.uint32), np.zeros(room, dtype=np.uint32)
+    positions, kept, repeats = np.empty(grams, dtype=np.int64), 0, False
+    for first in range(0, grams, _BLOCK):
+        count = min(_BLOCK, grams - first)
+        low, high = max(0, first - side), min(grams, first + count + side)
+        lead, size = low - (first - side), count + 2 * side
+        repeats |= _rank(tokens[low:], high - low, ranks[lead:], spare)
+        # Windows that reach beyond the ends have the minimum 0, which is the greatest of none.
+        for at in range(lead + high - low, size):
+            ranks[at] = 0
+        minima, free = _minima(ranks, window, size, one, other)
+        opened = _maxima(minima, window, size - side, free, spare)
+        left, right = opened.ctypes.data, ranks.ctypes.data + 4 * side
+        for at in range(0, count, _LANES):
+            bits = equal_tokens(left + 4 * at, right + 4 * at)
+            if count - at < _LANES:
+                bits &= (1 << (count - at)) - 1
+            while bits:
+                gram = at + trailing_zeros(bits)
+                bits &= bits - 1
+                positions[kept] = first + gram
+                kept += ranks[gram + side] != _CONSTANT
+    return positions[:kept], repeats
+
+
+@inner
+def _stretch_ends(tokens: _Tokens) -> _Positions:
+    """First and last gram of every stretch of one repeated token that fills a window of grams, ascending."""
+    least = GRAM_TOKENS + WINDOW_GRAMS - 1
+    ends = np.empty(2 * (len(tokens) // least + 1), dtype=np.int64)
+    count, begin = 0, 0
+    for at in range(1, len(tokens) + 1):
+        if at == len(tokens) or tokens[at] != tokens[begin]:
+            if at - begin >= least:
+                ends[count], ends[count + 1] = begin, at - GRAM_TOKENS
                 count += 2
-            begin = -1
+            begin = at
     return ends[:count]
 
 
 @inner
-def merged(left: _Positions, right: _Positions) -> _Positions:
+def _merged(left: _Positions, right: _Positions) -> _Positions:
     """Both ascending lists as one, each position once."""
     both = np.empty(len(left) + len(right), dtype=np.int64)
     count, at, of = 0, 0, 0
     while at < len(left) or of < len(right):
         if of == len(right) or (at < len(left) and left[at] < right[of]):
-            both[count] = left[at]
+            position = left[at]
             at += 1
         else:
-            both[count] = right[of]
-            at += at < len(left) and left[at] == right[of]
+            position = right[of]
             of += 1
-        count += 1
+        if count == 0 or both[count - 1] != position:
+            both[count] = position
+            count += 1
     return both[:count]
 
 
 @inner
-def counts_by_hash(hashes: _Hashes, max_repeats: int) -> tuple[_Positions, _Positions, int]:
-    """For each anchor, how many of its hash stand before it and how many there are; and the largest such number."""
-    count = len(hashes)
-    size = 16
+def _may_repeat(hashes: _Hashes, most: int) -> bool:
+    """False when surely no hash stands more than `most` times; counted by a part of the hash, so that it is quick."""
+    size = 256
+    while size < len(hashes):
+        size *= 2
+    counts = np.zeros(size, dtype=np.int32)
+    for index in range(len(hashes)):
+        slot = np.int64(hashes[index] >> _TOP_HALF) & (size - 1)
+        counts[slot] += 1
+        if counts[slot] > most:
+            return True
+    return False
+
+
+@inner
+def _thinned(hashes: _Hashes, positions: _Positions, most: int) -> tuple[_Hashes, _Positions]:
+    """Keeps at most `most` anchors of one hash, the first half of them and the last, in place."""
+    count, size = len(hashes), 16
     while size < 2 * count:
         size *= 2
+    # The first anchor of every hash, by hash; for every anchor that first one, and how many stand before it.
     table = np.full(size, -1, dtype=np.int32)
-    leaders = np.empty(count, dtype=np.int64)
-    before = np.zeros(count, dtype=np.int64)
+    leaders, before = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     totals = np.zeros(count, dtype=np.int64)
-    largest = 0
     for index in range(count):
         slot = np.int64(hashes[index] >> _TOP_HALF) & (size - 1)
         while table[slot] >= 0 and hashes[table[slot]] != hashes[index]:
             slot = (slot + 1) & (size - 1)
         if table[slot] < 0:
             table[slot] = index
-        leader = np.int64(table[slot])
-        leaders[index], before[index] = leader, totals[leader]
-        totals[leader] += 1
-        largest = max(largest, totals[leader])
-    if largest > max_repeats:
-        for index in range(count):
-            totals[index] = totals[leaders[index]]
-    return before, totals, largest
-
-
-@inner
-def thinned(hashes: _Hashes, positions: _Positions, max_repeats: int) -> tuple[_Hashes, _Positions]:
-    """Keeps at most `max_repeats` anchors of one hash, the first half of them and the last, in place."""
-    before, totals, largest = counts_by_hash(hashes, max_repeats)
-    if largest <= max_repeats:
-        return hashes, positions
-    last = max_repeats // 2
-    kept = 0
-    for index in range(len(positions)):
+        leaders[index] = table[slot]
+        before[index] = totals[leaders[index]]
+        totals[leaders[index]] += 1
+    last, kept = most // 2, 0
+    for index in range(count):
         hashes[kept], positions[kept] = hashes[index], positions[index]
-        kept += (before[index] < max_repeats - last) | (totals[index] - before[index] <= last)
+        kept += (before[index] < most - last) | (totals[leaders[index]] - before[index] <= last)
     return hashes[:kept], positions[:kept]
 
 
-def _make_anchors(stamp: int):  # type: ignore[no-untyped-def]
+def _make(stamp: int):  # type: ignore[no-untyped-def]
     @entry
-    def anchors(tokens: _Tokens, max_repeats: int) -> tuple[_Hashes, _Positions]:
+    def anchors(tokens: _Tokens, window: int, max_repeats: int) -> tuple[_Hashes, _Positions]:
         _ = stamp
-        hashes = all_hashes(tokens)
-        ranks, repeats = ranks_of(tokens, hashes)
-        positions = chosen_positions(ranks)
+        positions, repeats = _chosen(tokens, window)
         if repeats:
-            positions = merged(positions, constant_ends(ranks))
-        chosen = np.empty(len(positions), dtype=np.uint64)
+            positions = _merged(positions, _stretch_ends(tokens))
+        hashes = np.empty(len(positions), dtype=np.uint64)
         for index in range(len(positions)):
-            chosen[index] = hashes[positions[index]]
-        return thinned(chosen, positions, max_repeats)
+            hashes[index] = gram_hash(tokens, positions[index])
+        if _may_repeat(hashes, max_repeats):
+            hashes, positions = _thinned(hashes, positions, max_repeats)
+        return hashes, positions
 
     return anchors
 
 
-# Hashes uint64 [n] and positions int64 [n] of the anchors of int32 [>= 32] tokens, thinned to `max_repeats` a hash.
-anchors = _make_anchors(SOURCES_STAMP)
+# Hashes uint64 [n] and positions int64 [n] of the anchors of int32 [>= window + 15] tokens by windows of `window`
+# grams, thinned to `max_repeats` a hash.
+anchors = _make(SOURCES_STAMP)

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from semblend_trt.discovery.fingerprint import (
     GUARANTEED_RUN,
+    WIDEST_RUN,
     Fingerprints,
     as_token_array,
     fingerprint,
 )
-from semblend_trt.discovery.winnowing import GRAM_TOKENS, WINDOW_GRAMS
+from semblend_trt.discovery.winnowing import GRAM_TOKENS, RANK_BASE, WINDOW_GRAMS
 
 MAX_ID = 2**31 - 1
 
@@ -36,21 +37,49 @@ def reference_hashes(tokens: np.ndarray) -> list[int]:
     return hashes
 
 
-def reference_positions(tokens: np.ndarray) -> list[int]:
-    """Rightmost minimum of every window of grams, for tokens without a stretch of one repeated token."""
-    ranks = [min(value >> 32, (1 << 32) - 2) for value in reference_hashes(tokens)]
-    windows = range(len(ranks) - WINDOW_GRAMS + 1)
-    return sorted({min(range(w, w + WINDOW_GRAMS), key=lambda at: (ranks[at], -at)) for w in windows})
+def reference_ranks(tokens: np.ndarray) -> list[int]:
+    ranks = []
+    for start in range(len(tokens) - GRAM_TOKENS + 1):
+        value = 0
+        for token in tokens[start : start + GRAM_TOKENS].tolist():
+            value = (value + token) * RANK_BASE & 0xFFFFFFFF
+        ranks.append(min(value, 0xFFFFFFFE))
+    return ranks
 
 
-@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 40, 300, 5_001])
+def reference_positions(tokens: np.ndarray, window: int = WINDOW_GRAMS) -> list[int]:
+    """Every minimum of every window of grams, for tokens without a stretch of one repeated token."""
+    ranks = reference_ranks(tokens)
+    chosen = set()
+    for begin in range(len(ranks) - window + 1):
+        least = min(ranks[begin : begin + window])
+        chosen |= {at for at in range(begin, begin + window) if ranks[at] == least}
+    return sorted(chosen)
+
+
+# Around 2048 grams, a block of the compiled loop ends.
+@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 40, 300, 2_062, 2_063, 2_064, 2_095, 5_001])
 @pytest.mark.parametrize("vocabulary", [2, 50, MAX_ID + 1])
-def test_anchors_are_the_rightmost_window_minima(length: int, vocabulary: int) -> None:
+def test_anchors_are_the_window_minima(length: int, vocabulary: int) -> None:
     tokens = random_tokens(2, length, vocabulary)
     anchors = every_anchor(tokens)
     assert anchors.positions.tolist() == reference_positions(tokens)
     hashes = reference_hashes(tokens)
     assert anchors.hashes.tolist() == [hashes[at] for at in anchors.positions]
+
+
+@pytest.mark.parametrize("shortest", [33, 47, 48, 63, WIDEST_RUN, 1_000])
+@pytest.mark.parametrize("length", [64, 65, 1_000, 2_110, 6_000])
+@pytest.mark.parametrize("vocabulary", [2, 32_000])
+def test_anchors_for_longer_runs_are_some_of_the_others(shortest: int, length: int, vocabulary: int) -> None:
+    tokens = random_tokens(9, length, vocabulary)
+    few = fingerprint(tokens, 1 << 20, shortest).positions.tolist()
+    assert few == reference_positions(tokens, min(shortest, WIDEST_RUN) - GRAM_TOKENS + 1)
+    assert set(few) <= set(every_anchor(tokens).positions.tolist())
+
+
+def test_anchors_for_runs_of_64_are_one_in_25() -> None:
+    assert len(fingerprint(random_tokens(3, 20_000), shortest=64)) == pytest.approx(20_000 / 25, rel=0.08)
 
 
 @given(
@@ -59,18 +88,19 @@ def test_anchors_are_the_rightmost_window_minima(length: int, vocabulary: int) -
     st.integers(0, 40),
     st.integers(0, 40),
     st.integers(GUARANTEED_RUN, 80),
+    st.booleans(),
 )
 def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(
-    seed: int, vocabulary: int, left: int, right: int, length: int
+    seed: int, vocabulary: int, left: int, right: int, length: int, wide: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     run = rng.integers(0, vocabulary, length, dtype=np.int32)
     if len(set(run.tolist())) == 1:
         run[length // 2] += 1
     anchored = []
-    for before in (left, right):
+    for before, shortest in ((left, GUARANTEED_RUN), (right, length if wide else GUARANTEED_RUN)):
         noise = rng.integers(0, vocabulary, before, dtype=np.int32)
-        anchors = every_anchor(np.concatenate([noise, run, noise]))
+        anchors = fingerprint(np.concatenate([noise, run, noise]), 1 << 20, shortest)
         relative = anchors.positions - before
         inside = (relative >= 0) & (relative <= length - GRAM_TOKENS)
         anchored.append(set(zip(anchors.hashes[inside].tolist(), relative[inside].tolist(), strict=True)))
