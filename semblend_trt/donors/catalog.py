@@ -1,89 +1,44 @@
-"""DonorCatalog: the one owner of capacity, in both tiers. It runs on the scheduler and decides for every rank.
+"""DonorCatalog: the one owner of capacity, in all tiers. It runs on the scheduler and decides for every rank.
 
 A donor is *saving* from `reserve` to `commit`, then *ready*. Only ready donors can be leased, moved or evicted, and a
-leased one neither moves nor goes. A donor counts in one tier only: from the decision to demote it on, in the host's.
+leased one neither moves down nor goes. A donor counts in one tier only: from the decision to demote it on, in the
+host's; while it is lifted, in both. A file is a copy beside its tier, until memory lets the donor go.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from enum import Enum
+import time
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.eviction import EvictionPolicy, LruEviction
-from semblend_trt.donors.placement import Candidates, FreeRoom, Placement, Size, Tier, place_on_device, place_on_host
-from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.donors.capacities import Capacities
+from semblend_trt.donors.entry import CatalogStats, DonorState, Entry, FileState
+from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, LruEviction
+from semblend_trt.donors.file_size import FileSize
+from semblend_trt.donors.holdings import Holdings
+from semblend_trt.donors.lease import Lease
+from semblend_trt.donors.placement import Placement, Tier, place_on_device, place_on_host
+from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import TracebackType
+    from collections.abc import Callable
 
     import numpy as np
     import numpy.typing as npt
 
+    from semblend_trt.donors.block_kind import KindMix
 
-class DonorState(str, Enum):
-    """SAVING: room is reserved, nobody may read. READY: its KV is held."""
+__all__ = ["CatalogStats", "DonorCatalog", "DonorState", "Lease"]
 
-    SAVING = "saving"
-    READY = "ready"
-
-
-@dataclass(slots=True)
-class _Entry:
-    namespace_key: str
-    tokens: int
-    tier: Tier
-    state: DonorState = DonorState.SAVING
-    leases: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogStats:
-    """Counts at one moment. `used_bytes` (of `byte_budget`, host) and `device_blocks_used` (of `device_blocks`) include
-    what saving donors reserve; `evicted` and `demoted` count since the start."""
-
-    ready: int
-    saving: int
-    leases: int
-    used_bytes: int
-    byte_budget: int
-    evicted: int
-    demoted: int = 0
-    device_blocks_used: int = 0
-    device_blocks: int = 0
-
-
-class Lease:
-    """Keeps one donor from being dropped until `release`, or the end of a `with` block. Releasing twice is once."""
-
-    def __init__(self, catalog: DonorCatalog, donor_id: str) -> None:
-        self.donor_id = donor_id
-        self._catalog = catalog
-        self._released = False
-
-    @property
-    def released(self) -> bool:
-        return self._released
-
-    def release(self) -> None:
-        self._catalog._end_lease(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
+# A donor is lifted before its room on the host is free: that may cost so small a share of the host's tokens.
+_LIFT_SHARE = 16
 
 
 class DonorCatalog:
     """Which donors are held, in which tier, what room they take, and who reads them. Thread safe.
 
-    `byte_budget` bounds the KV bytes of one rank on the host, `bytes_per_token` is K and V of all layers of that rank.
-    The arena on the card has `device_blocks` blocks of `block_size` tokens. `eviction` makes the order of one tier.
+    `byte_budget` and the other sizes are those of `Capacities`; `eviction` makes the order of one tier, `clock` gives
+    seconds.
     """
 
     def __init__(
@@ -95,46 +50,34 @@ class DonorCatalog:
         *,
         device_blocks: int = 0,
         block_size: int = 1,
+        disk_bytes: int = 0,
+        num_layers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if byte_budget < 0 or bytes_per_token < 1 or max_donors < 1 or device_blocks < 0 or block_size < 1:
-            raise ConfigurationError(
-                f"donor catalog with byte_budget {byte_budget}, bytes_per_token {bytes_per_token}, max_donors "
-                f"{max_donors}, device_blocks {device_blocks} and block_size {block_size}; budget and device_blocks "
-                "must be >= 0, the others >= 1"
-            )
-        self._byte_budget = byte_budget
-        self._bytes_per_token = bytes_per_token
-        self._max_donors = max_donors
-        self._device_blocks = device_blocks
-        self._block_size = block_size
-        self._eviction = {tier: eviction() for tier in Tier}
+        file_size = FileSize(num_layers, bytes_per_token)
+        limits = Capacities(byte_budget, bytes_per_token, max_donors, device_blocks, block_size, disk_bytes, file_size)
+        self._holdings = Holdings(limits, eviction, clock)
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
-        self._used = dict.fromkeys(Tier, 0)  # blocks of the arena, tokens of the host
-        self._evicted = 0
-        self._demoted = 0
 
-    def reserve(self, donor_id: str, namespace_key: str, tokens_upper_bound: int) -> Placement:
+    # -- a donor's life --------------------------------------------------------------------------------------------
+
+    def reserve(self, donor_id: str, namespace_key: str, tokens_upper_bound: int, text: bytes = b"") -> Placement:
         """Makes room for a donor of at most `tokens_upper_bound` tokens, on the device where that is possible.
 
-        Returns its tier and who was demoted or dropped for it. Raises ValueError when the id is taken or the bound is
-        below 1, and CapacityError when no unleased donors make enough room; nothing has changed then.
+        `text` names the donor's text for policies that know it again. Returns its tier and who moved or was dropped for
+        it. Raises ValueError when the id is taken or the bound is below 1, and CapacityError when no unleased donors
+        make enough room; nothing has changed then.
         """
         if tokens_upper_bound < 1:
             raise ValueError(f"donor {donor_id} reserves {tokens_upper_bound} tokens; at least 1 is needed")
         with self._lock:
-            if donor_id in self._entries:
+            held = self._holdings
+            if donor_id in held.entries:
                 raise ValueError(f"donor {donor_id} is already held; use another id or drop it first")
-            placement = self._place(donor_id, tokens_upper_bound)
-            for victim in placement.dropped:
-                self._remove(victim)
-            for displaced in placement.demoted:
-                self._move_to_host(displaced)
-            self._evicted += len(placement.dropped)
-            self._demoted += len(placement.demoted)
-            self._entries[donor_id] = _Entry(namespace_key, tokens_upper_bound, placement.tier)
-            self._used[placement.tier] += self._room(placement.tier, tokens_upper_bound)
-            return placement
+            placement = held.apply(held.place(donor_id, tokens_upper_bound))
+            history = DonorHistory(tokens_upper_bound, text=text)
+            held.enter(donor_id, Entry(namespace_key, placement.tier, history))
+            return held.with_files(placement, (donor_id,)) if placement.tier is Tier.HOST else placement
 
     def commit(self, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
         """Makes a saving donor ready with the `tokens` (int32 [n]) it really holds and gives the rest back.
@@ -142,135 +85,178 @@ class DonorCatalog:
         Raises DonorUnavailableError when the donor is not saving, ValueError when n is 0 or more than was reserved.
         """
         with self._lock:
-            entry = self._entries.get(donor_id)
+            entry = self._holdings.entries.get(donor_id)
             if entry is None or entry.state is not DonorState.SAVING:
                 raise DonorUnavailableError(f"donor {donor_id} is not being saved and cannot be committed")
             if not 1 <= len(tokens) <= entry.tokens:
                 raise ValueError(f"donor {donor_id} holds {len(tokens)} tokens; 1..{entry.tokens} were reserved")
-            self._used[entry.tier] -= self._room(entry.tier, entry.tokens) - self._room(entry.tier, len(tokens))
-            entry.tokens, entry.state = len(tokens), DonorState.READY
-            self._eviction[entry.tier].added(donor_id)
+            self._holdings.resize(entry, len(tokens))
+            self._holdings.make_ready(donor_id)
 
     def cancel(self, donor_id: str) -> bool:
         """Gives the room of a saving donor back; False when there is no such donor or it is ready."""
         with self._lock:
-            entry = self._entries.get(donor_id)
+            entry = self._holdings.entries.get(donor_id)
             if entry is None or entry.state is not DonorState.SAVING:
                 return False
-            self._remove(donor_id)
+            self._holdings.remove(donor_id)
             return True
 
     def lease(self, donor_id: str) -> Lease:
-        """Holds a ready donor and counts as a use; raises DonorUnavailableError when it is not ready."""
+        """Holds a ready donor and counts as a use; raises DonorUnavailableError when it is not in memory."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is None or entry.state is not DonorState.READY:
+            entry = self._holdings.entries.get(donor_id)
+            if entry is None or not entry.is_readable:
                 raise DonorUnavailableError(f"donor {donor_id} is not held and cannot be leased")
             entry.leases += 1
-            self._eviction[entry.tier].used(donor_id)
-            return Lease(self, donor_id)
+            self._holdings.count_use(donor_id)
+            return Lease(donor_id, self._end_lease)
 
     def touch(self, donor_id: str) -> None:
         """Counts as a use of a ready donor; nothing happens for any other."""
         with self._lock:
-            entry = self._entries.get(donor_id)
+            entry = self._holdings.entries.get(donor_id)
             if entry is not None and entry.state is DonorState.READY:
-                self._eviction[entry.tier].used(donor_id)
+                self._holdings.count_use(donor_id)
+
+    def describe(self, donor_id: str, kinds: KindMix) -> None:
+        """Learns of what kinds the donor's text is; nothing happens when it is gone."""
+        with self._lock:
+            entry = self._holdings.entries.get(donor_id)
+            if entry is not None:
+                entry.history.kinds = kinds
+                self._holdings.described(donor_id)
 
     def drop(self, donor_id: str) -> bool:
-        """Drops a ready donor; False, and nothing happens, when it is leased, saving or not held."""
+        """Drops a ready donor; False, and nothing happens, when it is read, on its way somewhere, or not held."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is None or entry.leases or entry.state is not DonorState.READY:
+            entry = self._holdings.entries.get(donor_id)
+            if entry is None or not entry.is_movable:
                 return False
-            self._remove(donor_id)
+            self._holdings.remove(donor_id)
             return True
+
+    # -- files, and ways up ----------------------------------------------------------------------------------------
+
+    def begin_writing(self) -> None:
+        """From now on donors that come into host memory get a file where there is room for one."""
+        with self._lock:
+            self._holdings.writes_files = self._holdings.capacities.disk_bytes > 0
+
+    def adopt(self, donor_id: str, namespace_key: str, tokens: int, text: bytes) -> bool:
+        """Takes in a donor whose file was found; False when the id is taken or there is no room for it."""
+        with self._lock:
+            held, limits = self._holdings, self._holdings.capacities
+            has_room = held.used[Tier.DISK] + held.room(Tier.DISK, tokens) <= limits.disk_bytes
+            if donor_id in held.entries or not has_room or len(held.entries) >= limits.max_donors:
+                return False
+            history = DonorHistory(tokens, text=text)
+            held.enter(donor_id, Entry(namespace_key, Tier.DISK, history, file=FileState.HELD))
+            held.make_ready(donor_id)
+            return True
+
+    def written(self, donor_id: str, succeeded: bool) -> None:
+        """The donor's file is there, or will not be."""
+        with self._lock:
+            entry = self._holdings.entries.get(donor_id)
+            if entry is None or entry.file is not FileState.WRITING:
+                return
+            if succeeded:
+                entry.file = FileState.HELD
+            else:
+                self._holdings.lose_file(entry)
+
+    def fetch(self, donor_id: str) -> Placement | None:
+        """Makes room on the host for a donor that is on disk alone; None when it is not, or there is no room.
+
+        It cannot be leased until `fetched` says that it has been read back.
+        """
+        with self._lock:
+            held, entry = self._holdings, self._holdings.entries.get(donor_id)
+            if entry is None or entry.tier is not Tier.DISK or not entry.is_movable:
+                return None
+            placement = place_on_host(held.size(entry), held.find_room(has_place=True))
+            if placement is None:
+                return None
+            entry.state = DonorState.FETCHING
+            placement = held.apply(placement)
+            held.move(donor_id, Tier.HOST)
+            return placement
+
+    def fetched(self, donor_id: str, succeeded: bool) -> bool:
+        """The donor has been read back, or is lost; False when it was not being fetched."""
+        with self._lock:
+            entry = self._holdings.entries.get(donor_id)
+            if entry is None or entry.state is not DonorState.FETCHING:
+                return False
+            if succeeded:
+                self._holdings.make_ready(donor_id, is_new=False)
+                self._holdings.count("fetched")
+            else:
+                self._holdings.remove(donor_id)
+            return True
+
+    def lift(self, donor_id: str) -> Placement | None:
+        """Makes room on the device for a donor of the host; None when it is not there, or too much would go for it.
+
+        It stays readable on the host until `lifted` says that it has been copied.
+        """
+        with self._lock:
+            held, entry = self._holdings, self._holdings.entries.get(donor_id)
+            if entry is None or not entry.is_readable or entry.tier is not Tier.HOST or entry.is_lifting:
+                return None
+            size, limits = held.size(entry), held.capacities
+            if entry.file is FileState.WRITING or size.blocks > limits.device_blocks:
+                return None
+            entry.is_lifting = True  # so that it does not make room for itself
+            placement = place_on_device(size, held.find_room(has_place=True))
+            lost = () if placement is None else placement.dropped
+            if placement is None or sum(held.entries[each].tokens for each in lost) > limits.host_tokens // _LIFT_SHARE:
+                entry.is_lifting = False
+                return None
+            held.used[Tier.DEVICE] += size.blocks
+            return held.apply(placement)
+
+    def lifted(self, donor_id: str, succeeded: bool) -> None:
+        """The donor is on the device and no longer on the host, or still where it was."""
+        with self._lock:
+            held, entry = self._holdings, self._holdings.entries.get(donor_id)
+            if entry is None or not entry.is_lifting:
+                return
+            entry.is_lifting = False
+            held.used[Tier.DEVICE] -= held.size(entry).blocks
+            if succeeded:
+                held.move(donor_id, Tier.DEVICE)
+                held.count("lifted")
+
+    # -- what is held ----------------------------------------------------------------------------------------------
 
     def state(self, donor_id: str) -> DonorState | None:
         with self._lock:
-            entry = self._entries.get(donor_id)
+            entry = self._holdings.entries.get(donor_id)
             return None if entry is None else entry.state
 
     def tier(self, donor_id: str) -> Tier | None:
         """The tier in which the donor counts; None when it is not held."""
         with self._lock:
-            entry = self._entries.get(donor_id)
+            entry = self._holdings.entries.get(donor_id)
             return None if entry is None else entry.tier
+
+    def resting(self) -> frozenset[str]:
+        """Donors that can be found but not leased, because they are on disk alone or still being read back."""
+        with self._lock:
+            return self._holdings.resting()
 
     def stats(self) -> CatalogStats:
         with self._lock:
-            entries = self._entries.values()
-            ready = sum(entry.state is DonorState.READY for entry in entries)
-            return CatalogStats(
-                ready=ready,
-                saving=len(entries) - ready,
-                leases=sum(entry.leases for entry in entries),
-                used_bytes=self._used[Tier.HOST] * self._bytes_per_token,
-                byte_budget=self._byte_budget,
-                evicted=self._evicted,
-                demoted=self._demoted,
-                device_blocks_used=self._used[Tier.DEVICE],
-                device_blocks=self._device_blocks,
-            )
+            return self._holdings.stats()
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._entries)
-
-    def _place(self, donor_id: str, tokens: int) -> Placement:
-        """Where the donor would go and who would make room, none of whom has moved yet."""
-        size = self._size(tokens)
-        host_tokens = self._byte_budget // self._bytes_per_token
-        free = FreeRoom(
-            tokens=host_tokens - self._used[Tier.HOST],
-            blocks=self._device_blocks - self._used[Tier.DEVICE],
-            donors=self._max_donors - len(self._entries),
-        )
-        placement = None
-        if size.blocks <= self._device_blocks:
-            placement = place_on_device(size, free, self._candidates(Tier.HOST), self._candidates(Tier.DEVICE))
-        if placement is None and size.tokens <= host_tokens:
-            placement = place_on_host(size, free, self._candidates(Tier.HOST), self._candidates(Tier.DEVICE))
-        if placement is None:
-            raise CapacityError(
-                f"donor {donor_id} needs {tokens * self._bytes_per_token} bytes of a budget of {self._byte_budget}, or "
-                f"{size.blocks} device blocks of {self._device_blocks}, and one place of {self._max_donors}; the "
-                "donors that are leased or being saved leave no room, raise SEMBLEND_HOST_BYTES, "
-                "SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
-            )
-        return placement
-
-    def _candidates(self, tier: Tier) -> Candidates:
-        def unleased() -> Iterator[tuple[str, Size]]:
-            for donor_id in self._eviction[tier].candidates():
-                entry = self._entries[donor_id]
-                if not entry.leases:
-                    yield donor_id, self._size(entry.tokens)
-
-        return Candidates(unleased())
-
-    def _size(self, tokens: int) -> Size:
-        return Size(tokens, -(-tokens // self._block_size))
-
-    def _room(self, tier: Tier, tokens: int) -> int:
-        size = self._size(tokens)
-        return size.blocks if tier is Tier.DEVICE else size.tokens
-
-    def _move_to_host(self, donor_id: str) -> None:
-        entry = self._entries[donor_id]
-        self._used[Tier.DEVICE] -= self._room(Tier.DEVICE, entry.tokens)
-        self._used[Tier.HOST] += self._room(Tier.HOST, entry.tokens)
-        self._eviction[Tier.DEVICE].removed(donor_id)
-        self._eviction[Tier.HOST].added(donor_id)
-        entry.tier = Tier.HOST
-
-    def _remove(self, donor_id: str) -> None:
-        entry = self._entries.pop(donor_id)
-        self._used[entry.tier] -= self._room(entry.tier, entry.tokens)
-        self._eviction[entry.tier].removed(donor_id)
+            return len(self._holdings.entries)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
-            if not lease._released:
-                lease._released = True
-                self._entries[lease.donor_id].leases -= 1
+            if not lease.released:
+                lease.ended()
+                self._holdings.entries[lease.donor_id].leases -= 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from semblend_trt.donors.catalog import CatalogStats, DonorCatalog, DonorState, Lease
+from semblend_trt.donors.eviction import DonorHistory
 from semblend_trt.donors.placement import Placement, Tier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 
@@ -166,13 +167,16 @@ def test_another_policy_decides_who_goes() -> None:
         def __init__(self) -> None:
             self.held: list[str] = []
 
-        def added(self, donor_id: str) -> None:
+        def added(self, donor_id: str, history: DonorHistory) -> None:
             self.held.append(donor_id)
 
         def used(self, donor_id: str) -> None:
             pass
 
-        def removed(self, donor_id: str) -> None:
+        def described(self, donor_id: str) -> None:
+            pass
+
+        def removed(self, donor_id: str, *, evicted: bool = False) -> None:
             if donor_id in self.held:
                 self.held.remove(donor_id)
 

@@ -1,0 +1,237 @@
+"""Holdings: every donor's entry, the room it takes, and who would make more. Not thread safe; the catalog locks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from semblend_trt.donors.entry import CatalogStats, DonorState, Entry, FileState
+from semblend_trt.donors.placement import (
+    Candidates,
+    FreeRoom,
+    Placement,
+    Room,
+    Size,
+    Tier,
+    place_on_device,
+    place_on_host,
+)
+from semblend_trt.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from semblend_trt.donors.capacities import Capacities
+    from semblend_trt.donors.eviction import EvictionPolicy
+
+
+class Holdings:
+    """What is held, and what happens to it when a placement is carried out.
+
+    `used` counts blocks of the arena, tokens of the host and bytes of files. `writes_files` says that donors which come
+    into host memory get a file where there is room.
+    """
+
+    def __init__(
+        self, capacities: Capacities, eviction: Callable[[], EvictionPolicy], clock: Callable[[], float]
+    ) -> None:
+        self.capacities = capacities
+        self.entries: dict[str, Entry] = {}
+        self.used = dict.fromkeys(Tier, 0)
+        self.writes_files = False
+        self._eviction = {tier: eviction() for tier in Tier}
+        self._clock = clock
+        self._tick = 0
+        self._counts = dict.fromkeys(("evicted", "demoted", "released", "lifted", "fetched"), 0)
+        self._resting: frozenset[str] | None = None
+
+    # -- one donor -------------------------------------------------------------------------------------------------
+
+    def room(self, tier: Tier, tokens: int) -> int:
+        """What a donor of `tokens` tokens takes in `tier`, in the unit of `used`."""
+        if tier is Tier.DEVICE:
+            return -(-tokens // self.capacities.block_size)
+        return tokens if tier is Tier.HOST else self.capacities.file_size.of(tokens)
+
+    def size(self, entry: Entry) -> Size:
+        return Size(entry.tokens, self.room(Tier.DEVICE, entry.tokens), entry.file is FileState.HELD)
+
+    def enter(self, donor_id: str, entry: Entry) -> None:
+        """Holds a donor that takes room in its tier, and in files where it has one."""
+        self.entries[donor_id] = entry
+        self._take(entry, 1)
+
+    def resize(self, entry: Entry, tokens: int) -> None:
+        """The donor takes the room of `tokens` tokens from now on."""
+        self._take(entry, -1)
+        entry.history.tokens = tokens
+        self._take(entry, 1)
+
+    def make_ready(self, donor_id: str, *, is_new: bool = True) -> None:
+        """The donor may be leased, or fetched, and counts as just used; a new one's history begins."""
+        entry = self.entries[donor_id]
+        entry.state = DonorState.READY
+        self._stamp(entry)
+        if is_new:
+            entry.history.added = entry.history.last_use
+        else:
+            entry.history.uses += 1
+        self._eviction[entry.tier].added(donor_id, entry.history)
+        self._resting = None
+
+    def count_use(self, donor_id: str) -> None:
+        entry = self.entries[donor_id]
+        self._stamp(entry)
+        entry.history.uses += 1
+        self._eviction[entry.tier].used(donor_id)
+
+    def described(self, donor_id: str) -> None:
+        self._eviction[self.entries[donor_id].tier].described(donor_id)
+
+    def lose_file(self, entry: Entry) -> None:
+        """The donor has no file."""
+        self._take(entry, -1)
+        entry.file = FileState.NONE
+        self._take(entry, 1)
+
+    def move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
+        """The donor takes its room in `tier` from now on, and is a candidate there when it is ready."""
+        entry = self.entries[donor_id]
+        self._eviction[entry.tier].removed(donor_id, evicted=evicted)
+        self._take(entry, -1)
+        entry.tier = tier
+        self._take(entry, 1)
+        if entry.state is DonorState.READY:
+            self._eviction[tier].added(donor_id, entry.history)
+        self._resting = None
+
+    def remove(self, donor_id: str, *, evicted: bool = False) -> None:
+        entry = self.entries.pop(donor_id)
+        self._take(entry, -1)
+        self._eviction[entry.tier].removed(donor_id, evicted=evicted)
+        self._resting = None
+
+    # -- placements ------------------------------------------------------------------------------------------------
+
+    def place(self, donor_id: str, tokens: int) -> Placement:
+        """Where a new donor would go and who would make room, none of whom has moved yet. Raises CapacityError."""
+        limits = self.capacities
+        size = Size(tokens, self.room(Tier.DEVICE, tokens))
+        placement = None
+        if size.blocks <= limits.device_blocks:
+            placement = place_on_device(size, self.find_room())
+        if placement is None and size.tokens <= limits.host_tokens:
+            placement = place_on_host(size, self.find_room())
+        if placement is None:
+            raise CapacityError(
+                f"donor {donor_id} needs {tokens * limits.bytes_per_token} bytes of a budget of {limits.host_bytes}, "
+                f"or {size.blocks} device blocks of {limits.device_blocks}, and one place of {limits.max_donors}; the "
+                "donors that are leased or being saved leave no room, raise SEMBLEND_HOST_BYTES, "
+                "SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
+            )
+        return placement
+
+    def find_room(self, *, has_place: bool = False) -> Room:
+        """What is free, and who may go; with `has_place` the donor to be placed is held already."""
+        free = FreeRoom(
+            tokens=self.capacities.host_tokens - self.used[Tier.HOST],
+            blocks=self.capacities.device_blocks - self.used[Tier.DEVICE],
+            donors=1 if has_place else self.capacities.max_donors - len(self.entries),
+        )
+        return Room(free, self._candidates(Tier.HOST), self._candidates(Tier.DEVICE), self._candidates(Tier.DISK))
+
+    def apply(self, placement: Placement) -> Placement:
+        """Moves everybody as `placement` says; what is returned names as well who gets a file, and whose is dropped."""
+        for donor_id in placement.dropped:
+            self.remove(donor_id, evicted=True)
+        for donor_id in placement.released:
+            self.move(donor_id, Tier.DISK, evicted=True)
+        for donor_id in placement.demoted:
+            self.move(donor_id, Tier.HOST, evicted=True)
+        self._counts["evicted"] += len(placement.dropped)
+        self._counts["released"] += len(placement.released)
+        self._counts["demoted"] += len(placement.demoted)
+        return self.with_files(placement, placement.demoted)
+
+    def with_files(self, placement: Placement, donor_ids: tuple[str, ...]) -> Placement:
+        """`placement` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
+        written, dropped = list(placement.written), list(placement.dropped)
+        for donor_id in donor_ids:
+            entry = self.entries[donor_id]
+            if self.writes_files and entry.file is FileState.NONE:
+                victims = self._file_victims(self.room(Tier.DISK, entry.tokens))
+                if victims is None:
+                    continue
+                for victim in victims:
+                    self.remove(victim, evicted=True)
+                self._counts["evicted"] += len(victims)
+                dropped += victims
+                self._take(entry, -1)
+                entry.file = FileState.WRITING
+                self._take(entry, 1)
+                written.append(donor_id)
+        released = tuple(donor_id for donor_id in placement.released if donor_id not in dropped)
+        return replace(placement, written=tuple(written), dropped=tuple(dropped), released=released)
+
+    def count(self, what: str) -> None:
+        """One donor more was `lifted` or `fetched`."""
+        self._counts[what] += 1
+
+    def resting(self) -> frozenset[str]:
+        """Donors that are on disk alone or still being read back."""
+        if self._resting is None:
+            self._resting = frozenset(donor_id for donor_id, entry in self.entries.items() if entry.is_resting)
+        return self._resting
+
+    def stats(self) -> CatalogStats:
+        entries = self.entries.values()
+        return CatalogStats(
+            ready=sum(entry.is_readable for entry in entries),
+            saving=sum(entry.state is DonorState.SAVING for entry in entries),
+            leases=sum(entry.leases for entry in entries),
+            used_bytes=self.used[Tier.HOST] * self.capacities.bytes_per_token,
+            byte_budget=self.capacities.host_bytes,
+            device_blocks_used=self.used[Tier.DEVICE],
+            device_blocks=self.capacities.device_blocks,
+            resting=sum(entry.is_resting for entry in entries),
+            disk_bytes_used=self.used[Tier.DISK],
+            disk_bytes=self.capacities.disk_bytes,
+            **self._counts,
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _stamp(self, entry: Entry) -> None:
+        self._tick += 1
+        entry.history.last_use, entry.history.last_seconds = self._tick, self._clock()
+
+    def _take(self, entry: Entry, sign: int) -> None:
+        """Adds the entry's room to what is used, or with -1 takes it off."""
+        tiers = {entry.tier} - {Tier.DISK}
+        if entry.is_lifting:
+            tiers.add(Tier.DEVICE)
+        if entry.file is not FileState.NONE:
+            tiers.add(Tier.DISK)
+        for tier in tiers:
+            self.used[tier] += sign * self.room(tier, entry.tokens)
+
+    def _candidates(self, tier: Tier) -> Candidates:
+        def movable() -> Iterator[tuple[str, Size]]:
+            for donor_id in self._eviction[tier].candidates():
+                entry = self.entries[donor_id]
+                if entry.is_movable:
+                    yield donor_id, self.size(entry)
+
+        return Candidates(movable())
+
+    def _file_victims(self, needed: int) -> list[str] | None:
+        """Donors on disk alone that make room for `needed` bytes of files; None when they do not suffice."""
+        free, victims = self.capacities.disk_bytes - self.used[Tier.DISK], list[str]()
+        candidates = self._candidates(Tier.DISK)
+        while free < needed:
+            candidate = candidates.next()
+            if candidate is None:
+                return None
+            victims.append(candidate[0])
+            free += self.room(Tier.DISK, candidate[1].tokens)
+        return victims

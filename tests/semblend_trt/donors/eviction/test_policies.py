@@ -1,0 +1,308 @@
+"""Every policy names donors in the order of its definition, worked out here by sorting all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from semblend_trt.donors.block_kind import DEFAULT_WEIGHTS, BlockKind, main_kind
+from semblend_trt.donors.catalog import DonorCatalog, DonorState
+from semblend_trt.donors.eviction import DonorHistory, Eviction, eviction_factory
+from semblend_trt.donors.eviction.kind_weights import HIT_FACTOR, LEAST, MOST, REGRET_FACTOR, UNUSED_FACTOR, KindWeights
+from semblend_trt.donors.placement import Tier
+from semblend_trt.errors import CapacityError
+
+KINDS = st.dictionaries(st.sampled_from(BlockKind), st.integers(1, 9), min_size=1, max_size=3).map(
+    lambda shares: {kind: share / sum(shares.values()) for kind, share in shares.items()}
+)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "use", "describe", "remove", "evict", "wait"]),
+        st.integers(0, 5),
+        st.integers(1, 300),
+        KINDS,
+    ),
+    max_size=60,
+)
+
+
+def score(history: DonorHistory, now: float, factor: float) -> float:
+    weight = factor * sum(share * DEFAULT_WEIGHTS[kind] for kind, share in history.kinds.items())
+    uses = 1 + math.log(1 + history.uses) + 0.25 * history.uses
+    fresh = max(0.05, math.exp(-(now - history.last_seconds) / 60))
+    return weight * uses * fresh * history.tokens / history.tokens**0.15
+
+
+class Model:
+    """A policy beside the histories that it is told of."""
+
+    def __init__(self, name: Eviction) -> None:
+        self.now, self.tick, self.floor = 0.0, 0, 0.0
+        self.policy = eviction_factory(name, lambda: self.now)()
+        self.held: dict[str, DonorHistory] = {}
+        self.sized: dict[str, float] = {}
+
+    def run(self, step: str, number: int, size: int, kinds: dict[BlockKind, float]) -> None:
+        donor_id = str(number)
+        if step == "wait":
+            self.now += size
+        elif step == "add" and donor_id not in self.held:
+            self.tick += 1
+            history = DonorHistory(size, self.tick, self.tick, self.now, kinds=kinds)
+            self.held[donor_id], self.sized[donor_id] = history, self.floor + 1 / size
+            self.policy.added(donor_id, history)
+        elif donor_id in self.held:
+            self.change(step, donor_id, kinds)
+
+    def change(self, step: str, donor_id: str, kinds: dict[BlockKind, float]) -> None:
+        history = self.held[donor_id]
+        if step == "use":
+            self.tick += 1
+            history.last_use, history.last_seconds, history.uses = self.tick, self.now, history.uses + 1
+            self.sized[donor_id] = self.floor + 1 / history.tokens
+            self.policy.used(donor_id)
+        elif step == "describe":
+            history.kinds = kinds
+            self.policy.described(donor_id)
+        elif step in ("remove", "evict"):
+            if step == "evict":
+                self.floor = max(self.floor, self.sized[donor_id])
+            del self.held[donor_id], self.sized[donor_id]
+            self.policy.removed(donor_id, evicted=step == "evict")
+
+
+RANKS = {
+    Eviction.FIFO: lambda model, donor: model.held[donor].added,
+    Eviction.LRU: lambda model, donor: model.held[donor].last_use,
+    Eviction.LFU: lambda model, donor: (model.held[donor].uses, model.held[donor].last_use),
+    Eviction.SIZE_AWARE: lambda model, donor: (model.sized[donor], model.held[donor].last_use),
+    Eviction.STATIC_SEMANTIC: lambda model, donor: (
+        sum(share * DEFAULT_WEIGHTS[kind] for kind, share in model.held[donor].kinds.items()),
+        model.held[donor].last_use,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+@given(steps=STEPS)
+def test_order_is_that_of_the_definition(name, steps):
+    model = Model(name)
+    for step in steps:
+        model.run(*step)
+    assert list(model.policy.candidates()) == sorted(model.held, key=lambda donor: RANKS[name](model, donor))
+
+
+@given(steps=STEPS)
+def test_adaptive_order_is_that_of_the_score(steps):
+    model = Model(Eviction.ADAPTIVE_SEMANTIC)
+    for step in steps:
+        model.run(*step)
+        if step[0] == "wait":
+            list(model.policy.candidates())  # old donors have to be set apart whenever somebody looks
+    model.now += 1
+    scores = [
+        score(model.held[donor], model.now, model.policy._weights.factor(main_kind(model.held[donor].kinds)))
+        for donor in model.policy.candidates()
+    ]
+    assert len(scores) == len(model.held)
+    assert all(left <= right * (1 + 1e-9) for left, right in itertools.pairwise(scores))
+
+
+def test_kind_weights_follow_hits_regrets_and_donors_that_nobody_used():
+    weights, code = KindWeights(), {BlockKind.CODE: 1.0}
+    weights.hit(code)
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
+    weights.evicted("a", b"text", code, was_used=True)
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
+    weights.came("a", b"text")  # only moved
+    weights.evicted("a", b"text", code, was_used=False)
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR)
+    weights.came("b", b"text")
+    weights.came("c", b"text")  # a regret counts once
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR * REGRET_FACTOR)
+    assert weights.factor(BlockKind.TEMPLATE) == 1.0
+
+
+def test_kind_weights_stay_within_their_bounds():
+    weights = KindWeights()
+    for _ in range(2000):
+        weights.hit({BlockKind.CODE: 1.0})
+        weights.evicted("a", b"", {BlockKind.OTHER: 1.0}, was_used=False)
+    assert (weights.factor(BlockKind.CODE), weights.factor(BlockKind.OTHER)) == (MOST, LEAST)
+
+
+def catalog_of(name: Eviction) -> DonorCatalog:
+    return DonorCatalog(100, 1, 50, eviction_factory(name, lambda: 0.0))
+
+
+def keep(catalog: DonorCatalog, donor_id: str, size: int) -> tuple[str, ...]:
+    dropped = catalog.reserve(donor_id, "space", size, donor_id.encode()).dropped
+    catalog.commit(donor_id, range(size))
+    return dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [(name, name is not Eviction.FIFO) for name in Eviction if name is not Eviction.STATIC_SEMANTIC],
+)
+def test_hit_then_overflow_keeps_the_hot_donor(name, stays):
+    catalog = catalog_of(name)
+    for donor_id in "abcd":
+        keep(catalog, donor_id, 25)
+    for _ in range(3):
+        catalog.lease("a").release()
+    assert ("a" not in keep(catalog, "e", 25)) == stays
+
+
+def test_semantic_policies_keep_a_system_prompt_over_a_question():
+    for name in (Eviction.STATIC_SEMANTIC, Eviction.ADAPTIVE_SEMANTIC):
+        catalog = catalog_of(name)
+        for donor_id, kind in (("a", BlockKind.SYSTEM_PROMPT), ("b", BlockKind.USER_QUERY)):
+            keep(catalog, donor_id, 50)
+            catalog.describe(donor_id, {kind: 1.0})
+        assert keep(catalog, "c", 50) == ("b",)
+
+
+def test_size_aware_lets_one_large_donor_go_for_many_small():
+    catalog = catalog_of(Eviction.SIZE_AWARE)
+    for donor_id, size in (("a", 10), ("large", 60), ("b", 10), ("c", 10)):
+        keep(catalog, donor_id, size)
+    assert keep(catalog, "d", 20) == ("large",)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A catalog of three tiers under any policy: budgets hold, leased donors stay, and nothing is lost count of."""
+
+    name = Eviction.LRU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.number = 0.0, 0
+        self.catalog = DonorCatalog(
+            60, 1, 8, eviction_factory(self.name, lambda: self.now),
+            device_blocks=4, block_size=10, disk_bytes=20 * 4096, num_layers=1,
+        )  # fmt: skip
+        self.catalog.begin_writing()
+        self.saving: list[str] = []
+        self.writing: set[str] = set()
+        self.moving: dict[str, str] = {}
+        self.ready: set[str] = set()
+        self.leases: list = []
+
+    def obey(self, placement) -> None:
+        gone = set(placement.dropped)
+        leased = {lease.donor_id for lease in self.leases}
+        assert not (gone | set(placement.released) | set(placement.demoted)) & leased
+        assert not gone & (self.writing | set(self.moving) | set(self.saving))
+        self.ready -= gone
+        self.writing |= set(placement.written)
+
+    @rule(size=st.integers(1, 50), text=st.sampled_from([b"", b"x", b"y"]))
+    def reserve(self, size: int, text: bytes) -> None:
+        self.number += 1
+        try:
+            placement = self.catalog.reserve(str(self.number), "space", size, text)
+        except CapacityError:
+            return
+        self.obey(placement)
+        self.saving.append(str(self.number))
+
+    @precondition(lambda self: self.saving)
+    @rule(kinds=KINDS, is_cancelled=st.booleans())
+    def commit(self, kinds, is_cancelled: bool) -> None:
+        donor_id = self.saving.pop(0)
+        if is_cancelled:
+            assert self.catalog.cancel(donor_id)
+            self.writing.discard(donor_id)
+            return
+        self.catalog.commit(donor_id, range(1))
+        self.catalog.describe(donor_id, kinds)
+        self.ready.add(donor_id)
+
+    @precondition(lambda self: self.writing - set(self.saving))
+    @rule(succeeded=st.booleans())
+    def written(self, succeeded: bool) -> None:
+        donor_id = min(self.writing - set(self.saving))
+        self.writing.discard(donor_id)
+        self.catalog.written(donor_id, succeeded)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data(), up=st.sampled_from(["fetch", "lift"]))
+    def move_up(self, data, up: str) -> None:
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        placement = getattr(self.catalog, up)(donor_id)
+        if placement is not None:
+            self.moving[donor_id] = up
+            self.obey(placement)
+
+    @precondition(lambda self: self.moving)
+    @rule(succeeded=st.booleans())
+    def moved_up(self, succeeded: bool) -> None:
+        donor_id, up = self.moving.popitem()
+        if up == "lift":
+            self.catalog.lifted(donor_id, succeeded)
+            assert self.catalog.tier(donor_id) is (Tier.DEVICE if succeeded else Tier.HOST)
+            return
+        assert self.catalog.fetched(donor_id, succeeded)
+        if not succeeded:
+            self.ready.discard(donor_id)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def use(self, data) -> None:
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        if donor_id not in self.catalog.resting():
+            self.leases.append(self.catalog.lease(donor_id))
+
+    @rule(seconds=st.integers(1, 200))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule()
+    def release(self) -> None:
+        while self.leases:
+            self.leases.pop().release()
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        stats = self.catalog.stats()
+        assert stats.used_bytes <= 60
+        assert stats.device_blocks_used <= 4
+        assert stats.disk_bytes_used <= 20 * 4096
+        assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
+
+    @invariant()
+    def everybody_is_where_the_catalog_says(self) -> None:
+        for donor_id in self.ready:
+            fetching = self.moving.get(donor_id) == "fetch"
+            assert self.catalog.state(donor_id) is (DonorState.FETCHING if fetching else DonorState.READY)
+        for lease in self.leases:
+            assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
+
+    def teardown(self) -> None:
+        self.release()
+        while self.saving:
+            self.catalog.cancel(self.saving.pop())
+        while self.moving:
+            self.moved_up(True)
+        for donor_id in sorted(self.writing):
+            self.catalog.written(donor_id, True)
+        for donor_id in sorted(self.ready):
+            assert self.catalog.drop(donor_id)
+        stats = self.catalog.stats()
+        assert (stats.used_bytes, stats.device_blocks_used, stats.disk_bytes_used, stats.leases) == (0, 0, 0, 0)
+
+
+def machine_of(policy: Eviction) -> type:
+    machine = type(f"Policy_{policy.value}", (PolicyMachine,), {"name": policy})
+    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40, deadline=None)
+    return machine.TestCase
+
+
+TestFifo, TestLru, TestLfu, TestSizeAware, TestStaticSemantic, TestAdaptiveSemantic = map(machine_of, Eviction)
