@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
+from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.arena import arena_blocks
@@ -65,8 +66,9 @@ class Library:
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
         """Plans a lookup and leases every donor of the plan; a donor that cannot be leased is planned around."""
         excluded: frozenset[str] = frozenset()
+        deadline = Deadline(self._settings.lookup_deadline_ms)
         for _ in range(MAX_PLANNING_ROUNDS):
-            planned = self._planner.plan(lookup.excluding(excluded))
+            planned = self._planner.plan(lookup.excluding(excluded), deadline)
             if planned.plan is None or not planned.plan.matched_tokens:
                 return planned, []
             donors = {span.donor_id for span in planned.plan.spans}

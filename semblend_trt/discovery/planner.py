@@ -6,20 +6,16 @@ without them, when it cannot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.cover import chain, cover
+from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import as_token_array
-from semblend_trt.plan import (
-    AttentionMode,
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    PublicationPolicy,
-    SemanticKvPlan,
-)
+from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
+from semblend_trt.discovery.plan_parts import attention_of, cut_to_block, exact_run, holes_of, kind_of, span_of
+from semblend_trt.discovery.run import Run
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 from semblend_trt.token_ids import TokenIds
 
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.span_index import Run, SpanIndex
+    from semblend_trt.discovery.span_index import SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 
@@ -68,6 +64,19 @@ class Planned:
     runs_found: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The spans to place, sorted and disjoint, and the fuzzy chunks that some of them belong to.
+
+    `withheld` are spans that the settings only let be reported.
+    """
+
+    spans: list[PlanSpan]
+    chunks: list[FuzzyChunk]
+    withheld: list[PlanSpan] = field(default_factory=list)
+    discovery_only: bool = False
+
+
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
     """Ends planning; `reason` is the name under which it is counted."""
 
@@ -82,11 +91,12 @@ class Planner:
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
-    than a span), invalid_tokens, no_donor_match, hole_needs_wrapper (no run goes on where the engine's prefix ends, and
-    a stock engine computes no hole), low_reuse; and where only runs that are not exact were found: not_exact (policy
-    exact, or a profile that justifies no more), no_profile, profile_mismatch, profile_unreadable, check_needs_wrapper,
-    head_needs_wrapper, boundary_needs_wrapper (each on a stock engine), no_publication_guard (approximate KV could be
-    published).
+    than a span), invalid_tokens, lookup_timeout (the search took longer than the setting allows), no_donor_match,
+    hole_needs_wrapper (no run goes on where the engine's prefix ends, and a stock engine computes no hole),
+    strict_prefix_boundary (none goes on there up to a block's end, and the setting asks for that), low_reuse; and where
+    only runs that are not exact were found: not_exact (policy exact, or a profile that justifies no more), no_profile,
+    profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
+    stock engine), no_publication_guard (approximate KV could be published).
     """
 
     def __init__(self, index: SpanIndex, settings: Settings, policy: ReusePolicy, num_layers: int) -> None:
@@ -96,18 +106,26 @@ class Planner:
         self._num_layers = num_layers
         self._terms = terms_of(policy, settings, num_layers)
 
-    def plan(self, request: LookupRequest) -> Planned:
-        """Looks `request` up and plans its reuse; with the setting discovery_only the plan promises nothing."""
+    def plan(self, request: LookupRequest, deadline: Deadline | None = None) -> Planned:
+        """Looks `request` up and plans its reuse; with the setting discovery_only the plan promises nothing.
+
+        `deadline` is asked between the stages, each of which is bounded; without one, the settings' begins now.
+        """
+        deadline = deadline or Deadline(self._settings.lookup_deadline_ms)
         runs: list[Run] = []
         try:
             self._check_worth_looking(request)
             runs = self._find(request)
+            _check_time(deadline)
             terms, refusal = self._terms_for(request)
-            spans = self._select(request, runs, terms, refusal)
-            self._check_share(request, spans, terms)
+            selection = self._select(request, runs, terms, refusal)
+            _check_time(deadline)
+            if not self._is_worth_placing(request, selection.spans, terms):
+                raise _Refusal("low_reuse")
+            selection = self._withhold(request, selection)
         except _Refusal as refusal:
             return Planned(None, refusal.reason, len(runs))
-        return Planned(self._build(request, runs, spans, terms), None, len(runs))
+        return Planned(self._build(request, runs, selection, terms), None, len(runs))
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
         min_span = self._settings.min_span_tokens
@@ -144,41 +162,60 @@ class Planner:
             return None, terms.wrapper_reason
         return (terms, "") if request.publication_guard else (None, "no_publication_guard")
 
-    def _select(
-        self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str
-    ) -> list[PlanSpan]:
-        """The spans to place, sorted and disjoint; raises _Refusal with the rule that leaves none."""
+    def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
+        """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
         usable = [run for run in runs if (part := run.within(begin, end)) is not None and part.length >= min_span]
-        if not usable:
+        chunks: list[FuzzyChunk] = []
+        if self._settings.fuzzy_chunks and request.mode is EngineMode.WRAPPER and terms is not None:
+            chunks = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
+        if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        spans = _exact_span(usable, begin, end)
-        if terms is None:
-            return _or_refuse(spans, refusal)
+        first = exact_run(usable, begin, end)
+        chosen = [] if first is None else [first]
         # Exact KV comes first, even before a longer shifted run: it costs nothing in quality and may be published.
-        position = spans[-1].target_end if spans else begin
-        if request.mode is EngineMode.STOCK:
-            rest, reason = chain(usable, position, end, min_span), "hole_needs_wrapper"
-        else:
-            used = {span.donor_id for span in spans}
-            # A run of head tokens alone would be moved and then computed all the same.
-            worth_moving = max(min_span, terms.head_tokens + 1)
-            rest, reason = cover(usable, position, end, worth_moving, used), "no_donor_match"
-        return _or_refuse(spans + [_span_of(run) for run in rest], reason)
+        position = begin if first is None else first.target_end
+        strict = self._settings.strict_prefix_boundary
+        # A run of head tokens alone would be moved and then computed all the same.
+        worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
+        if terms is not None and (strict or request.mode is EngineMode.STOCK):
+            chosen += chain(usable, position, end, worth_moving)
+            chunks, refusal = [], "strict_prefix_boundary" if strict else "hole_needs_wrapper"
+        elif terms is not None:
+            used = {run.donor_id for run in chosen}
+            chosen += cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used)
+            chosen, chunks = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
+            refusal = "no_donor_match"
+        if not chosen:
+            raise _Refusal(refusal)
+        spans = [span_of(run, exact=run is first) for run in chosen]
+        if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
+            raise _Refusal("strict_prefix_boundary")
+        return _Selection(spans, chunks)
 
-    def _check_share(self, request: LookupRequest, spans: list[PlanSpan], terms: ReuseTerms | None) -> None:
+    def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
+        """What the switches that only let donors be reported leave of a selection."""
+        if self._settings.discovery_only:
+            return replace(selection, discovery_only=True)
+        if not self._settings.exact_materialization_only or all(span.exact for span in selection.spans):
+            return selection
+        exact = [span for span in selection.spans if span.exact]
+        if not exact or not self._is_worth_placing(request, exact, None):
+            return replace(selection, discovery_only=True)
+        return _Selection(exact, [], [span for span in selection.spans if not span.exact])
+
+    def _is_worth_placing(self, request: LookupRequest, spans: list[PlanSpan], terms: ReuseTerms | None) -> bool:
         reused = sum(
             span.length if span.exact or terms is None else terms.expected_reuse(span.length) for span in spans
         )
-        if reused < self._settings.min_reuse_ratio * (len(request.tokens) - request.num_computed_tokens):
-            raise _Refusal("low_reuse")
+        return reused >= self._settings.min_reuse_ratio * (len(request.tokens) - request.num_computed_tokens)
 
     def _build(
-        self, request: LookupRequest, runs: list[Run], spans: list[PlanSpan], terms: ReuseTerms | None
+        self, request: LookupRequest, runs: list[Run], selection: _Selection, terms: ReuseTerms | None
     ) -> SemanticKvPlan:
-        computed = request.num_computed_tokens
-        holes = _holes(spans, computed)
-        kind = PlanKind.DISCOVERY_ONLY if self._settings.discovery_only else _kind_of(spans, holes)
+        computed, spans = request.num_computed_tokens, selection.spans
+        holes = holes_of(spans, computed)
+        kind = PlanKind.DISCOVERY_ONLY if selection.discovery_only else kind_of(spans, holes)
         matched = 0 if kind is PlanKind.DISCOVERY_ONLY else spans[-1].target_end - computed
         request_local = kind in (PlanKind.REQUEST_LOCAL_PREFIX, PlanKind.REQUEST_LOCAL_SEGMENTED)
         # Exact spans alone need nothing computed again and nothing checked.
@@ -195,57 +232,42 @@ class Planner:
             block_size=request.block_size,
             execution=EngineExecution(
                 mode=request.mode,
-                attention=_attention_of(kind, holes),
+                attention=attention_of(kind, holes),
                 num_layers=self._num_layers,
                 suffix_start=computed + matched,
                 recompute_boundary_layer=terms.boundary,
                 check=terms.check,
                 head_tokens=terms.head_tokens,
             ),
-            diagnostics={
-                "runs_found": len(runs),
-                "donors_considered": len({run.donor_id for run in runs}),
-                "tokens_reused": sum(span.length for span in spans),
-                "holes": [[hole.start, hole.stop] for hole in holes],
-            },
+            diagnostics=_diagnostics(runs, selection, holes),
         )
 
 
-def _exact_span(runs: list[Run], begin: int, end: int) -> list[PlanSpan]:
-    """The longest run whose donor starts as the prompt starts, cut to [begin, end); empty when there is none."""
-    from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
-    best = min(from_start, key=lambda run: (-run.length, run.donor_id), default=None)
-    part = None if best is None else best.within(begin, end)
-    return [] if part is None else [_span_of(part, exact=True)]
+def _check_time(deadline: Deadline) -> None:
+    if deadline.is_over:
+        raise _Refusal("lookup_timeout")
 
 
-def _span_of(run: Run, *, exact: bool = False) -> PlanSpan:
-    return PlanSpan(run.donor_id, run.donor_start, run.target_start, run.length, exact)
+def _cut_by_margins(runs: list[Run], chunks: list[FuzzyChunk]) -> list[Run]:
+    """`runs`, those of chunks replaced by what the margin leaves of them."""
+    joined = {run for chunk in chunks for run in chunk.runs}
+    return [run for run in runs if run not in joined] + [piece for chunk in chunks for piece in chunk.pieces]
 
 
-def _or_refuse(spans: list[PlanSpan], reason: str) -> list[PlanSpan]:
-    if not spans:
-        raise _Refusal(reason)
-    return spans
+def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "runs_found": len(runs),
+        "donors_considered": len({run.donor_id for run in runs}),
+        "tokens_reused": sum(span.length for span in selection.spans),
+        "holes": [[hole.start, hole.stop] for hole in holes],
+    }
+    if selection.chunks:
+        placed = [Run(span.donor_id, span.donor_start, span.target_start, span.length) for span in selection.spans]
+        found["fuzzy_chunks"] = [chunk.explained(placed) for chunk in selection.chunks]
+    if selection.withheld:
+        found["withheld"] = [[each.donor_id, *_place(each)] for each in selection.withheld]
+    return found
 
 
-def _holes(spans: list[PlanSpan], position: int) -> list[range]:
-    """Ranges between `position` and the end of the last span that no span covers."""
-    holes = []
-    for span in spans:
-        if span.target_start > position:
-            holes.append(range(position, span.target_start))
-        position = span.target_end
-    return holes
-
-
-def _kind_of(spans: list[PlanSpan], holes: list[range]) -> PlanKind:
-    if all(span.exact for span in spans):
-        return PlanKind.EXACT_PREFIX
-    return PlanKind.REQUEST_LOCAL_SEGMENTED if holes else PlanKind.REQUEST_LOCAL_PREFIX
-
-
-def _attention_of(kind: PlanKind, holes: list[range]) -> AttentionMode:
-    if kind is PlanKind.DISCOVERY_ONLY:
-        return AttentionMode.FULL_PREFILL
-    return AttentionMode.HOLES_AND_SUFFIX if holes else AttentionMode.SUFFIX_ONLY
+def _place(span: PlanSpan) -> tuple[int, int, int]:
+    return span.donor_start, span.target_start, span.length

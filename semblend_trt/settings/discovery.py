@@ -22,3 +22,27 @@ class DiscoverySettings(SettingsGroup):
     discovery_only: Annotated[bool, Variable("DISCOVERY_ONLY")] = Field(
         False, description="Look donors up and report what would be reused, but place nothing."
     )
+    fuzzy_chunks: Annotated[bool, Variable("FUZZY_CHUNKS")] = Field(
+        False,
+        description="Reuse text that a donor holds up to a few tokens: runs shorter than a span count together; "
+        "tokens that differ are always computed. Needs the wrapper.",
+    )
+    fuzzy_margin_tokens: Annotated[int, Variable("FUZZY_MARGIN")] = Field(
+        4, ge=0, le=1024, description="Equal tokens behind each difference of a fuzzy chunk that are computed with it."
+    )
+    strict_prefix_boundary: Annotated[bool, Variable("STRICT_PREFIX_BOUNDARY")] = Field(
+        False,
+        description="Promise only what goes on without a hole from where the engine's own prefix ends, up to the end "
+        "of a block.",
+    )
+    exact_materialization_only: Annotated[bool, Variable("EXACT_MATERIALIZATION_ONLY")] = Field(
+        False,
+        description="Place only KV equal to a cold run's; what the policy would reuse beyond it is reported.",
+    )
+    lookup_deadline_ms: Annotated[float, Variable("LOOKUP_DEADLINE_MS")] = Field(
+        5.0,
+        ge=0.001,
+        le=60_000,
+        description="Most processor time that one lookup may take, in milliseconds; one that takes longer is refused "
+        "as lookup_timeout, and its request is served cold.",
+    )

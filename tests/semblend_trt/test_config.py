@@ -28,6 +28,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
+    "fuzzy_chunks": ("1", True),
+    "fuzzy_margin_tokens": ("0", 0),
+    "strict_prefix_boundary": ("1", True),
+    "exact_materialization_only": ("1", True),
+    "lookup_deadline_ms": ("2.5", 2.5),
     "host_bytes": ("1048576", 1048576),
     "device_bytes": ("2097152", 2097152),
     "staging_bytes": ("1048576", 1048576),
@@ -58,6 +63,10 @@ def test_defaults() -> None:
     assert (settings.recompute_boundary_layer, settings.min_span_tokens, settings.min_reuse_ratio) == (0, 64, 0.5)
     assert (settings.host_bytes, settings.max_donors, settings.min_donor_tokens) == (4 * 1024**3, 10_000, 64)
     assert not settings.discovery_only
+    assert not settings.fuzzy_chunks
+    assert not settings.strict_prefix_boundary
+    assert not settings.exact_materialization_only
+    assert (settings.fuzzy_margin_tokens, settings.lookup_deadline_ms) == (4, 5.0)
     assert (settings.epic_tokens, settings.cacheblend_share, settings.metrics) == (16, 0.15, True)
     assert settings.profile_path is None
     assert settings.audit_path is settings.donor_tenant is settings.model_revision is None

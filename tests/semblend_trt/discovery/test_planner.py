@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
+from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
@@ -36,7 +37,8 @@ def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overr
     index = SpanIndex()
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
-    values = Settings(policy=ReusePolicy(policy), **overrides)  # type: ignore[arg-type]
+    # Tests share their processors; only those of the deadline itself may meet it.
+    values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))  # type: ignore[arg-type]
     return Planner(index, values, values.policy, NUM_LAYERS)
 
 
@@ -359,6 +361,53 @@ def test_discovery_only_reports_and_promises_nothing() -> None:
     assert planner({}, discovery_only=True).plan(request()).outcome_reason == "no_donor_match"
 
 
+def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest() -> None:
+    donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
+    plan = plan_of(planner(donors, exact_materialization_only=True, min_reuse_ratio=0.3).plan(request()))
+    assert plan.kind is PlanKind.EXACT_PREFIX
+    assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True),)
+    assert plan.diagnostics["withheld"] == [["shifted", 309, 300, 539]]
+    assert plan.diagnostics["tokens_reused"] == 300
+    freely = plan_of(planner(donors, min_reuse_ratio=0.3).plan(request()))
+    assert freely.spans == (*plan.spans, PlanSpan("shifted", 309, 300, 539))
+
+
+@pytest.mark.parametrize(("donors", "ratio"), [({"b": SHIFTED}, 0.3), ({"a": PROMPT[:300], "b": SHIFTED}, 0.4)])
+def test_exact_materialization_only_without_enough_that_is_exact_only_reports(
+    donors: dict[str, np.ndarray], ratio: float
+) -> None:
+    plan = plan_of(planner(donors, exact_materialization_only=True, min_reuse_ratio=ratio).plan(request()))
+    assert plan.kind is PlanKind.DISCOVERY_ONLY
+    assert plan.matched_tokens == 0
+    assert {span.donor_id for span in plan.spans} == set(donors)
+
+
+@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
+@pytest.mark.parametrize("computed", [0, 32, 45])
+def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, computed: int) -> None:
+    donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": OTHER[20:]}
+    asked = planner(donors, strict_prefix_boundary=True, min_reuse_ratio=0.1)
+    plan = plan_of(asked.plan(request(mode=mode, computed=computed)))
+    assert plan.spans == (PlanSpan("a", 9 + computed, computed, 200 - computed), PlanSpan("b", 100, 200, 480 - 200))
+    assert plan.prefix_end % plan.block_size == 0
+    assert plan.holes == ()
+
+
+def test_a_strict_prefix_cuts_exact_spans_too() -> None:
+    plan = plan_of(planner({"a": PROMPT}, "exact", strict_prefix_boundary=True).plan(request(computed=96)))
+    assert plan.spans == (PlanSpan("a", 96, 96, 832 - 96, exact=True),)
+
+
+def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
+    times = iter(range(100))
+    late = Deadline(0.001, clock=lambda: float(next(times)))
+    planned = planner({"a": PROMPT}).plan(request(), late)
+    assert_refused(planned, "lookup_timeout")
+    assert planned.runs_found == 1
+    in_time = Deadline(10_000, clock=lambda: float(next(times) / 100))
+    assert plan_of(planner({"a": PROMPT}).plan(request(), in_time)).matched_tokens == 839
+
+
 # -- any prompt ---------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +485,8 @@ _REFUSALS: dict[str, Callable[[], Planned]] = {
         request(profile_refusal="profile_unreadable")
     ),
     "no_publication_guard": lambda: planner({"a": DOCUMENT}).plan(request(guard=False)),
+    "lookup_timeout": lambda: planner({"a": PROMPT}, lookup_deadline_ms=0.001).plan(request()),
+    "strict_prefix_boundary": lambda: planner({"a": DOCUMENT}, strict_prefix_boundary=True).plan(request()),
     "hole_needs_wrapper": lambda: planner({"a": DOCUMENT}).plan(request(mode=STOCK)),
     "low_reuse": lambda: planner({"a": OTHER}).plan(request()),
 }

@@ -1,0 +1,58 @@
+"""What a plan is made of, from the runs that were chosen: spans, holes, kind and attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from semblend_trt.plan import AttentionMode, PlanKind, PlanSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from semblend_trt.discovery.run import Run
+
+
+def span_of(run: Run, *, exact: bool = False) -> PlanSpan:
+    return PlanSpan(run.donor_id, run.donor_start, run.target_start, run.length, exact)
+
+
+def exact_run(runs: Sequence[Run], begin: int, end: int) -> Run | None:
+    """The longest run whose donor starts as the prompt starts, cut to [begin, end); None when there is none."""
+    from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
+    best = min(from_start, key=lambda run: (-run.length, run.donor_id), default=None)
+    return None if best is None else best.within(begin, end)
+
+
+def cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
+    """`spans` up to the last block's end that they reach; a last span that has less than `min_span` left is dropped."""
+    for last in range(len(spans) - 1, -1, -1):
+        span = spans[last]
+        length = span.target_end // block_size * block_size - span.target_start
+        if length >= min_span:
+            return [*spans[:last], replace(span, length=length)]
+    return []
+
+
+def holes_of(spans: Sequence[PlanSpan], position: int) -> list[range]:
+    """Ranges between `position` and the end of the last span that no span covers."""
+    holes = []
+    for span in spans:
+        if span.target_start > position:
+            holes.append(range(position, span.target_start))
+        position = span.target_end
+    return holes
+
+
+def kind_of(spans: Sequence[PlanSpan], holes: Sequence[range]) -> PlanKind:
+    """The kind of a plan that places `spans`."""
+    if all(span.exact for span in spans):
+        return PlanKind.EXACT_PREFIX
+    return PlanKind.REQUEST_LOCAL_SEGMENTED if holes else PlanKind.REQUEST_LOCAL_PREFIX
+
+
+def attention_of(kind: PlanKind, holes: Sequence[range]) -> AttentionMode:
+    """Which rows attend when a plan of this kind runs."""
+    if kind is PlanKind.DISCOVERY_ONLY:
+        return AttentionMode.FULL_PREFILL
+    return AttentionMode.HOLES_AND_SUFFIX if holes else AttentionMode.SUFFIX_ONLY

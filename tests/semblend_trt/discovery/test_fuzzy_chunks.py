@@ -1,0 +1,277 @@
+"""Fuzzy chunks: what joins runs, what a difference costs, and that no piece ever holds a token that differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.layout import KvGeometry
+from semblend_trt.config import Settings
+from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, chunks_of, fill
+from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.run import Run
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.namespace import CacheNamespace
+from semblend_trt.plan import EngineMode, SemanticKvPlan
+from semblend_trt.policy import ReusePolicy
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+
+Tokens = np.ndarray
+
+
+def text(seed: int, length: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 30_000, length, dtype=np.int32)
+
+
+HEAD, DOCUMENT, TAIL = text(1, 70), text(2, 480), text(3, 20)
+
+
+def changed(tokens: Tokens, positions: range | list[int]) -> Tokens:
+    """`tokens` with another id at each of `positions`."""
+    edited = tokens.copy()
+    edited[list(positions)] += 40_000
+    return edited
+
+
+def lookup(
+    donors: dict[str, Tokens],
+    prompt: Tokens,
+    *,
+    computed: int = 0,
+    policy: str = "position_fix",
+    mode: EngineMode = EngineMode.WRAPPER,
+    **values: Any,
+) -> Planned:
+    index = SpanIndex()
+    for donor_id, tokens in donors.items():
+        index.add("space", donor_id, tokens)
+    asked = Settings(**({"policy": ReusePolicy(policy), "fuzzy_chunks": True, "lookup_deadline_ms": 10_000} | values))
+    request = LookupRequest(7, "space", prompt, computed, 16, mode, publication_guard=True)
+    return Planner(index, asked, asked.policy, 6).plan(request)
+
+
+def plan_of(planned: Planned) -> SemanticKvPlan:
+    assert planned.plan is not None, planned.outcome_reason
+    return planned.plan
+
+
+def covered(plan: SemanticKvPlan) -> set[int]:
+    return {at for span in plan.spans for at in range(span.target_start, span.target_end)}
+
+
+# -- what is a chunk ----------------------------------------------------------------------------------------------
+
+
+def test_runs_with_small_differences_between_are_one_chunk() -> None:
+    runs = [Run("a", 10, 100, 40), Run("a", 51, 141, 39), Run("a", 92, 181, 50)]
+    (chunk,) = chunks_of(runs, 0, 1000, margin=4)
+    assert chunk.runs == tuple(runs)
+    # Two tokens of the donor stand where the prompt has one, before the last run.
+    assert chunk.pieces == (Run("a", 10, 100, 40), Run("a", 55, 145, 35), Run("a", 96, 185, 46))
+    assert chunk.reusable_tokens == 121
+
+
+@pytest.mark.parametrize(
+    ("second", "joined"),
+    [
+        (Run("a", 50 + MAX_GAP, 140, 40), True),
+        (Run("a", 51 + MAX_GAP, 140, 40), False),
+        (Run("a", 50, 140 + MAX_GAP, 40), True),
+        (Run("a", 50, 141 + MAX_GAP, 40), False),
+        (Run("a", 55, 140 - MAX_OVERLAP, 40), True),
+        (Run("a", 55, 139 - MAX_OVERLAP, 40), False),
+        (Run("b", 51, 141, 40), False),
+        (Run("a", 5, 141, 40), False),
+    ],
+)
+def test_what_follows_within_a_small_gap_in_donor_and_prompt_is_joined(second: Run, joined: bool) -> None:
+    assert bool(chunks_of([Run("a", 10, 100, 40), second], 0, 1000, margin=4)) == joined
+
+
+def test_a_run_joins_the_chunk_of_the_nearest_shift() -> None:
+    first, other, second = Run("a", 0, 100, 40), Run("a", 7, 101, 40), Run("a", 42, 142, 40)
+    (chunk,) = chunks_of([first, other, second], 0, 1000, margin=4)
+    assert chunk.runs == (first, second)
+
+
+def test_pieces_end_where_positions_may_not_be_reused() -> None:
+    (chunk,) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 120, 170, margin=4)
+    assert chunk.pieces == (Run("a", 20, 120, 20), Run("a", 45, 145, 25))
+    # The margin behind a difference that the engine's own prefix holds is computed all the same.
+    (chunk,) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 142, 170, margin=4)
+    assert chunk.pieces == (Run("a", 45, 145, 25),)
+
+
+def test_what_is_placed_already_stays_and_free_places_are_filled() -> None:
+    chunks = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 0, 1000, margin=4)
+    chosen = [Run("b", 7, 110, 20)]
+    placed, used = fill(chosen, chunks, 0, 1000, min_span=36, shortest=1)
+    assert placed == [Run("b", 7, 110, 20), Run("a", 45, 145, 36)]  # what lies beside `b` is too short to be worth it
+    assert used == chunks
+    assert fill(chosen, chunks, 0, 1000, min_span=37, shortest=1) == (chosen, [])
+    assert fill(chosen, chunks, 0, 1000, min_span=30, shortest=37) == (chosen, [])
+
+
+def test_pieces_already_chosen_count_for_their_chunk() -> None:
+    chunks = chunks_of([Run("a", 0, 100, 60), Run("a", 61, 161, 40)], 0, 1000, margin=4)
+    chosen = [Run("a", 0, 100, 60)]
+    placed, used = fill(chosen, chunks, 160, 1000, min_span=90, shortest=1)
+    assert placed == [*chosen, Run("a", 65, 165, 36)]
+    assert used == chunks
+    assert chunks[0].explained(placed) == {
+        "donor_id": "a",
+        "target": [100, 201],
+        "runs": 2,
+        "tokens": 101,
+        "tokens_reused": 96,
+    }
+
+
+# -- what the planner makes of them -------------------------------------------------------------------------------
+
+
+def test_a_number_changed_every_forty_tokens() -> None:
+    edits = range(39, len(DOCUMENT), 40)
+    prompt = np.concatenate([HEAD, changed(DOCUMENT, edits), TAIL])
+    donors = {"a": np.concatenate([text(9, 11), DOCUMENT])}
+    assert lookup(donors, prompt, fuzzy_chunks=False).outcome_reason == "no_donor_match"
+    plan = plan_of(lookup(donors, prompt))
+    assert [span.target_start - len(HEAD) for span in plan.spans] == [0, *range(44, len(DOCUMENT), 40)]
+    assert plan.reused_tokens == 39 + 11 * 35
+    (chunk,) = plan.diagnostics["fuzzy_chunks"]
+    assert chunk == {
+        "donor_id": "a",
+        "target": [70, 70 + 479],
+        "runs": 12,
+        "tokens": 479,
+        "tokens_reused": plan.reused_tokens,
+    }
+
+
+def test_only_an_engine_that_computes_holes_is_given_chunks() -> None:
+    prompt = changed(DOCUMENT, [240])
+    stock, wrapper = (
+        plan_of(lookup({"a": DOCUMENT}, prompt, mode=mode)) for mode in (EngineMode.STOCK, EngineMode.WRAPPER)
+    )
+    assert (stock.reused_tokens, wrapper.reused_tokens) == (240, 480 - 1 - 1 - 4)
+    assert "fuzzy_chunks" not in stock.diagnostics
+
+
+def test_a_whole_donor_is_preferred_to_one_that_differs() -> None:
+    prompt = np.concatenate([HEAD, DOCUMENT, TAIL])
+    donors = {"a": changed(DOCUMENT, [100, 140, 300]), "b": np.concatenate([text(8, 3), DOCUMENT])}
+    plan = plan_of(lookup(donors, prompt))
+    assert {span.donor_id for span in plan.spans} == {"b"}
+    assert plan.reused_tokens == len(DOCUMENT)
+    assert "fuzzy_chunks" not in plan.diagnostics
+
+
+def test_under_policy_verified_pieces_are_checked_like_any_span() -> None:
+    namespace = CacheNamespace(
+        model="m",
+        model_revision="w",
+        tokenizer="t",
+        tokenizer_revision="r",
+        kv_layout="HND",
+        block_size=16,
+        kv_dtype="bfloat16",
+        cache_dtype="auto",
+        quantization=None,
+        adapter=None,
+        rope_config={"rope_type": "default"},
+        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
+        backend_cache_layout="engine",
+        extra={"compute_dtype": "bfloat16"},
+    )
+    profile = ReuseProfile.made_for(
+        namespace,
+        KvGeometry(6, 2, 16, 16),
+        policy="verified",
+        check=ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1),
+    )
+    index = SpanIndex()
+    index.add("space", "a", DOCUMENT)
+    asked = Settings(policy=ReusePolicy.VERIFIED, fuzzy_chunks=True, lookup_deadline_ms=10_000)
+    prompt = np.concatenate([HEAD, changed(DOCUMENT, range(39, 480, 40)), TAIL])
+    request = LookupRequest(7, "space", prompt, 0, 16, EngineMode.WRAPPER, True, profile=profile)
+    planner = Planner(index, asked, asked.policy, 6)
+    plan = plan_of(planner.plan(request))
+    assert len(plan.spans) == 12
+    assert plan.is_checked
+    assert plan.execution.check is not None
+    assert not any(span.exact for span in plan.spans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    margin=st.integers(0, 12),
+    min_span=st.integers(33, 120),
+    computed=st.integers(0, 200),
+    policy=st.sampled_from(["position_fix", "epic", "cacheblend"]),
+)
+def test_no_span_holds_a_differing_token_and_margins_are_kept(
+    seed: int, margin: int, min_span: int, computed: int, policy: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    donor = np.concatenate([text(5, int(rng.integers(1, 40))), DOCUMENT])
+    offset = len(donor) - len(DOCUMENT)
+    parts, behind, at, length = [HEAD], [], 0, len(HEAD)
+    while at < len(DOCUMENT):
+        size = int(rng.integers(5, 120))
+        parts.append(DOCUMENT[at : at + size])
+        at, length = at + size, length + len(parts[-1])
+        if at >= len(DOCUMENT):
+            break
+        removed, added = int(rng.integers(0, 4)), int(rng.integers(0, 4))
+        # Ids that no text holds, so that where a difference stands is no matter of opinion.
+        parts.append(rng.integers(50_000, 60_000, added, dtype=np.int32))
+        at, length = at + removed, length + added
+        if removed or added:
+            behind.append(length)
+    prompt = np.concatenate([*parts, TAIL])
+    planned = lookup(
+        {"a": donor},
+        prompt,
+        computed=computed,
+        policy=policy,
+        fuzzy_margin_tokens=margin,
+        min_span_tokens=min_span,
+        min_reuse_ratio=0.0,
+    )
+    if planned.plan is None:
+        assert planned.outcome_reason in {"no_donor_match", "prefix_covers_prompt"}
+        return
+    plan, reused = planned.plan, covered(planned.plan)
+    for span in plan.spans:
+        assert donor[span.donor_start : span.donor_end].tolist() == prompt[span.target_start : span.target_end].tolist()
+        assert computed <= span.target_start
+        assert span.target_end <= len(prompt) - 1
+    for at in np.flatnonzero(prompt >= 50_000).tolist():
+        assert at not in reused
+    # A difference between two runs of the plan's own chunks costs its margin; before `offset` nothing is equal.
+    assert offset > 0
+    for chunk in plan.diagnostics.get("fuzzy_chunks", []):
+        begin, end = chunk["target"]
+        for place in behind:
+            if begin < place < end:
+                assert not reused & set(range(place, min(place + margin, end)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), min_span=st.integers(1, 100), margin=st.integers(0, 20))
+def test_with_the_setting_off_the_margin_means_nothing(seed: int, min_span: int, margin: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompt = np.concatenate([HEAD, changed(DOCUMENT, rng.integers(0, 480, 6).tolist()), TAIL])
+    values = {"min_span_tokens": min_span, "min_reuse_ratio": 0.1, "fuzzy_chunks": False}
+    plain, asked = (
+        lookup({"a": DOCUMENT, "b": DOCUMENT[100:]}, prompt, fuzzy_margin_tokens=each, **values) for each in (4, margin)
+    )
+    assert plain == asked
+    if plain.plan is not None:
+        assert all(span.length >= min_span for span in plain.plan.spans)
+        assert "fuzzy_chunks" not in plain.plan.diagnostics
