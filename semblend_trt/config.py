@@ -15,6 +15,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.settings.discovery import DiscoverySettings
 from semblend_trt.settings.donors import DonorSettings
 from semblend_trt.settings.environment import Variable
+from semblend_trt.settings.fleet import FleetSettings
 from semblend_trt.settings.identity import IdentitySettings
 from semblend_trt.settings.problems import sentence_of, warn_of_unknown_variables
 from semblend_trt.settings.reporting import ReportingSettings
@@ -25,7 +26,7 @@ __all__ = ["SettingRow", "Settings", "Variable", "load_settings", "settings_tabl
 
 
 # pydantic takes the fields of the last base first, so documentation shows the groups from the last to the first.
-class Settings(ReportingSettings, IdentitySettings, DonorSettings, DiscoverySettings, ReuseSettings):
+class Settings(FleetSettings, ReportingSettings, IdentitySettings, DonorSettings, DiscoverySettings, ReuseSettings):
     """What a user may set. Arguments win over the environment; see `load_settings` for errors of our own."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.settings.environment import PREFIXES, variable_in_use, variable_of
-from semblend_trt.settings.table import allowed_by
+from semblend_trt.settings.table import allowed_by, is_secret
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,8 @@ def sentence_of(error: ValidationError, settings_class: type[BaseSettings], over
     more = f" ({len(details) - 1} more settings are wrong)" if len(details) > 1 else ""
     if isinstance(problem, ConfigurationError):
         return f"{source}: {problem}{more}"
-    return f"{source} is {str(first['input'])[:80]!r}; allowed is {allowed_by(field)}{more}"
+    value = "wrong" if is_secret(field) else repr(str(first["input"])[:80])
+    return f"{source} is {value}; allowed is {allowed_by(field)}{more}"
 
 
 def warn_of_unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> None:

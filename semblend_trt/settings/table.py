@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, get_args
 
-from semblend_trt.policy import ReusePolicy
+from pydantic import SecretStr
+
 from semblend_trt.settings.environment import variable_of
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ def rows_of(settings_class: type[BaseSettings]) -> list[SettingRow]:
 
 def allowed_by(field: FieldInfo) -> str:
     """The values that a field takes, in words."""
-    if field.annotation is ReusePolicy:
-        return ", ".join(policy.value for policy in ReusePolicy)
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
+        return ", ".join(each.value for each in field.annotation)
     if field.annotation is bool:
         return "0 or 1"
     low, high, longest = (_bound(field, name) for name in ("ge", "le", "max_length"))
@@ -49,7 +51,12 @@ def _shown(value: object) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(int(value))
-    return value.value if isinstance(value, ReusePolicy) else str(value)
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """True when the value may not be shown anywhere."""
+    return SecretStr in (field.annotation, *get_args(field.annotation))
 
 
 def _bound(field: FieldInfo, name: str) -> Any:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
 from semblend_trt.config import Settings, load_settings, settings_table
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.settings import problems
 
@@ -45,6 +46,19 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "adapter_id": ("lora", "lora"),
     "audit_path": ("/tmp/audit.jsonl", Path("/tmp/audit.jsonl")),
     "metrics": ("0", False),
+    "nats_url": ("nats://localhost:4222", SecretStr("nats://localhost:4222")),
+    "nats_subject": ("events.donors", "events.donors"),
+    "nats_stream": ("DONORS", "DONORS"),
+    "nats_tls_ca": ("/tmp/ca.pem", Path("/tmp/ca.pem")),
+    "nats_tls_cert": ("/tmp/cert.pem", Path("/tmp/cert.pem")),
+    "nats_tls_key": ("/tmp/key.pem", Path("/tmp/key.pem")),
+    "nats_creds": ("/tmp/user.creds", Path("/tmp/user.creds")),
+    "nats_token": ("a token", SecretStr("a token")),
+    "event_format": ("msgpack", EventFormat.MSGPACK),
+    "event_embeddings": ("1", True),
+    "worker_id": ("7", 7),
+    "heartbeat_seconds": ("2.5", 2.5),
+    "resync_seconds": ("60", 60.0),
 }
 VARIABLES = [(row.name, variable) for row in settings_table() for variable in row.variables]
 
@@ -145,6 +159,10 @@ def test_field_names_alone_are_no_variables(monkeypatch: pytest.MonkeyPatch) -> 
         ("SEMBLEND_EPIC_TOKENS", "0", r"SEMBLEND_EPIC_TOKENS is '0'; allowed is 1\.\.1048576"),
         ("SEMBLEND_CACHEBLEND_SHARE", "1.1", r"SEMBLEND_CACHEBLEND_SHARE is '1.1'; allowed is 0\.0\.\.1\.0"),
         ("SEMBLEND_METRICS", "prometheus", "SEMBLEND_METRICS is 'prometheus'; allowed is 0 or 1"),
+        ("SEMBLEND_EVENT_FORMAT", "xml", "SEMBLEND_EVENT_FORMAT is 'xml'; allowed is json, msgpack"),
+        ("SEMBLEND_NATS_SUBJECT", "a b", "SEMBLEND_NATS_SUBJECT: subject 'a b' is not of letters"),
+        ("SEMBLEND_NATS_STREAM", "a.b", "SEMBLEND_NATS_STREAM: stream 'a.b' is not of letters"),
+        ("SEMBLEND_NATS_TOKEN", "secret" * 1000, "SEMBLEND_NATS_TOKEN is wrong; allowed is a text of 1..4096"),
         ("SEMBLEND_POLICY", "most", "SEMBLEND_POLICY: policy 'most' is not known; use one of off, exact"),
     ],
 )

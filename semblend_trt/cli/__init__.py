@@ -1,0 +1,1 @@
+"""The command `semblend-trt`: one module here for each subcommand, see main.py."""

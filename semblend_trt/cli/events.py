@@ -1,0 +1,201 @@
+"""Shows the donor events of the fleet: each one (tail), what is wrong with them (check), who holds how much (stats).
+
+The server and the subject are those of the settings (SEMBLEND_NATS_URL and so on) unless they are given here. `check`
+asks the workers for all donors anew, so that it can compare them with the heartbeats; it exits with 1 when something
+is wrong, and with 2 when it cannot listen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from semblend_trt.fleet.connection import ConnectionOptions
+    from semblend_trt.fleet.events import SemanticKvEvent
+    from semblend_trt.fleet.observer import FleetObserver
+
+SUMMARY = "show, check or count the fleet's donor events"
+DEFAULT_URL = "nats://127.0.0.1:4222"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, summary, seconds in (
+        ("tail", "print every event, one a line", None),
+        ("check", "listen for a while and tell what is wrong", 30.0),
+        ("stats", "listen for a while and tell who holds how much", 30.0),
+    ):
+        action = actions.add_parser(name, help=summary, description=f"Does this: {summary}.")
+        action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
+        action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
+        action.add_argument(
+            "--seconds", type=_positive, default=seconds, help="how long to listen (default: %(default)s)"
+        )
+        action.add_argument("--limit", type=_count, help="stop after this many messages")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name != "tail":
+            action.add_argument("--no-resync", action="store_true", help="do not ask the workers for all donors anew")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Listens and prints. Raises SemBlendError when it cannot listen."""
+    from semblend_trt.fleet.observer import FleetObserver
+
+    observer = FleetObserver()
+    is_tail = arguments.action == "tail"
+
+    def show(payload: bytes) -> None:
+        event = observer.observe(payload)
+        if is_tail:
+            _say(_line(event, payload, observer, as_json=arguments.json))
+
+    asks = not is_tail and not arguments.no_resync
+    asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks))
+    if is_tail:
+        return 0
+    report = _stats(observer) if arguments.action == "stats" else _check(observer)
+    _say(json.dumps(report) if arguments.json else _shown(report))
+    return int(arguments.action == "check" and bool(report["problems"]))
+
+
+def _options(arguments: argparse.Namespace) -> ConnectionOptions:
+    from pydantic import SecretStr
+
+    from semblend_trt.config import load_settings
+    from semblend_trt.fleet.connection import ConnectionOptions
+
+    settings = load_settings(**({} if arguments.subject is None else {"nats_subject": arguments.subject}))
+    url = arguments.url or (DEFAULT_URL if settings.nats_url is None else None)
+    if url is not None:
+        settings = settings.model_copy(update={"nats_url": SecretStr(url)})
+    options = ConnectionOptions.of(settings)
+    if options is None or not options.servers:
+        raise ConfigurationError("no NATS server is given; use --url or SEMBLEND_NATS_URL")
+    # Reading needs no stream: what is published to one goes to every subscriber as well.
+    return replace(options, stream=None)
+
+
+async def _listen(
+    options: ConnectionOptions, show: Callable[[bytes], None], seconds: float | None, limit: int | None, asks: bool
+) -> None:
+    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client
+
+    ended = asyncio.Event()
+    lost: list[bool] = []
+    seen = 0
+
+    async def take(message: Any) -> None:
+        nonlocal seen
+        if not ended.is_set():
+            seen += 1
+            show(message.data)
+            if limit is not None and seen >= limit:
+                ended.set()
+
+    async def closed() -> None:
+        lost.append(not ended.is_set())
+        ended.set()
+
+    try:
+        client = await connect_client(options, closed_cb=closed, name="semblend-trt events")
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise SemBlendError(f"NATS is out of reach ({type(error).__name__}); give its address with --url") from None
+    try:
+        await client.subscribe(options.subject, cb=take)
+        if asks:
+            await client.publish(options.subject + RESYNC_SUFFIX, b"")
+        await client.flush()
+        sys.stderr.write(f"listening on {options.subject}\n")
+        sys.stderr.flush()
+        try:
+            await asyncio.wait_for(ended.wait(), seconds)
+        except asyncio.TimeoutError:
+            ended.set()
+        if any(lost):
+            raise SemBlendError("the connection to NATS was lost; start again when it is back")
+    finally:
+        await client.close()
+
+
+def _line(event: SemanticKvEvent | None, payload: bytes, observer: FleetObserver, *, as_json: bool) -> str:
+    if event is None:
+        return f"not an event ({len(payload)} bytes): {observer.problems[-1]}"
+    if as_json:
+        return event.model_dump_json(exclude_none=True)
+    data = event.data.model_dump(mode="json", exclude={"namespace", "segments", "block_ids", "kind"})
+    place = data.get("location") or data.get("new_location")
+    if isinstance(place, dict):
+        data = {key: value for key, value in data.items() if key not in ("location", "new_location")}
+        data["tier"] = place["tier"]
+    details = " ".join(f"{key}={json.dumps(value)}" for key, value in data.items())
+    return f"{event.worker_id}.{event.dp_rank} #{event.event_id} {event.data.kind} {details}"
+
+
+def _check(observer: FleetObserver) -> dict[str, Any]:
+    return {
+        "messages": observer.messages,
+        "workers": len(observer.workers),
+        "heartbeats_compared": sum(view.checked_heartbeats for view in observer.workers.values()),
+        "problems": dict(observer.problem_counts),
+        "examples": list(observer.problems)[-20:],
+    }
+
+
+def _stats(observer: FleetObserver) -> dict[str, Any]:
+    workers = {}
+    for (worker_id, rank), view in sorted(observer.workers.items()):
+        tiers: dict[str, int] = {}
+        for donor in view.donors.values():
+            tiers[donor.tier] = tiers.get(donor.tier, 0) + donor.tokens
+        workers[f"{worker_id}.{rank}"] = {
+            "generation": view.generation,
+            "donors": len(view.donors),
+            "tokens": tiers,
+            "tenants": len({donor.tenant_key for donor in view.donors.values()}),
+            "events": dict(view.events),
+        }
+    return {"messages": observer.messages, "bytes": observer.bytes, "workers": workers}
+
+
+def _shown(report: dict[str, Any], indent: str = "") -> str:
+    lines = []
+    for key, value in report.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:" + ("" if value else " none"))
+            lines += [_shown(value, indent + "  ")] if value else []
+        elif isinstance(value, list):
+            lines += [f"{indent}{key}:", *(f"{indent}  {each}" for each in value)] if value else []
+        else:
+            lines.append(f"{indent}{key}: {value}")
+    return "\n".join(lines)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 86400:
+        raise ValueError(f"{text} is not in 0..86400")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{text} is below 1")
+    return value
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

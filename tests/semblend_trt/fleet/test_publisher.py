@@ -1,0 +1,272 @@
+"""The publisher against a real nats-server: readers end up with what is held, whatever is killed in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from semblend_trt.fleet.announcer import DonorAnnouncer
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.wire import Emitter, EventFormat, decode
+
+STREAM = (3, 0)
+
+
+class Worker:
+    """A publisher with one library whose donors tests add and take away."""
+
+    def __init__(self, options: ConnectionOptions, namespace: Any, generation: int = 7, **keywords: Any) -> None:
+        self.counters = EventCounters(enabled=False)
+        settings = {"heartbeat_seconds": 0.1, "resync_seconds": 0.0} | keywords
+        self.publisher = EventPublisher(options, Emitter(*STREAM, generation), self.counters, **settings)
+        self.news = DonorAnnouncer(self.publisher, self.publisher.close)
+        self.held: dict[str, str] = {}
+        self._namespace = namespace
+
+    def add(self, donor_id: str, length: int = 100, salt: str | None = None) -> None:
+        tokens = np.random.default_rng(len(donor_id)).integers(0, 150_000, length, dtype=np.int32)
+        self.news.intended(donor_id, self._namespace, salt)
+        self.news.held(donor_id, tokens, "device")
+        self.held[donor_id] = "device"
+
+    def move(self, donor_id: str) -> None:
+        self.news.moved([donor_id], "host")
+        self.held[donor_id] = "host"
+
+    def remove(self, donor_id: str) -> None:
+        self.news.gone(donor_id)
+        del self.held[donor_id]
+
+    def churn(self, rng: np.random.Generator, steps: int) -> None:
+        for step in range(steps):
+            if self.held and rng.random() < 0.4:
+                self.remove(str(rng.choice(sorted(self.held))))
+            elif self.held and rng.random() < 0.3:
+                self.move(str(rng.choice(sorted(self.held))))
+            else:
+                self.add(f"donor-{step}-{rng.integers(1 << 40)}")
+
+
+def known(reader: Any, stream: tuple[int, int] = STREAM) -> dict[str, str] | None:
+    view = reader.observer.workers.get(stream)
+    return None if view is None else {donor_id: donor.tier for donor_id, donor in view.donors.items()}
+
+
+def converges(reader: Any, worker: Worker) -> bool:
+    return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader) == worker.held)
+
+
+@pytest.fixture
+def make_worker(namespace):
+    workers = []
+
+    def make(server, **keywords):
+        fields = {field.name for field in dataclasses.fields(ConnectionOptions)}
+        chosen = {name: keywords.pop(name) for name in list(keywords) if name in fields}
+        options = ConnectionOptions(**({"servers": (server.url,), "subject": "semantic-kv-events"} | chosen))
+        workers.append(Worker(options, namespace, **keywords))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.publisher.close()
+
+
+@pytest.mark.parametrize("form", EventFormat)
+@pytest.mark.parametrize("stream", [None, "DONORS"])
+def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream) -> None:
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server, form=form, stream=stream)
+    for step in (
+        lambda: worker.add("a"),
+        lambda: worker.move("a"),
+        lambda: worker.add("b"),
+        lambda: worker.remove("a"),
+    ):
+        step()
+        assert worker.publisher.settle(30)
+    assert converges(reader, worker)
+    kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
+    assert kinds == [
+        "provider_generation_reset",
+        "donor_registered",
+        "donor_relocated",
+        "donor_registered",
+        "donor_evicted",
+    ]
+    events = [decode(payload) for payload in reader.payloads]
+    assert [event.event_id for event in events] == list(range(1, len(events) + 1))
+    assert {event.generation for event in events} == {7}
+    worker.news.close()
+    assert reader.wait_for(lambda reader: known(reader) == {})
+    assert reader.kinds()[-1] == "donors_purged"
+    assert not reader.observer.problem_counts
+
+
+def test_heartbeats_say_what_is_held(nats_server, make_reader, make_worker) -> None:
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server)
+    for count in range(5):
+        worker.add(f"donor-{count}")
+    worker.move("donor-2")
+    assert reader.wait_for(
+        lambda reader: len(known(reader) or ()) == 5 and reader.observer.workers[STREAM].checked_heartbeats > 2
+    )
+    assert not reader.observer.problem_counts
+
+
+@pytest.mark.parametrize("stream", [None, "DONORS"])
+def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, make_worker, stream) -> None:
+    rng = np.random.default_rng(5)
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server, stream=stream)
+    for _ in range(2):
+        worker.churn(rng, 60)
+        assert worker.publisher.settle(30)
+        nats_server.kill()
+        worker.churn(rng, 60)
+        nats_server.start()
+        worker.churn(rng, 20)
+        assert converges(reader, worker)
+    assert worker.counters.connections >= 3
+    assert worker.counters.resyncs["connected"] == worker.counters.connections
+
+
+def test_a_server_that_comes_late_hears_everything(make_nats_server, make_reader, make_worker) -> None:
+    server = make_nats_server()
+    server.kill()
+    worker = make_worker(server)
+    worker.churn(np.random.default_rng(1), 50)
+    server.start()
+    assert converges(make_reader(server.url), worker)
+
+
+def test_a_late_reader_asks_and_is_told(nats_server, make_reader, make_worker) -> None:
+    worker = make_worker(nats_server)
+    worker.churn(np.random.default_rng(2), 50)
+    assert worker.publisher.settle(30)
+    reader = make_reader(nats_server.url)
+    reader.ask()
+    assert converges(reader, worker)
+    assert worker.counters.resyncs["requested"] >= 1
+
+
+def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker) -> None:
+    worker = make_worker(nats_server, resync_seconds=0.2)
+    worker.add("a")
+    assert worker.publisher.settle(30)
+    assert converges(make_reader(nats_server.url), worker)
+    assert worker.counters.resyncs["interval"] >= 1
+
+
+def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker) -> None:
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server, max_changes=8)
+    assert worker.publisher.settle(30)
+    held = threading.Event()
+    worker.publisher._loop.call_soon_threadsafe(held.wait)  # the thread is busy while changes come
+    for number in range(40):
+        worker.add(f"donor-{number}")
+    worker.remove("donor-3")
+    held.set()
+    assert converges(reader, worker)
+    assert worker.counters.dropped["overflow"] >= 33
+    assert worker.counters.resyncs["overflow"] == 1
+
+
+def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server, make_reader, make_worker) -> None:
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server)
+    assert worker.publisher.settle(30)
+    held = threading.Event()
+    worker.publisher._loop.call_soon_threadsafe(held.wait)
+    worker.add("short-lived")
+    worker.remove("short-lived")
+    worker.add("moved")
+    worker.move("moved")
+    held.set()
+    assert worker.publisher.settle(30)
+    assert converges(reader, worker)
+    kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
+    assert kinds == ["provider_generation_reset", "donor_registered"]
+
+
+def test_garbage_on_the_subjects_changes_nothing(nats_server, make_reader, make_worker) -> None:
+    reader = make_reader(nats_server.url)
+    worker = make_worker(nats_server)
+    worker.add("a")
+    assert converges(reader, worker)
+    rng = np.random.default_rng(3)
+    for length in (0, 1, 100, 70_000):
+        reader.publish(rng.bytes(length))
+        reader.publish(rng.bytes(min(length, 2000)), "semantic-kv-events.resync")
+    reader.publish(b'{"worker_id": 99}', "semantic-kv-events.resync")
+    worker.add("b")
+    assert converges(reader, worker)
+    assert reader.wait_for(lambda reader: sum(reader.observer.problem_counts.values()) == 4)
+    assert set(reader.observer.problem_counts) == {"malformed", "oversize"}
+
+
+def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make_worker) -> None:
+    reader = make_reader(nats_server.url)
+    first = make_worker(nats_server, generation=7)
+    first.add("old")
+    assert converges(reader, first)
+    second = make_worker(nats_server, generation=8)
+    second.add("new")
+    assert converges(reader, second)
+
+
+def test_a_stream_keeps_each_event_once(nats_server, make_worker) -> None:
+    import asyncio
+
+    import nats
+
+    worker = make_worker(nats_server, stream="DONORS", heartbeat_seconds=3600.0)
+    for number in range(20):
+        worker.add(f"donor-{number}")
+    assert worker.publisher.settle(30)
+
+    async def stored() -> list[int]:
+        client = await nats.connect(nats_server.url)
+        subscription = await client.jetstream().subscribe("semantic-kv-events", ordered_consumer=True)
+        messages = [await subscription.next_msg(timeout=30) for _ in range(22)]
+        await client.close()
+        return [decode(message.data).event_id for message in messages]
+
+    assert asyncio.run(stored()) == list(range(1, 23))
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_without_the_right_token_nothing_is_sent(make_nats_server, make_worker, token, caplog) -> None:
+    server = make_nats_server("--auth", "right-secret")
+    worker = make_worker(server, token=token)
+    worker.add("a")
+    assert not worker.publisher.settle(0.5)
+    assert worker.counters.connections == 0
+    assert "right-secret" not in caplog.text
+
+
+def test_the_right_token_opens(make_nats_server, make_reader, make_worker) -> None:
+    server = make_nats_server("--auth", "right-secret")
+    reader = make_reader(server.url, token="right-secret")
+    worker = make_worker(server, token="right-secret")
+    worker.add("a")
+    assert converges(reader, worker)
+
+
+def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None:
+    server = make_nats_server()
+    server.kill()
+    worker = make_worker(server)
+    worker.churn(np.random.default_rng(4), 300)
+    worker.news.close()
+    worker.add("after the end")
+    worker.publisher.close()
+    assert not worker.publisher._thread.is_alive()
