@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+import time
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
+from semblend_trt.connector.tier_desk import TierDesk
+from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.arena import arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, Lease
+from semblend_trt.donors.donor_text import DonorText
+from semblend_trt.donors.eviction import eviction_factory
+from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
+from semblend_trt.fleet.announcer import Silence
 from semblend_trt.metrics import HeldDonors
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
 logger = logging.getLogger(__name__)
@@ -30,24 +37,17 @@ logger = logging.getLogger(__name__)
 MAX_PLANNING_ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TierOrders:
-    """What every rank's tiers have to do, in this order."""
-
-    drops: tuple[str, ...] = ()
-    demotions: tuple[str, ...] = ()
-
-
 class Library:
     """Index, planner and catalog kept in step: a donor is found only while its bytes are held.
 
     What the catalog decides about the tiers is collected until `take_orders`.
     """
 
-    def __init__(self, settings: Settings, pool: PoolFacts) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, pool: PoolFacts, news: DonorNews | None = None) -> None:
+        """`news` is told which donors are held, and where; nobody is without it."""
+        self._settings, self._news = settings, news or Silence()
         self._index = SpanIndex()
-        self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers)
+        self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
         self._block_size = pool.geometry.block_size
         self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
         self.catalog = DonorCatalog(
@@ -105,6 +105,8 @@ class Library:
             self._forget(dropped_id)
         self._drops.extend(placement.dropped)
         self._demotions.extend(placement.demoted)
+        for demoted_id in placement.demoted:
+            self._news.moved(demoted_id, Tier.HOST.value)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
         return SaveIntent(tracked.request_id, donor_id, limit, placement.tier)
 
@@ -145,6 +147,7 @@ class Library:
         tokens = tokens[: news.tokens]
         self.catalog.commit(news.donor_id, tokens)
         self._index.add(namespace_key, news.donor_id, tokens)
+        self._news.held(news.donor_id, tokens, (self.catalog.tier(news.donor_id) or Tier.HOST).value)
 
     def lost(self, donor_ids: set[str]) -> list[str]:
         """Drops donors whose KV could not be read, so that no later prompt counts on them; returns those dropped.
@@ -172,7 +175,11 @@ class Library:
                 missing.add(donor_id)
         return leases, frozenset(missing)
 
+    def _is_near(self, donor_id: str) -> bool:
+        return self.catalog.tier(donor_id) is Tier.DEVICE
+
     def _forget(self, donor_id: str) -> None:
+        self._news.gone(donor_id)
         self._index.remove(donor_id)
         text = self._text_of_donor.pop(donor_id, None)
         if text is not None:

@@ -31,6 +31,7 @@ from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.connector.standing import facts_or_refusal
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.errors import NamespaceError, SemBlendError
+from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.plan import EngineMode
@@ -62,6 +63,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
         self._metrics = metrics_for(self._settings.metrics)
+        self._news = announcer_for(self._settings)
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -146,6 +148,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         while len(self._requests):
             self._settle(self._requests.pop_oldest())
         self._metrics.close()
+        self._news.close()
         self._journal.close()
 
     # -- lookup ----------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         library, base, block_size = self._serving()
         try:
             check_eligible(request)
-            namespace = base.for_request(cache_salt_of(request), adapter_of(request))
+            namespace = base.for_request(salt := cache_salt_of(request), adapter_of(request))
         except IneligibleRequest as ineligible:
             return _refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
@@ -184,6 +187,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         donor_id, max_new_tokens = f"{self._generation}-{request_id}", int(getattr(request, "max_new_tokens", 0) or 0)
         try:
             tracked.intent = library.intend(donor_id, tracked, max_new_tokens)
+            if tracked.intent is not None:
+                self._news.intended(donor_id, namespace, salt)
         except Exception:
             tracked.release_leases()
             raise
@@ -206,7 +211,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._namespace = namespace_for(
                 self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
             )
-            self.library = Library(self._settings, pool)
+            self.library = Library(self._settings, pool, self._news)
             self._metrics.watch(self.library)
             self._journal.profile(self._match(self._namespace))
         return self.library, self._namespace, pool.geometry.block_size

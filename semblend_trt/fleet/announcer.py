@@ -17,7 +17,7 @@ from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import numpy as np
     import numpy.typing as npt
@@ -40,8 +40,8 @@ class DonorNews(Protocol):
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         """The donor with these tokens (int32 [n], which nobody changes) is held in `tier`."""
 
-    def moved(self, donor_ids: Iterable[str], tier: str) -> None:
-        """The donors are held in `tier` now."""
+    def moved(self, donor_id: str, tier: str) -> None:
+        """The donor is held in `tier` now."""
 
     def gone(self, donor_id: str) -> None:
         """The donor is not held, or will not be."""
@@ -57,7 +57,7 @@ class Silence:
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
 
-    def moved(self, donor_ids: Iterable[str], tier: str) -> None: ...
+    def moved(self, donor_id: str, tier: str) -> None: ...
 
     def gone(self, donor_id: str) -> None: ...
 
@@ -98,12 +98,11 @@ class DonorAnnouncer:
             self._publisher.changed(self._library, donor_id)
 
     @_never_raises
-    def moved(self, donor_ids: Iterable[str], tier: str) -> None:
-        for donor_id in donor_ids:
-            held = self._library.donors.get(donor_id)
-            if held is not None:
-                held.tier = tier
-                self._publisher.changed(self._library, donor_id)
+    def moved(self, donor_id: str, tier: str) -> None:
+        held = self._library.donors.get(donor_id)
+        if held is not None:
+            held.tier = tier
+            self._publisher.changed(self._library, donor_id)
 
     @_never_raises
     def gone(self, donor_id: str) -> None:

@@ -36,7 +36,7 @@ class Worker:
         self.held[donor_id] = "device"
 
     def move(self, donor_id: str) -> None:
-        self.news.moved([donor_id], "host")
+        self.news.moved(donor_id, "host")
         self.held[donor_id] = "host"
 
     def remove(self, donor_id: str) -> None:
@@ -268,5 +268,5 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None
     worker.churn(np.random.default_rng(4), 300)
     worker.news.close()
     worker.add("after the end")
-    worker.publisher.close()
+    worker.publisher.close(60)
     assert not worker.publisher._thread.is_alive()
