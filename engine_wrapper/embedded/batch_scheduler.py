@@ -1,7 +1,8 @@
 """Which requests run in an iteration, and how many of their tokens.
 
 Continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT: first come, first served; a request enters only if prompt
-and answer fit into the blocks that are left, so nothing that runs is ever paused.
+and answer fit into the blocks that are left, so nothing that runs is ever paused. Under MAX_UTILIZATION (V2) it enters
+as soon as its first chunk fits.
 """
 
 from __future__ import annotations
@@ -35,17 +36,30 @@ class ScheduledBatch:
     def requests(self) -> list[LlmRequest]:
         return [*self.context_requests, *self.generation_requests]
 
+    def remove(self, request: LlmRequest) -> None:
+        """Takes the request out of the iteration, wherever it is in it."""
+        for requests in (self.context_requests, self.generation_requests, self.admitted):
+            if request in requests:
+                requests.remove(request)
+
 
 class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests."""
 
     def __init__(
-        self, max_batch_size: int, max_num_tokens: int, block_size: int, *, enable_chunked_prefill: bool
+        self,
+        max_batch_size: int,
+        max_num_tokens: int,
+        block_size: int,
+        *,
+        enable_chunked_prefill: bool,
+        guarantees: bool = True,
     ) -> None:
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
         self._block_size = block_size
         self._chunked = enable_chunked_prefill
+        self._guarantees = guarantees
 
     def schedule(
         self, active: Iterable[LlmRequest], waiting: deque[LlmRequest], blocks: BlockManager
@@ -75,10 +89,9 @@ class BatchScheduler:
 
     def _admit(self, batch: ScheduledBatch, request: LlmRequest, blocks: BlockManager, budget: int) -> bool:
         match = blocks.match(request.root_key, request.all_tokens)
-        if not blocks.fits(match, request.max_total_tokens):
-            return False
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
-        if not self._chunk(request.prompt_len - matched, matched, budget):
+        chunk = self._chunk(request.prompt_len - matched, matched, budget)
+        if not chunk or not blocks.fits(match, request.max_total_tokens if self._guarantees else matched + chunk):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
         request.set_prepopulated_prompt_len(matched, 0)

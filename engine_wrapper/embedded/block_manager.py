@@ -53,7 +53,8 @@ class BlockManager:
     """Allocates blocks, finds exact prefixes, publishes finished blocks.
 
     Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all the blocks it may ever need can be had, so a
-    running sequence is never paused. `copy_block(source, target)` copies one block's KV of all layers.
+    running sequence is never paused. With `guarantees` off nothing is kept back for running sequences, and whoever
+    grows them has to see to the room (V2). `copy_block(source, target)` copies one block's KV of all layers.
     `publication` may be set at any time before a request is published.
     """
 
@@ -63,6 +64,8 @@ class BlockManager:
         block_size: int,
         copy_block: Callable[[int, int], None],
         rules: ReuseRules | None = None,
+        *,
+        guarantees: bool = True,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise CapacityError(
@@ -73,6 +76,7 @@ class BlockManager:
         self.publication: Publication | None = None
         self._copy_block = copy_block
         self._rules = rules or ReuseRules()
+        self._guarantees = guarantees
         self._tree = RadixTree(block_size)
         self._free: deque[int] = deque(range(num_blocks))
         self._sequences: dict[int, _Sequence] = {}
@@ -94,7 +98,9 @@ class BlockManager:
 
     def fits(self, match: PrefixMatch, total_tokens: int) -> bool:
         """True when a sequence of `total_tokens` with this match can run to its end beside those admitted already."""
-        outstanding = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
+        outstanding = 0
+        if self._guarantees:
+            outstanding = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
         shared = sum(node.references > 0 for node in match.nodes)
         return self.blocks_for(total_tokens) - shared <= self.num_free_blocks - outstanding
 
@@ -114,7 +120,7 @@ class BlockManager:
         """Admits a request on a fresh `match` and returns its matched tokens. Blocks follow with `allocate`."""
         if request_id in self._sequences:
             raise SemBlendError(f"request {request_id} already has blocks; a request is added once")
-        if not self.fits(match, total_tokens):
+        if self._guarantees and not self.fits(match, total_tokens):
             raise CapacityError(
                 f"request {request_id} needs {self.blocks_for(total_tokens)} blocks for {total_tokens} tokens; "
                 f"{self.num_free_blocks} are free, part of them promised to running requests"
@@ -127,6 +133,10 @@ class BlockManager:
         if match.partial is not None:
             self._take_partial(sequence, match.partial)
         return len(match.nodes) * self.block_size + match.partial_tokens
+
+    def room_for(self, request_id: int) -> int:
+        """Most tokens that the sequence's blocks, and all that could be had now, hold."""
+        return (len(self._sequence(request_id).block_ids) + self.num_free_blocks) * self.block_size
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
         """Grows the sequence to hold `num_tokens` and returns all its block ids in order of position."""

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
+from semblend_trt.connector.contract_versions import contract_version
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from engine_wrapper.embedded.llm_args import LlmArgs
+
+logger = logging.getLogger(__name__)
+
+
+def uses_v2(llm_args: LlmArgs) -> bool:
+    """Whether the engine takes the V2 cache manager: a version whose connectors know V1 only makes it take that.
+
+    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that refuses
+    connectors then.
+    """
+    version = contract_version(llm_args.contract)
+    has_connector = llm_args.kv_connector_config is not None
+    if has_connector and not llm_args.layer_hooks and not version.allows_cuda_graphs:
+        raise ConfigurationError(f"contract {version.name} allows no CUDA graphs beside a connector; set layer_hooks")
+    wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
+    if wanted and has_connector and not version.allows_v2:
+        logger.warning(
+            "contract %s knows the V1 cache manager only; with a connector the engine takes it", version.name
+        )
+        wanted = False
+    if llm_args.layer_groups is not None and not wanted:
+        raise ConfigurationError(
+            f"layer_groups is {llm_args.layer_groups}, but under contract {version.name} this engine takes the V1 "
+            "cache manager, which has one flat pool; set kv_cache_config.use_kv_cache_manager_v2 and contract main"
+        )
+    return wanted
 
 
 def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
@@ -29,7 +57,9 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
         ) from error
     worker_class = _class(module, config.connector_worker_class)
     scheduler_class = _class(module, config.connector_scheduler_class)
-    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args))
+    groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
+    version = contract_version(llm_args.contract)
+    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), version, groups)
 
 
 def _class(module: Any, name: str) -> Any:

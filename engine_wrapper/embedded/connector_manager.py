@@ -1,7 +1,8 @@
 """Calls the connector in TensorRT-LLM's order and holds it to the contract.
 
-Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py), for one rank. Metadata
-still makes the round trip through pickle that a broadcast to other ranks would need.
+Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py), for one rank; what
+differs between versions is read from the contract's description. Metadata still makes the round trip through pickle
+that a broadcast to other ranks would need.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.embedded.bound_request import BoundRequest
+from engine_wrapper.embedded.contract_rules import (
+    ConnectorContractError,
+    check_grouped_methods,
+    extract,
+    matched_pair,
+)
 from engine_wrapper.embedded.request import LlmRequestState
-from semblend_trt.connector.contract import RequestData, SchedulerOutput
-from semblend_trt.errors import SemBlendError
+from semblend_trt.connector.contract_versions import EMBEDDED, ContractVersion, RequestDataV11
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+    from engine_wrapper.embedded.cache_layout import KvCacheLayout
     from engine_wrapper.embedded.request import LlmRequest
 
-
-class ConnectorContractError(SemBlendError, RuntimeError):
-    """The connector broke `rule`, the contract's short name for it. The engine cannot go on."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"connector contract, {rule}: {message}")
-        self.rule = rule
+__all__ = ["ConnectorContractError", "KvCacheConnectorManager"]
 
 
 @dataclass(slots=True)
@@ -40,11 +42,19 @@ class _Reported:
 
 
 class KvCacheConnectorManager:
-    """One connector: `scheduler` decides, `worker` moves. Every request is keyed by its id."""
+    """One connector: `scheduler` decides, `worker` moves. Every request is keyed by its id.
 
-    def __init__(self, worker: Any, scheduler: Any) -> None:
+    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and >= 1 under V2.
+    """
+
+    def __init__(
+        self, worker: Any, scheduler: Any, version: ContractVersion = EMBEDDED, num_layer_groups: int = 0
+    ) -> None:
         self.worker = worker
         self.scheduler = scheduler
+        self.version = version
+        self._num_groups = num_layer_groups
+        self._fields = frozenset(version.request_fields)
         self._asked: set[int] = set()
         self._reported: dict[int, _Reported] = {}
         self._synchronous_loads: dict[int, int] = {}
@@ -52,17 +62,21 @@ class KvCacheConnectorManager:
         self._new_saving: dict[int, LlmRequest] = {}
         self._loading: dict[int, LlmRequest] = {}
         self._saving: dict[int, LlmRequest] = {}
-        self._scheduler_output = SchedulerOutput()
+        self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
-    def register(self, pool: torch.Tensor) -> None:
-        """Registers the pool and finishes initialisation. Call once, before the first request."""
-        register_callable = getattr(self.worker, "register_forward_pass_callable", None)
-        self._forward_pass_callable = None if register_callable is None else register_callable()
-        self.worker.register_kv_caches(pool)
-        wait_for_initialization = getattr(self.scheduler, "wait_for_initialization", None)
-        if wait_for_initialization is not None:
-            wait_for_initialization()
+    def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
+        """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request."""
+        callable_of = self._optional(self.worker, "register_forward_pass_callable", self.version.worker_methods)
+        self._forward_pass_callable = None if callable_of is None else callable_of()
+        if layout is None:
+            self.worker.register_kv_caches(pool)
+        else:
+            check_grouped_methods(self.scheduler, len(layout.groups))
+            self.worker.register_kv_cache_layout(layout)
+        wait = self._optional(self.scheduler, "wait_for_initialization", self.version.scheduler_methods)
+        if wait is not None:
+            wait()
 
     @property
     def uses_layer_hooks(self) -> bool:
@@ -72,16 +86,23 @@ class KvCacheConnectorManager:
     # -- a new request --------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Asks once how many tokens beyond `num_computed_tokens` the connector provides.
+        """Asks once how many tokens beyond `num_computed_tokens` the connector provides, and takes them all (V1).
 
         The request counts as loading from now on when the connector provides them asynchronously.
         """
+        matched, asynchronous = self.query(request, num_computed_tokens)
+        self.commit(request, matched, asynchronous=asynchronous)
+        return matched
+
+    def query(self, request: LlmRequest, num_computed_tokens: int) -> tuple[int, bool]:
+        """Asks once; returns the tokens offered and whether they come asynchronously. V2 cuts an offer to what fits."""
         request_id = request.request_id
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
-        answer = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        matched, asynchronous = _matched_pair(request_id, answer)
+        handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
+        answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
+        matched, asynchronous = matched_pair(request_id, answer)
         if matched < 0:
             raise ConnectorContractError(
                 "matched_not_negative", f"request {request_id} was offered {matched} tokens; the least is 0"
@@ -90,26 +111,38 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "asynchronous_needs_tokens", f"request {request_id} was answered with (0, True); nothing can be awaited"
             )
-        if num_computed_tokens + matched > request.prompt_len - 1:
+        most = request.prompt_len - 1 - num_computed_tokens
+        if matched > most and not self._num_groups:
             raise ConnectorContractError(
                 "one_token_left",
                 f"request {request_id} was offered {matched} tokens beyond {num_computed_tokens} of a prompt of "
                 f"{request.prompt_len}; at least one must stay uncomputed",
             )
+        return min(matched, most), asynchronous
+
+    def commit(self, request: LlmRequest, honoured: int, *, asynchronous: bool) -> None:
+        """Notes what the engine takes of an offer. An asynchronous load is awaited even where nothing is taken."""
         if asynchronous:
-            self._new_loading[request_id] = request
-        elif matched:
-            self._synchronous_loads[request_id] = matched
-        return matched
+            self._new_loading[request.request_id] = request
+        elif honoured:
+            self._synchronous_loads[request.request_id] = honoured
+        request.py_num_connector_matched_tokens = honoured
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
-        self.scheduler.update_state_after_alloc(request, list(block_ids))
+        if self._num_groups:
+            self.scheduler.update_state_after_alloc_by_layer_group(request, self._by_group(block_ids))
+        else:
+            self.scheduler.update_state_after_alloc(request, list(block_ids))
+
+    def reset_request_state(self, request_id: int) -> None:
+        """The request was paused and its blocks are gone: it will be asked about and told in full again."""
+        self._forget(request_id)
 
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
         """Describes the batch to the connector: new requests in full, known ones as deltas, loading ones not at all."""
-        output = SchedulerOutput()
+        output: Any = self.version.scheduler_output()
         for request in batch.requests:
             if request.request_id in self._new_loading:
                 continue
@@ -155,7 +188,10 @@ class KvCacheConnectorManager:
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
         """Tells the connector that the request is over; True when its blocks must be held for a save."""
         self._forget(request.request_id)
-        saving = self.scheduler.request_finished(request, list(block_ids))
+        if self._num_groups:
+            saving = self.scheduler.request_finished_by_layer_group(request, self._by_group(block_ids))
+        else:
+            saving = self.scheduler.request_finished(request, list(block_ids))
         if not isinstance(saving, bool):
             raise ConnectorContractError(
                 "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
@@ -163,6 +199,13 @@ class KvCacheConnectorManager:
         if saving:
             self._new_saving[request.request_id] = request
         return saving
+
+    def request_failed(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
+        """The end of a request that failed: some versions tell the connector, others let it disappear."""
+        if self.version.tells_failed_requests:
+            return self.request_finished(request, block_ids)
+        self._forget(request.request_id)
+        return False
 
     def is_loading(self, request_id: int) -> bool:
         return request_id in self._new_loading or request_id in self._loading
@@ -181,8 +224,8 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
             ) from None
-        saved = _extract(self._saving, saved_ids, "saving")
-        loaded = _extract(self._loading, loaded_ids, "loading")
+        saved = extract(self._saving, saved_ids, "saving")
+        loaded = extract(self._loading, loaded_ids, "loading")
         for request in loaded:
             request.state = LlmRequestState.CONTEXT_INIT
         return saved, loaded
@@ -211,51 +254,35 @@ class KvCacheConnectorManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestData:
+    def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestDataV11:
         reported = self._reported.setdefault(request.request_id, _Reported())
         num_tokens = request.get_num_tokens(0)
         in_context = request.state is LlmRequestState.CONTEXT_INIT
         position = request.context_current_position if in_context else num_tokens - 1
-        data = RequestData(
-            request_id=request.request_id,
-            new_tokens=request.tokens(reported.tokens, num_tokens),
-            new_block_ids=block_ids[reported.blocks :],
+        new_block_ids = block_ids[reported.blocks :]
+        values: dict[str, Any] = {
+            "new_tokens": request.tokens(reported.tokens, num_tokens),
+            "new_block_ids": new_block_ids if self._num_groups < 2 else [],
             # A synchronous load is still to come: the position points at its first token.
-            computed_position=position - self._synchronous_loads.get(request.request_id, 0),
-            num_scheduled_tokens=request.context_chunk_size if in_context else 1,
-            cache_salt=request.cache_salt,
-        )
+            "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
+            "num_scheduled_tokens": request.context_chunk_size if in_context else 1,
+            "cache_salt": request.cache_salt,
+            "cache_salt_id": request.cache_salt_id,
+            "new_block_ids_by_layer_group": self._by_group(new_block_ids),
+        }
         reported.tokens, reported.blocks = num_tokens, len(block_ids)
-        return data
+        told = {name: value for name, value in values.items() if name in self._fields}
+        return self.version.request_data(request.request_id, **told)
+
+    def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
+        return [list(block_ids) for _ in range(self._num_groups)]
+
+    @staticmethod
+    def _optional(part: Any, name: str, called: frozenset[str]) -> Any:
+        """The connector's method, None where it has none or this version does not call it."""
+        return getattr(part, name, None) if name in called else None
 
     def _forget(self, request_id: int) -> None:
         self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
-
-
-def _matched_pair(request_id: int, answer: Any) -> tuple[int, bool]:
-    if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise ConnectorContractError(
-            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (tokens, asynchronous) is needed"
-        )
-    matched, asynchronous = answer
-    if isinstance(matched, bool) or not isinstance(matched, int) or not isinstance(asynchronous, bool):
-        raise ConnectorContractError(
-            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
-        )
-    return matched, asynchronous
-
-
-def _extract(pending: dict[int, LlmRequest], ids: Iterable[int], what: str) -> list[LlmRequest]:
-    requests = []
-    for request_id in ids:
-        request = pending.pop(request_id, None)
-        if request is None:
-            raise ConnectorContractError(
-                "finished_id_handed_in",
-                f"get_finished reported request {request_id} as done {what}, but it was never handed in for that "
-                "or has been reported before",
-            )
-        requests.append(request)
-    return requests

@@ -1,7 +1,7 @@
 """The iteration loop: schedule, ask and feed the connector, run, sample, finish, publish, poll transfers.
 
-The order within an iteration is TensorRT-LLM's (`PyExecutor._executor_loop`, without overlap), so that a connector sees
-here what it would see there.
+The order within an iteration is TensorRT-LLM's (`PyExecutor._executor_loop`, and `_executor_loop_overlap` where asked
+for), so that a connector sees here what it would see there.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import threading
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler
 from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
-from engine_wrapper.embedded.connector_loading import load_connector
-from engine_wrapper.embedded.decoding import finish_reason, next_token
+from engine_wrapper.embedded.cache_layout import cache_layout
+from engine_wrapper.embedded.connector_loading import load_connector, uses_v2
 from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_seq_len
 from engine_wrapper.embedded.pool import KvPool, pool_blocks
+from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparation
 from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.sampler import Sampler
+from engine_wrapper.embedded.token_results import TokenResults
 from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import SemBlendError
@@ -64,15 +64,17 @@ class Executor:
         self.pool = KvPool(blocks, geometry, runner.dtype, runner.device)
         self.model_runner.attach_pool(self.pool.tensor, geometry)
         rules = ReuseRules(cache.enable_block_reuse, cache.enable_partial_reuse, cache.copy_on_partial_reuse)
-        self.block_manager = BlockManager(blocks, cache.tokens_per_block, self.pool.copy_block, rules)
+        self._is_v2 = uses_v2(llm_args)
+        self.block_manager = BlockManager(
+            blocks, cache.tokens_per_block, self.pool.copy_block, rules, guarantees=not self._is_v2
+        )
         self._scheduler = BatchScheduler(
             llm_args.max_batch_size,
             llm_args.max_num_tokens,
             cache.tokens_per_block,
             enable_chunked_prefill=llm_args.enable_chunked_prefill,
+            guarantees=not self._is_v2,
         )
-        self._sampler = Sampler()
-        self._eos_token_ids = runner.eos_token_ids
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
@@ -81,7 +83,26 @@ class Executor:
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args)
         if self.connector is not None:
-            self.connector.register(self.pool.tensor)
+            groups = llm_args.layer_groups
+            layout = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None
+            self.connector.register(self.pool.tensor, layout)
+        self._results = TokenResults(runner.eos_token_ids, self.connector, self._finish)
+        self._preparation = self._new_preparation()
+
+    def _new_preparation(self) -> Preparation:
+        # With block reuse off TensorRT-LLM does not ask: what was loaded would not be skipped.
+        asks = self.llm_args.kv_cache_config.enable_block_reuse
+        if not self._is_v2:
+            return Preparation(self.block_manager, self._scheduler, self.connector, asks=asks)
+        return ChunkwisePreparation(
+            self.block_manager,
+            self._scheduler,
+            self.connector,
+            asks=asks,
+            running=self._active,
+            waiting=self._waiting,
+            pause=self._pause,
+        )
 
     @property
     def check_layers(self) -> tuple[int, ...]:
@@ -98,13 +119,14 @@ class Executor:
             for request in requests:
                 check_fits(request, self.llm_args, self.max_seq_len, self.block_manager)
             for request in requests:
-                request.generator = self._sampler.generator(request.sampling_params)
+                request.generator = self._results.generator(request.sampling_params)
                 self._waiting.append(request)
 
     def abort(self, request: LlmRequest) -> bool:
         """Ends an unfinished request; False when it has finished already.
 
-        Its blocks are free at once, unless a load into them is under way: then as soon as the connector reports it.
+        Its blocks are free at once, unless a load into them is under way: then as soon as the connector reports it,
+        where the contract's version waits for that.
         """
         with self._lock:
             if request.is_finished:
@@ -113,11 +135,17 @@ class Executor:
             if request in self._waiting:
                 self._waiting.remove(request)
                 _complete(request, "cancelled")
-            elif self.connector is not None and self.connector.is_loading(request.request_id):
+            elif self._cancel_waits_for_load(request):
                 request.finish_reason = "cancelled"
             else:
                 self._finish(request, "cancelled", publish=False)
             return True
+
+    def pause(self, request: LlmRequest) -> None:
+        """Takes a running request's blocks away and has it computed anew later (V2). Others are left as they are."""
+        with self._guarded():
+            if request.request_id in self._active and not self._is_parked(request):
+                self._pause(request)
 
     @property
     def num_unfinished(self) -> int:
@@ -172,33 +200,21 @@ class Executor:
 
     def _iterate(self) -> bool:
         batch = self._scheduler.schedule(self._active.values(), self._waiting, self.block_manager)
-        self._prepare(batch)
+        for request in batch.admitted:
+            self._active[request.request_id] = request
+        self._preparation.prepare(batch)
+        if self.connector is not None:
+            self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
         stream = self._stream()
         if len(batch):
             self._start_batch(batch, stream)
-        ran = len(batch) > 0
-        if ran:
+        ran = len(batch) > 0 or len(self._results) > 0
+        if len(batch):
             self._update(batch, self._forward(batch, stream))
+        else:
+            self._results.take()
         self._finish_transfers()
         return ran
-
-    def _prepare(self, batch: ScheduledBatch) -> None:
-        """Gives every request of the batch its blocks; asks the connector once about each new one."""
-        for request in batch.admitted:
-            self._active[request.request_id] = request
-        for request in batch.admitted:
-            # With block reuse off TensorRT-LLM does not ask: what was loaded would not be skipped.
-            if self.connector is not None and self.llm_args.kv_cache_config.enable_block_reuse:
-                matched = self.connector.get_num_new_matched_tokens(request, request.cached_tokens)
-                request.set_prepopulated_prompt_len(request.cached_tokens, matched)
-                self._scheduler.resize_chunk(request)
-            block_ids = self.block_manager.allocate(request.request_id, request.prompt_len)
-            if self.connector is not None:
-                self.connector.update_state_after_alloc(request, block_ids)
-        for request in batch.generation_requests:
-            self.block_manager.allocate(request.request_id, request.get_num_tokens())
-        if self.connector is not None:
-            self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
 
     def _start_batch(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> None:
         if self.connector is not None:
@@ -217,43 +233,48 @@ class Executor:
         return logits
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
-        if request.state is LlmRequestState.CONTEXT_INIT:
-            begin, end = request.context_current_position, request.context_current_position + request.context_chunk_size
-        else:
-            begin, end = request.get_num_tokens() - 1, request.get_num_tokens()
         block_ids = tuple(self.block_manager.block_ids(request.request_id))
+        if request.state is not LlmRequestState.CONTEXT_INIT:
+            position, token = request.next_row()
+            return SequenceSlice(request.request_id, position, (token,), block_ids)
+        begin, end = request.context_current_position, request.context_current_position + request.context_chunk_size
         return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, end)), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
-        """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks."""
+        """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks.
+
+        With the overlap scheduler the tokens handled are those of the iteration before: a request that ended with them
+        has been in this batch for nothing.
+        """
+        if not self.llm_args.disable_overlap_scheduler:
+            self._results.take()
         for request, row in zip(batch.requests, logits, strict=True):
+            if request.is_finished:
+                continue
             if request.state is LlmRequestState.CONTEXT_INIT:
                 request.context_current_position += request.context_chunk_size
                 if request.context_remaining_length:
                     continue
                 request.state = LlmRequestState.GENERATION_IN_PROGRESS
-            self._add_token(request, row)
+            self._results.sample(request, row)
+        if self.llm_args.disable_overlap_scheduler:
+            self._results.take()
         for request in batch.context_requests:
             if not request.is_finished:
                 written = min(request.context_current_position, request.prompt_len - 1)
                 self.block_manager.publish(request.request_id, request.tokens(0, written))
 
-    def _add_token(self, request: LlmRequest, logits: torch.Tensor) -> None:
-        try:
-            token = next_token(request, logits, self._sampler)
-        except Exception as error:
-            logger.exception("request %d failed", request.request_id)
-            request.error = f"request {request.request_id} failed while its next token was chosen: {error}"
-            self._finish(request, "error", publish=False)
+    def _pause(self, request: LlmRequest) -> None:
+        """Puts a running request back among the waiting ones, unless the token it waits for ends it."""
+        self._results.accept(request)
+        if request.is_finished:
             return
-        request.add_new_token(token)
-        if request.first_token_time is None:
-            request.first_token_time = perf_counter()
-            if self.connector is not None:
-                request.reuse_report = self.connector.reuse_of(request.request_id)
-        reason = finish_reason(request, token, self._eos_token_ids)
-        if reason is not None:
-            self._finish(request, reason, publish=True)
+        del self._active[request.request_id]
+        self.block_manager.release(request.request_id)
+        request.pause()
+        if self.connector is not None:
+            self.connector.reset_request_state(request.request_id)
+        self._waiting.appendleft(request)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -263,15 +284,30 @@ class Executor:
         request.finish_reason = reason
         del self._active[request_id]
         if publish:
-            self.block_manager.publish(request_id, request.tokens(0, request.num_written_tokens))
-        if self.connector is not None and self.connector.request_finished(
-            request, self.block_manager.block_ids(request_id)
-        ):
+            written = request.num_written_tokens
+            # V2 commits prompts only.
+            end = min(written, request.prompt_len) if self._is_v2 else written
+            self.block_manager.publish(request_id, request.tokens(0, end))
+        if self._tell_end(request, reason):
             request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
             self.block_manager.stop_growing(request_id)
             return
         self.block_manager.release(request_id)
         _complete(request, reason)
+
+    def _tell_end(self, request: LlmRequest, reason: str) -> bool:
+        """Tells the connector that the request has ended; True when it saves from the request's blocks."""
+        if self.connector is None:
+            return False
+        tell = self.connector.request_failed if reason == "error" else self.connector.request_finished
+        return tell(request, self.block_manager.block_ids(request.request_id))
+
+    def _cancel_waits_for_load(self, request: LlmRequest) -> bool:
+        connector = self.connector
+        return connector is not None and connector.version.defers_cancel and connector.is_loading(request.request_id)
+
+    def _is_parked(self, request: LlmRequest) -> bool:
+        return self.connector is not None and self.connector.is_loading(request.request_id)
 
     def _finish_transfers(self) -> None:
         if self.connector is None:
@@ -281,7 +317,7 @@ class Executor:
             self.block_manager.release(request.request_id)
             request.state = LlmRequestState.GENERATION_COMPLETE
         for request in loaded:
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and request.request_id in self._active:
                 self._finish(request, request.finish_reason, publish=False)
 
     def _fail(self, error: BaseException) -> None:
@@ -293,6 +329,7 @@ class Executor:
             self.block_manager.release(request.request_id)
         self._waiting.clear()
         self._active.clear()
+        self._results.clear()
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size; without it, it holds `max_batch_size` sequences of `max_seq_len`, at most
-    `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`."""
+    `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes
+    prompts only, and pauses requests when blocks run out."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
@@ -33,6 +34,7 @@ class KvCacheConfig(StrictModel):
     max_tokens: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     host_cache_size: int = Field(default=0, ge=0)
+    use_kv_cache_manager_v2: bool = False
 
     @field_validator("host_cache_size")
     @classmethod
@@ -59,8 +61,10 @@ class LlmArgs(StrictModel):
     `lora_config` maps adapter names to task ids: the engine holds no adapter weights, a name only keeps the KV of its
     requests apart. `layer_hooks` off behaves as CUDA-graph replay does, which skips the connector's layer hooks;
     short iterations on a card run as CUDA graphs then, or when the connector says that its hooks do nothing.
-    `transfer_timeout` is how long, in seconds, the engine waits for a connector's asynchronous
-    transfers when nothing else can run.
+    `disable_overlap_scheduler` off handles the results of an iteration after the next one was issued. `contract` is the
+    version of TensorRT-LLM whose connector contract the engine keeps to; `layer_groups` lists the layers of each group
+    in which the V2 cache manager describes the pool, None for one group. `transfer_timeout` is how long, in seconds,
+    the engine waits for a connector's asynchronous transfers when nothing else can run.
     """
 
     model: str
@@ -80,6 +84,9 @@ class LlmArgs(StrictModel):
     kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
     kv_connector_config: KvCacheConnectorConfig | None = None
     layer_hooks: bool = True
+    disable_overlap_scheduler: bool = True
+    contract: Literal["1.1", "1.2", "1.3rc", "main", "embedded"] = "embedded"
+    layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
 
     @field_validator("model", "tokenizer", mode="before")

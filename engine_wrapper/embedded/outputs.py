@@ -62,7 +62,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
-        prompt_token_ids=request.tokens(0, request.prompt_len),
+        prompt_token_ids=request.tokens(0, request.orig_prompt_len),
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
         cached_tokens=request.cached_tokens,
         reused_tokens=reused,

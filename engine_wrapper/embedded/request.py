@@ -46,7 +46,8 @@ class LlmRequest:
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
     `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. Where the caller has both,
-    the list becomes the request's own. `arrival_time` is on the clock of `time.perf_counter`, now by default.
+    the list becomes the request's own. `pending_token` was sampled and is not handled yet. `arrival_time` is on the
+    clock of `time.perf_counter`, now by default.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LlmRequest:
         self.error: str | None = None
         self.reuse_report: Any = None
         self.generator: torch.Generator | None = None
+        self.pending_token: int | None = None
         self.generation_logits: list[torch.Tensor] = []
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
@@ -140,15 +142,15 @@ class LlmRequest:
 
     @property
     def num_generated(self) -> int:
-        return len(self._tokens) - self.prompt_len
+        return len(self._tokens) - self.orig_prompt_len
 
     @property
     def generated_token_ids(self) -> list[int]:
-        return self._tokens[self.prompt_len :]
+        return self._tokens[self.orig_prompt_len :]
 
     @property
     def max_total_tokens(self) -> int:
-        return self.prompt_len + self.max_new_tokens
+        return self.orig_prompt_len + self.max_new_tokens
 
     @property
     def context_remaining_length(self) -> int:
@@ -165,7 +167,7 @@ class LlmRequest:
     @property
     def num_written_tokens(self) -> int:
         """Leading tokens whose KV is written: never the newest generated one."""
-        return self.context_current_position if self.num_generated == 0 else len(self._tokens) - 1
+        return self.context_current_position if len(self._tokens) == self.prompt_len else len(self._tokens) - 1
 
     @property
     def is_finished(self) -> bool:
@@ -177,6 +179,20 @@ class LlmRequest:
         self.cached_tokens = cached
         self.py_num_connector_matched_tokens = connector_matched
         self.prepopulated_prompt_len = self.context_current_position = cached + connector_matched
+
+    def next_row(self) -> tuple[int, int]:
+        """Position and token of the row that generation computes next."""
+        if self.pending_token is not None:
+            return len(self._tokens), self.pending_token
+        return len(self._tokens) - 1, self._tokens[-1]
+
+    def pause(self) -> None:
+        """Its blocks are gone: what was generated becomes part of the prompt, which is computed anew."""
+        self.prompt_token_array = self.token_array(len(self._tokens))
+        self.prompt_len = self.py_prompt_len = len(self._tokens)
+        self.context_chunk_size = 0
+        self.set_prepopulated_prompt_len(0, 0)
+        self.state = LlmRequestState.QUEUED
 
 
 def _salt_id(cache_salt: str | None) -> int | None:

@@ -9,37 +9,22 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from semblend_trt.connector.contract_versions import NEW_MODULE, OLD_MODULE, RequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     import torch
 
-MODULE_PATHS = (
-    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
-    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
-)
+__all__ = [
+    "MODULE_PATHS",
+    "KvCacheConnectorScheduler",
+    "KvCacheConnectorWorker",
+    "RequestData",
+    "SchedulerOutput",
+]
 
-
-@dataclass(slots=True)
-class RequestData:
-    """One scheduled request. New requests carry all prompt tokens and block ids, cached ones the deltas."""
-
-    request_id: int
-    new_tokens: list[int]
-    new_block_ids: list[int]
-    computed_position: int
-    num_scheduled_tokens: int
-    priorities: list[int] | None = None
-    cache_salt: str | None = None
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """What one iteration runs: requests seen for the first time, and requests seen before."""
-
-    new_requests: list[RequestData] = field(default_factory=list)
-    cached_requests: list[RequestData] = field(default_factory=list)
+MODULE_PATHS = (NEW_MODULE, OLD_MODULE)
 
 
 class _SchedulerBase(ABC):
@@ -59,6 +44,14 @@ class _SchedulerBase(ABC):
 
     @abstractmethod
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
+        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
+        self.update_state_after_alloc(request, _only_group(self, block_ids_by_layer_group))
+
+    def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
+        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
+        return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
         """Called once after the caches are registered."""
@@ -83,6 +76,16 @@ class _WorkerBase(ABC):
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
 
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
+        tensor = layout.as_single_pool_tensor()
+        if tensor is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
+                "groups is no single pool tensor; implement it"
+            )
+        self.register_kv_caches(tensor)
+
     @abstractmethod
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
 
@@ -103,6 +106,15 @@ class _WorkerBase(ABC):
     def register_forward_pass_callable(self) -> Any:
         """Returns a callable to run after each forward, or None."""
         return None
+
+
+def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
+    if len(block_ids_by_layer_group) != 1:
+        raise NotImplementedError(
+            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
+            "groups has no flat block ids; implement the forms by layer group"
+        )
+    return block_ids_by_layer_group[0]
 
 
 def _upstream_bases() -> tuple[type, type] | None:
