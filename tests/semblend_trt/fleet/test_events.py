@@ -1,0 +1,169 @@
+"""Events from outside: the published shapes are read, additions are tolerated, anything else is refused by a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.errors import NamespaceError
+from semblend_trt.fleet.events import KIND_NAMES, MAX_MESSAGE_BYTES, EventError, UnknownEvent
+from semblend_trt.fleet.wire import decode
+
+LOCATION = {"kind": "worker", "tier": "device", "worker_id": 0, "dp_rank": 0}
+SHARED = {"kind": "shared", "tier": "host", "backend": "nixl", "locator": "..."}
+REGISTERED = {
+    "kind": "donor_registered",
+    "donor_id": "r1",
+    "namespace": {"model": "m", "extra": {"tenant_key": "semblend:tenant:v1:none"}},
+    "location": LOCATION,
+    "token_count": 3,
+    "segments": [
+        {"segment_id": 0, "token_range": [0, 3], "digest": 7, "block_hashes": [11], "provider_metadata": [0, 0]}
+    ],
+    "provider_generation": 1,
+    "block_ids": [5],
+}
+PUBLISHED: list[dict[str, Any]] = [
+    {"kind": "provider_generation_reset", "generation": 1},
+    REGISTERED,
+    {"kind": "donor_evicted", "donor_id": "r1", "provider_generation": 1, "segments": [0]},
+    {"kind": "donor_evicted", "donor_id": "r1", "provider_generation": 1},
+    {"kind": "donors_purged", "scope": {"kind": "worker", "worker_id": 0}, "provider_generation": 1},
+    {"kind": "donor_relocated", "donor_id": "r1", "new_location": SHARED, "provider_generation": 1},
+    {
+        "kind": "provider_heartbeat",
+        "provider_generation": 1,
+        "interval_seconds": 10,
+        "donor_count": 3,
+        "state_digest": 2**64 - 1,
+    },
+]
+
+
+def envelope(data: Any, **changes: Any) -> dict[str, Any]:
+    return {"schema_version": 1, "event_id": 1, "worker_id": 0, "dp_rank": 0, "data": data} | changes
+
+
+def read(data: Any, **changes: Any) -> Any:
+    return decode(json.dumps(envelope(data, **changes)).encode())
+
+
+def reason_of(payload: bytes) -> str:
+    with pytest.raises(EventError) as refused:
+        decode(payload)
+    return refused.value.reason
+
+
+@pytest.mark.parametrize("data", PUBLISHED, ids=lambda data: data["kind"])
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+def test_published_shapes_are_read(data, encode) -> None:
+    event = decode(encode(envelope(data)))
+    assert event.data.kind == data["kind"]
+    assert event.generation == 1
+    again = event.data.model_dump(mode="json", exclude_unset=True)
+    assert again == json.loads(json.dumps(data))
+
+
+def test_every_kind_is_among_the_published() -> None:
+    assert {data["kind"] for data in PUBLISHED} == set(KIND_NAMES)
+
+
+def test_the_shape_of_dynamo_is_read() -> None:
+    namespace = {"model": "m", "tokenizer": "t", "kv_layout": "l", "block_size": 16}
+    segment = {"segment_id": 0, "token_range": [0, 3], "digest": 7}
+    data = {key: value for key, value in REGISTERED.items() if key != "block_ids"}
+    event = read(data | {"namespace": namespace, "segments": [segment]}, event_id=0)
+    assert event.data.segments[0].block_hashes is None
+    assert event.data.segments[0].provider_metadata == b""
+    assert event.data.tenant_key == "semblend:tenant:v1:none"
+    with pytest.raises(NamespaceError):
+        event.data.cache_namespace()
+
+
+def test_unknown_kinds_and_fields_are_tolerated() -> None:
+    event = read({"kind": "donor_praised", "praise": 5, "provider_generation": 4}, colour="blue")
+    assert isinstance(event.data, UnknownEvent)
+    assert event.generation == 4
+    assert read({"kind": "donor_praised"}).generation is None
+    assert read(REGISTERED | {"mood": {"deep": [1]}}).data.donor_id == "r1"
+
+
+@pytest.mark.parametrize("version", [0, 2, 999])
+def test_other_versions_are_refused(version) -> None:
+    assert reason_of(json.dumps(envelope(PUBLISHED[0], schema_version=version)).encode()) == "version"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"event_id": -1},
+        {"event_id": "1"},
+        {"event_id": True},
+        {"worker_id": 2**64},
+        {"worker_id": None},
+        {"schema_version": "1"},
+        {"data": []},
+        {"data": {}},
+        {"data": {"kind": 5}},
+        {"data": {"kind": "x" * 1000}},
+        {"data": REGISTERED | {"donor_id": ""}},
+        {"data": REGISTERED | {"donor_id": "x" * 257}},
+        {"data": REGISTERED | {"token_count": 2**40}},
+        {"data": REGISTERED | {"segments": []}},
+        {"data": REGISTERED | {"location": {"kind": "moon"}}},
+        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"provider_metadata": [256]}]}},
+        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"provider_metadata": [True]}]}},
+        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"embedding": "not base64!"}]}},
+        {"data": PUBLISHED[6] | {"interval_seconds": 0}},
+        {"data": PUBLISHED[6] | {"interval_seconds": "NaN"}},
+    ],
+)
+def test_wrong_fields_are_refused(changes) -> None:
+    assert reason_of(json.dumps(envelope(PUBLISHED[0]) | changes).encode()) == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\xff\xfe", "malformed"),
+        (b"{", "malformed"),
+        (b"[]", "malformed"),
+        (b"[" * 20_000, "malformed"),
+        (b'{"schema_version": 1, "event_id": ' + b"9" * 5000 + b"}", "malformed"),
+        (b"\x93\x01\x02\x03", "malformed"),
+        (b"{}", "invalid"),
+        (b" " * (MAX_MESSAGE_BYTES + 1), "oversize"),
+    ],
+)
+def test_garbage_is_refused_by_a_reason(payload, reason) -> None:
+    assert reason_of(payload) == reason
+
+
+@given(st.one_of(st.binary(max_size=400), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr)))
+def test_no_bytes_raise_anything_else(payload) -> None:
+    with pytest.raises(EventError):
+        decode(payload if isinstance(payload, bytes) else payload.encode("utf-8", "replace"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.sampled_from(PUBLISHED), st.data())
+def test_no_field_value_raises_anything_else(data, draw) -> None:
+    name = draw.draw(st.sampled_from([key for key in data if key != "kind"]))
+    message = envelope(data | {name: draw.draw(json_values)})
+    try:
+        event = decode(json.dumps(message).encode())
+    except EventError:
+        return
+    assert event.data.kind == data["kind"]

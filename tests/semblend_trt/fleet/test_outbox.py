@@ -1,0 +1,150 @@
+"""Whatever happens in whatever order: a reader of the messages ends with what is held, by the fewest events."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.observer import FleetObserver
+from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.namespace import CacheNamespace
+
+NAMESPACE = CacheNamespace(
+    *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
+    {"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    "layout",
+).for_request(None, None)
+TOKENS = np.arange(64, dtype=np.int32)
+NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
+
+
+def donor(tier: str = "device", tokens=TOKENS) -> Held:
+    return Held(NAMESPACE, bytes(16), False, tier, len(tokens), tokens)
+
+
+def outbox() -> Outbox:
+    return Outbox(EventWriter(Emitter(3, 0, 7), EventFormat.JSON), EventCounters(enabled=False))
+
+
+class Telling(RuleBasedStateMachine):
+    """Two libraries change, messages are taken in any portions, and some are lost together with the connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outbox = outbox()
+        self.libraries = [HeldDonors(), HeldDonors()]
+        for library in self.libraries:
+            self.outbox.add(library)
+        self.reader = FleetObserver()
+
+    def _note(self, which: int, name: str) -> None:
+        self.outbox.changes.append((self.libraries[which], f"{which}-{name}"))
+
+    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def hold(self, which, name, tier):
+        self.libraries[which].donors[f"{which}-{name}"] = donor(tier)
+        self._note(which, name)
+
+    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def move(self, which, name, tier):
+        held = self.libraries[which].donors.get(f"{which}-{name}")
+        if held is not None:
+            held.tier = tier
+            self._note(which, name)
+
+    @rule(which=st.integers(0, 1), name=NAMES)
+    def drop(self, which, name):
+        if self.libraries[which].donors.pop(f"{which}-{name}", None):
+            self._note(which, name)
+
+    @rule(limit=st.integers(0, 5))
+    def absorb(self, limit):
+        self.outbox.absorb(limit)
+
+    @rule(limit=st.integers(0, 5))
+    def deliver(self, limit):
+        for notice in self.outbox.take(limit):
+            self.reader.observe(notice.payload)
+
+    @rule(limit=st.integers(0, 5))
+    def lose(self, limit):
+        self.outbox.take(limit)
+        self.outbox.forget_changes()
+        self.outbox.resync()
+
+    @rule()
+    def overflow(self):
+        self.outbox.changes.clear()
+        self.outbox.forget_changes()
+        self.outbox.describe_all()
+        self.outbox.resync()
+
+    @rule(which=st.integers(0, 1))
+    def replace_library(self, which):
+        self.outbox.remove(self.libraries[which])
+        self.libraries[which] = HeldDonors()
+        self.outbox.add(self.libraries[which])
+
+    @rule()
+    def settle(self):
+        self.outbox.absorb(1000)
+        while len(self.outbox):
+            self.deliver(7)
+        self.reader.observe(self.outbox.heartbeat(1.0).payload)
+        truth = {name: held.tier for library in self.libraries for name, held in library.donors.items()}
+        view = self.reader.workers[(3, 0)]
+        assert self.reader.is_synced((3, 0))
+        assert {name: known.tier for name, known in view.donors.items()} == truth == self.outbox.announced
+        assert set(self.reader.problem_counts) <= {"gap"}
+
+    @invariant()
+    def described_donors_have_let_their_tokens_go(self):
+        for library in self.libraries:
+            for name, held in library.donors.items():
+                assert name not in self.outbox.announced or held.tokens is None or held.tokens is TOKENS
+
+    def teardown(self):
+        self.settle()
+
+
+TestTelling = Telling.TestCase
+TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["bad"] = donor(tokens=np.array([-5] * 64, dtype=np.int32))
+    library.donors["good"] = donor()
+    box.changes.extend([(library, "bad"), (library, "good")])
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["provider_generation_reset", "donor_registered"]
+    assert list(box.announced) == ["good"]
+
+
+def test_a_donor_of_the_same_id_replaces_the_other() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["a"] = donor()
+    box.take(10)
+    library.donors["a"] = donor()
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["donor_registered"]
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert box.take(10) == []
+
+
+def test_the_last_word_says_that_nothing_is_held() -> None:
+    box, library, reader = outbox(), HeldDonors(), FleetObserver()
+    box.add(library)
+    library.donors["a"] = donor()
+    for notice in [*box.take(10), box.purge(), box.heartbeat(1.0)]:
+        reader.observe(notice.payload)
+    assert reader.workers[(3, 0)].donors == {}
+    assert not reader.problem_counts

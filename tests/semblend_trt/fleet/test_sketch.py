@@ -1,0 +1,154 @@
+"""Sketches: the hash is the published one, equal text is seen wherever it stands, other keys see nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend_trt.discovery.fingerprint import fingerprint
+from semblend_trt.fleet.keyed_hash import keyed
+from semblend_trt.fleet.sketch import (
+    MAX_ENTRIES,
+    MAX_LEVEL,
+    MAX_SKETCH_BYTES,
+    Sketch,
+    overlap,
+    prompt_fingerprints,
+    sketch_key,
+    sketch_of,
+)
+
+KEY = sketch_key("namespace", "salt")
+
+
+def random_text(seed: int, length: int):
+    return np.random.default_rng(seed).integers(0, 150_000, length, dtype=np.int32)
+
+
+def siphash(message: int, low: int, high: int) -> int:
+    """SipHash-2-4 of 8 bytes with Python's integers, as the paper writes it."""
+    mask = (1 << 64) - 1
+    v = [low ^ 0x736F6D6570736575, high ^ 0x646F72616E646F6D, low ^ 0x6C7967656E657261, high ^ 0x7465646279746573]
+
+    def turn(x: int, b: int) -> int:
+        return ((x << b) | (x >> (64 - b))) & mask
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            v[0] = (v[0] + v[1]) & mask
+            v[2] = (v[2] + v[3]) & mask
+            v[1], v[3] = turn(v[1], 13) ^ v[0], turn(v[3], 16) ^ v[2]
+            v[0] = turn(v[0], 32)
+            v[2] = (v[2] + v[1]) & mask
+            v[0] = (v[0] + v[3]) & mask
+            v[1], v[3] = turn(v[1], 17) ^ v[2], turn(v[3], 21) ^ v[0]
+            v[2] = turn(v[2], 32)
+
+    for block in (message, 8 << 56):
+        v[3] ^= block
+        rounds(2)
+        v[0] ^= block
+    v[2] ^= 0xFF
+    rounds(4)
+    return v[0] ^ v[1] ^ v[2] ^ v[3]
+
+
+def test_the_hash_is_siphash() -> None:
+    low, high = np.frombuffer(bytes(range(16)), dtype="<u8")
+    message = np.frombuffer(bytes(range(8)), dtype="<u8").copy()
+    assert keyed(message, low, high).tobytes() == bytes.fromhex("6224939a79f5f593")
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=20), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_the_hash_agrees_with_plain_integers(messages, low, high) -> None:
+    found = keyed(np.array(messages, dtype=np.uint64), np.uint64(low), np.uint64(high))
+    assert found.tolist() == [siphash(message, low, high) for message in messages]
+
+
+@given(st.integers(0, 30_000), st.integers(1, MAX_ENTRIES), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
+    tokens = random_text(seed, length)
+    sketch = sketch_of(tokens, KEY, entries)
+    low, high = np.frombuffer(KEY, dtype="<u8")
+    values = keyed(fingerprint(tokens).hashes, low, high).tolist()
+    assert sketch.anchors == len(values)
+    sample = [value & 0xFFFFFFFF for value in values if value >> (64 - sketch.level) == 0]
+    assert sketch.entries.tolist() == sample[:entries]
+    assert len(sample) <= entries or sketch.level == MAX_LEVEL
+    assert not sketch.level or sum(value >> (65 - sketch.level) == 0 for value in values) > entries
+    again = Sketch.from_bytes(sketch.to_bytes())
+    assert (again.level, again.anchors, again.entries.tolist()) == (sketch.level, sketch.anchors, sample[:entries])
+    assert len(sketch.to_bytes()) <= MAX_SKETCH_BYTES
+
+
+@given(st.integers(0, 99), st.integers(0, 6000), st.integers(0, 6000), st.integers(0, 6000))
+@settings(max_examples=40, deadline=None)
+def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after) -> None:
+    document = random_text(seed, shared)
+    donor = np.concatenate([random_text(seed + 100, 3000), document, random_text(seed + 200, 1000)])
+    prompt = np.concatenate([random_text(seed + 300, before), document, random_text(seed + 400, after)])
+    sketch, asked = sketch_of(donor, KEY), prompt_fingerprints(prompt, KEY)
+    truth = shared / max(len(prompt), 1)
+    eligible = int(asked.eligible[sketch.level])
+    assert eligible == int((asked.levels >= sketch.level).sum())
+    spread = (0.25 / max(eligible, 1)) ** 0.5
+    assert abs(overlap(sketch, asked) - truth) <= 5 * spread + 64 / max(len(prompt), 1)
+
+
+def test_identical_text_is_wholly_seen_and_other_text_not_at_all() -> None:
+    tokens = random_text(1, 24_000)
+    asked = prompt_fingerprints(tokens, KEY)
+    assert overlap(sketch_of(tokens, KEY), asked) == 1.0
+    assert overlap(sketch_of(random_text(2, 24_000), KEY), asked) == 0.0
+    assert asked.tokens == 24_000
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        sketch_key("namespace", None),
+        sketch_key("namespace", ""),
+        sketch_key("namespace", "other"),
+        sketch_key("namespace", "salt "),
+        sketch_key("other", "salt"),
+    ],
+)
+def test_other_tenants_and_namespaces_see_nothing(other) -> None:
+    tokens = random_text(1, 8000)
+    assert other != KEY
+    assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
+
+
+def test_short_and_empty_texts() -> None:
+    for length in (0, 1, 31):
+        sketch = sketch_of(random_text(1, length), KEY)
+        assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
+        assert overlap(sketch, prompt_fingerprints(random_text(1, 5000), KEY)) == 0.0
+        assert overlap(sketch_of(random_text(1, 5000), KEY), prompt_fingerprints(random_text(1, length), KEY)) == 0.0
+
+
+@pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
+def test_bad_sizes_are_refused(entries) -> None:
+    with pytest.raises(ValueError, match="entries"):
+        sketch_of(random_text(1, 100), KEY, entries)
+
+
+def test_bad_keys_and_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        sketch_of(random_text(1, 100), b"short")
+    with pytest.raises(ValueError, match="token ids"):
+        prompt_fingerprints([-1] * 40, KEY)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_from_outside_are_checked(data) -> None:
+    good = sketch_of(random_text(1, 400), KEY).to_bytes()
+    for candidate in (data, good[:4] + data, good + data[:1] * 5, good[: len(data)]):
+        try:
+            sketch = Sketch.from_bytes(candidate)
+        except ValueError:
+            continue
+        assert sketch.to_bytes() == candidate

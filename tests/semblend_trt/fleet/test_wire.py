@@ -1,0 +1,124 @@
+"""What we write: readable by the models, numbered from 1, within bounds, and without tokens, salts or text."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
+from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
+from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
+
+EMITTER = Emitter(worker_id=3, dp_rank=1, generation=99)
+
+
+def announcement(namespace, **changes):
+    made = Announcement("d", namespace, "device", 3, 7, b"\x01\xff")
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture(params=EventFormat)
+def writer(request):
+    return EventWriter(EMITTER, request.param)
+
+
+def test_ids_count_from_one_and_everything_names_one_generation(writer, namespace) -> None:
+    payloads = [
+        writer.reset(),
+        writer.registered(announcement(namespace)),
+        writer.relocated("d", "host"),
+        writer.heartbeat(2.5, 1, 5),
+        writer.evicted("d"),
+        writer.purged(),
+    ]
+    events = [decode(payload) for payload in payloads]
+    assert [event.event_id for event in events] == [1, 2, 3, 4, 5, 6]
+    assert {(event.worker_id, event.dp_rank, event.generation) for event in events} == {(3, 1, 99)}
+    registered = events[1].data
+    assert registered.cache_namespace() == namespace
+    assert registered.segments[0].provider_metadata == b"\x01\xff"
+    assert registered.segments[0].token_range == (0, 3)
+    assert registered.location.tier == "device"
+    assert registered.location.worker_id == 3
+    assert events[2].data.new_location.tier == "host"
+
+
+@given(
+    st.text(min_size=1, max_size=256).filter(lambda text: text.isprintable()),
+    st.integers(0, 1 << 28),
+    st.integers(0, 2**64 - 1),
+    st.binary(max_size=MAX_SKETCH_BYTES),
+    st.sampled_from(EventFormat),
+)
+def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
+    from semblend_trt.namespace import CacheNamespace
+
+    namespace = CacheNamespace(
+        *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
+        {"tp_size": 1, "pp_size": 1, "cp_size": 1},
+        "layout",
+    ).for_request("salt", "lora:1")
+    payload = EventWriter(EMITTER, form).registered(Announcement(donor_id, namespace, "host", tokens, digest, sketch))
+    data = decode(payload).data
+    assert (data.donor_id, data.token_count, data.segments[0].digest) == (donor_id, tokens, digest)
+    assert data.segments[0].provider_metadata == sketch
+    assert data.cache_namespace() == namespace
+
+
+def test_the_largest_message_fits(base_namespace, text) -> None:
+    namespace = dataclasses.replace(base_namespace, model="m" * 4000, tokenizer="t" * 4000).for_request("s" * 4096, "a")
+    sketch = sketch_of(text(1, 100_000), bytes(16), MAX_ENTRIES).to_bytes()
+    donor = announcement(namespace, donor_id="d" * 256, sketch=sketch, embedding=np.ones(4096, np.float32))
+    for form in EventFormat:
+        payload = EventWriter(EMITTER, form, embeddings=True).registered(donor)
+        assert len(payload) <= MAX_MESSAGE_BYTES
+        assert decode(payload).data.donor_id == "d" * 256
+
+
+def test_a_namespace_too_large_takes_no_id(writer, base_namespace) -> None:
+    extra = {f"field-{number}": "x" * 4000 for number in range(5)}
+    namespace = dataclasses.replace(base_namespace, extra=extra).for_request(None, None)
+    with pytest.raises(EventError, match="namespace of"):
+        writer.registered(announcement(namespace))
+    assert decode(writer.reset()).event_id == 1
+
+
+def test_embeddings_go_out_only_when_asked_for(namespace) -> None:
+    embedding = np.arange(384, dtype=np.float32)
+    donor = announcement(namespace, embedding=embedding)
+    silent = decode(EventWriter(EMITTER, EventFormat.JSON).registered(donor))
+    assert silent.data.segments[0].embedding is None
+    payload = EventWriter(EMITTER, EventFormat.JSON, embeddings=True).registered(donor)
+    sent = decode(payload).data.segments[0].embedding
+    assert np.array_equal(np.frombuffer(base64.b64decode(sent), "<f4"), embedding)
+    assert len(payload) < 4000
+
+
+def test_no_salt_and_no_tokens_are_written(writer, base_namespace) -> None:
+    tokens = np.arange(70_001, 70_401, dtype=np.int32)
+    namespace = base_namespace.for_request("tenant-acme", None)
+    key = sketch_key(namespace.key, "tenant-acme")
+    donor = announcement(namespace, digest=token_digest(tokens, key), sketch=sketch_of(tokens, key).to_bytes())
+    payload = writer.registered(donor)
+    assert b"tenant-acme" not in payload
+    assert not [token for token in tokens.tolist() if str(token).encode() in payload]
+    assert decode(payload).data.tenant_key == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
+
+
+def test_digest_of_unsalted_tokens_is_the_packed_one() -> None:
+    assert token_digest(np.array([1, 2, 3], dtype=np.int32)) == 13041116711478803063
+    assert token_digest(np.array([1, 2, 3], dtype=np.int32), bytes(16)) != 13041116711478803063
+
+
+@given(st.dictionaries(st.text(max_size=5), st.sampled_from(["device", "host", "disk"])))
+def test_state_digest_depends_on_who_is_where_alone(donors) -> None:
+    pairs = list(donors.items())
+    assert state_digest(pairs) == state_digest(reversed(pairs))
+    if pairs:
+        assert state_digest(pairs[1:]) != state_digest(pairs)
+        assert state_digest([(pairs[0][0], "elsewhere"), *pairs[1:]]) != state_digest(pairs)
