@@ -5,26 +5,80 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from semblend_trt.discovery.span_index import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
-# What orders pieces of equal length: fewer donors, then the donor that offers most, then name and position.
-_Tie: TypeAlias = tuple[bool, int, str, int, int]
+_Tie: TypeAlias = tuple[bool, bool, bool, int, str, int, int]
 _Entry: TypeAlias = tuple[int, int, str, int]
 
 
-def cover(
-    runs: Sequence[Run], begin: int, end: int, min_span: int, used_donors: Collection[str] = frozenset()
-) -> list[Run]:
-    """Returns disjoint pieces of `runs` inside prompt positions [begin, end), each of at least `min_span` tokens.
-
-    The longest piece is taken first; what it leaves of the others stays in the choice. Among equally long pieces a
-    donor already taken (`used_donors` count as taken) goes first, so that few donors are needed. Sorted by position.
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """What decides between pieces of equal length: a donor that `is_near` (its KV lies on the card), then one that is
+    needed anyway, then a shift by whole blocks of `block_size` tokens, then the donor that offers most, then the name.
     """
+
+    is_near: Callable[[str], bool] = lambda _donor_id: False
+    block_size: int = 1
+
+    def is_aligned(self, piece: Run) -> bool:
+        """Whether the piece's tokens have the same places in their blocks on both sides."""
+        return (piece.donor_start - piece.target_start) % self.block_size == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Disjoint `pieces`, sorted by position, and how they came about.
+
+    `considered` pieces of runs were long enough. Of them, or of what longer ones had left of them, `covered` lay wholly
+    in chosen pieces, `cut` lost a part to them, and `dropped_short` parts became too short. `ties` times pieces were
+    equally long. `near` pieces and `aligned` ones are those that `Preference` prefers.
+    """
+
+    pieces: tuple[Run, ...] = ()
+    considered: int = 0
+    covered: int = 0
+    cut: int = 0
+    dropped_short: int = 0
+    ties: int = 0
+    near: int = 0
+    aligned: int = 0
+
+    def explained(self) -> dict[str, int]:
+        """The same in plain numbers, for a plan's diagnostics."""
+        return {
+            "pieces": len(self.pieces),
+            "tokens": sum(piece.length for piece in self.pieces),
+            "donors": len({piece.donor_id for piece in self.pieces}),
+            "considered": self.considered,
+            "covered": self.covered,
+            "cut": self.cut,
+            "dropped_short": self.dropped_short,
+            "ties": self.ties,
+            "near": self.near,
+            "aligned": self.aligned,
+        }
+
+
+def cover(
+    runs: Iterable[Run],
+    begin: int,
+    end: int,
+    min_span: int,
+    used_donors: Collection[str] = frozenset(),
+    preference: Preference | None = None,
+) -> Cover:
+    """Covers prompt positions [begin, end) by disjoint pieces of `runs`, each of at least `min_span` tokens.
+
+    The longest piece is taken first; what it leaves of the others stays in the choice. Among equally long pieces
+    `preference` decides, with `used_donors` needed anyway. The order of `runs` does not matter.
+    """
+    preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
     offered: Counter[str] = Counter()
     for piece in pieces:
@@ -33,25 +87,38 @@ def cover(
     heapq.heapify(waiting)
     taken = set(used_donors)
     chosen: list[Run] = []
+    counts: Counter[str] = Counter()
     while waiting:
-        ties = _pop_longest(waiting)
-        for piece in sorted(ties, key=lambda piece: _tie(piece, taken, offered)):
+        equally_long = _pop_longest(waiting)
+        counts["ties"] += len(equally_long) > 1
+        for piece in sorted(equally_long, key=lambda piece: _tie(piece, taken, offered, preference)):
             free = _free_parts(piece, chosen)
             if free == [piece]:
                 insort(chosen, piece, key=lambda run: run.target_start)
                 taken.add(piece.donor_id)
                 continue
+            counts["cut" if free else "covered"] += 1
             for part in free:
                 if part.length >= min_span:
                     heapq.heappush(waiting, _entry(part))
-    return chosen
+                else:
+                    counts["dropped_short"] += 1
+    return Cover(
+        pieces=tuple(chosen),
+        considered=len(pieces),
+        near=sum(preference.is_near(piece.donor_id) for piece in chosen),
+        aligned=sum(preference.is_aligned(piece) for piece in chosen),
+        **counts,
+    )
 
 
-def chain(runs: Sequence[Run], begin: int, end: int, min_span: int) -> list[Run]:
+def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
     """Returns pieces that cover [begin, e) without a hole, each of at least `min_span` tokens, with e <= `end` far out.
 
-    Each step takes the run that reaches furthest from where the last one ended; equally far, the same donor goes on.
+    Each step takes the run that reaches furthest from where the last one ended; equally far, a near donor's, then the
+    same donor's goes on.
     """
+    preference = preference or Preference()
     later = sorted(runs, key=lambda run: run.target_start, reverse=True)
     reaching: list[tuple[int, str, int]] = []
     chosen: list[Run] = []
@@ -66,8 +133,8 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int) -> list[Run]
         ties = []
         while reaching and -reaching[0][0] == furthest:
             _, donor_id, shift = heapq.heappop(reaching)
-            ties.append((donor_id != donor, donor_id, position + shift))
-        _, donor, donor_start = min(ties)
+            ties.append((not preference.is_near(donor_id), donor_id != donor, donor_id, position + shift))
+        *_, donor, donor_start = min(ties)
         chosen.append(Run(donor, donor_start, position, furthest - position))
         position = furthest
 
@@ -76,10 +143,12 @@ def _entry(piece: Run) -> _Entry:
     return (-piece.length, piece.target_start, piece.donor_id, piece.donor_start)
 
 
-def _tie(piece: Run, taken: Collection[str], offered: Counter[str]) -> _Tie:
+def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: Preference) -> _Tie:
     # All pieces of one donor follow each other, so that a donor once taken stays in front.
     return (
+        not preference.is_near(piece.donor_id),
         piece.donor_id not in taken,
+        not preference.is_aligned(piece),
         -offered[piece.donor_id],
         piece.donor_id,
         piece.target_start,

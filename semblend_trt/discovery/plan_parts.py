@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.plan import AttentionMode, PlanKind, PlanSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from semblend_trt.discovery.run import Run
 
@@ -17,10 +17,17 @@ def span_of(run: Run, *, exact: bool = False) -> PlanSpan:
     return PlanSpan(run.donor_id, run.donor_start, run.target_start, run.length, exact)
 
 
-def exact_run(runs: Sequence[Run], begin: int, end: int) -> Run | None:
-    """The longest run whose donor starts as the prompt starts, cut to [begin, end); None when there is none."""
+def exact_run(
+    runs: Sequence[Run], begin: int, end: int, is_near: Callable[[str], bool] = lambda _donor_id: False
+) -> Run | None:
+    """The longest run whose donor starts as the prompt starts, cut to [begin, end); None when there is none.
+
+    Of equally long ones a near donor's is taken.
+    """
     from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
-    best = min(from_start, key=lambda run: (-run.length, run.donor_id), default=None)
+    best = min(
+        from_start, key=lambda run: (-min(run.target_end, end), not is_near(run.donor_id), run.donor_id), default=None
+    )
     return None if best is None else best.within(begin, end)
 
 

@@ -183,7 +183,7 @@ class Planner:
             chunks, refusal = [], "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             used = {run.donor_id for run in chosen}
-            chosen += cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used)
+            chosen += cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used).pieces
             chosen, chunks = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
