@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from validation.calibration.candidates import candidates
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.trials import MIN_COLD_SCORE
 from validation.families.catalog import Kind
+from validation.quality.samples import MIN_COLD_SCORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

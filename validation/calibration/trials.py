@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from validation.quality.batches import BatchSettings
     from validation.quality.samples import QualityLine, QualitySample
 
-# A family that the model cannot answer cold shows nothing by not getting worse.
-MIN_COLD_SCORE = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from validation.arms import COLD, POSITION_FIX, VERIFIED, is_reusing
 from validation.families.catalog import Kind
 from validation.noninferiority import MARGIN
+from validation.quality.samples import MIN_COLD_SCORE
 from validation.results import Row, row
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def _verified_rows(line: QualityLine, measured: Measured) -> Iterator[Row]:
     if bound is None or line.exact_match is None:
         return
     cold = line.exact_match - bound.difference
+    if cold < MIN_COLD_SCORE:
+        return  # what the model cannot answer cold shows nothing by not getting worse
     where = f"cold {cold:.3f}; {bound.samples} prompts in {bound.groups} groups; {_reused(line)}"
     yield row(
         f"verified_em_vs_cold_{line.family}",

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.quality.answers import Answer
 
+# A family that the model cannot answer cold shows nothing by not getting worse.
+MIN_COLD_SCORE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class QualitySample:

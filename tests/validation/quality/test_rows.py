@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,6 +59,13 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport, measur
     assert "cold 1.000" in rows["position_fix_em_header_trap"].baseline
     assert rows["unrelated_fires"].value == 0
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
+
+
+def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport, measured: Measured) -> None:
+    samples = [replace(each, exact_match=False) if each.family == "reordered" else each for each in report.samples]
+    names = {row.name for row in quality_rows(replace(report, samples=samples), measured)}
+    assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
+    assert not {name for name in names if name.endswith("_reordered")}
 
 
 def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: QualityReport) -> None:
