@@ -48,10 +48,13 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
-        self.llm_args = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
-        args = self.llm_args
+        asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         if runner is None:
-            runner = ModelRunner(args.model, args.dtype, args.device, tokenizer=args.tokenizer, revision=args.revision)
+            runner = ModelRunner(
+                asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision
+            )
+        # The connector binds KV to the dtype that runs, whatever "auto" or a lent runner made of the one asked for.
+        self.llm_args = args = asked.model_copy(update={"dtype": str(runner.dtype).removeprefix("torch.")})
         self._runner = runner
         self._executor = Executor(args, runner)
         self._ids = count(1)

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -230,3 +231,19 @@ def test_evidence_of_requests_that_nobody_knows_is_dropped(engine, profile):
 def test_the_engine_knows_which_checks_to_prepare(engine):
     assert engine(POLICY="cacheblend").executor.check_layers == (1,)
     assert engine(POLICY="position_fix").executor.check_layers == ()
+
+
+def test_a_namespace_names_the_dtype_that_runs(tiny_qwen2_path):
+    connector = KvCacheConnectorConfig(
+        connector_module="engine_wrapper.connector",
+        connector_scheduler_class="SemBlendKvConnectorScheduler",
+        connector_worker_class="SemBlendKvConnectorWorker",
+    )
+    for asked in ("auto", "bfloat16"):
+        with LLM(
+            model=tiny_qwen2_path,
+            runner=ModelRunner(tiny_qwen2_path, "float32", "cpu"),
+            dtype=asked,
+            kv_connector_config=connector,
+        ) as llm:
+            assert llm.connector_scheduler.namespace.extra["compute_dtype"] == "float32"
