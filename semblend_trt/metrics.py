@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from semblend_trt.donors.news import TierEvent
 from semblend_trt.outcome import OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
-TIERS = ("host", "device")
+TIERS = ("host", "device", "disk")
 MAX_REASONS = 256
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -40,6 +41,7 @@ class HeldDonors:
     donors: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
+    disk_bytes: int = 0
 
 
 class HoldsDonors(Protocol):
@@ -63,6 +65,10 @@ class Metrics:
     def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
         """Counts how one request ended."""
         self._try(lambda series: series.settled(report, exact_prefix_tokens))
+
+    def tier_event(self, event: TierEvent) -> None:
+        """Counts what happened to a donor on its way between memory and disk, or up."""
+        self._try(lambda series: series.tier_events.labels(event.value).inc())
 
     def watch(self, library: HoldsDonors) -> None:
         """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
@@ -109,6 +115,9 @@ class Series:
             buckets=_DEVIATION_BUCKETS,
             registry=registry,
         )
+        self.tier_events = Counter(
+            "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
+        )
         self.donors = DonorGauges()
         registry.register(self.donors)
         self._lock = threading.Lock()
@@ -118,6 +127,8 @@ class Series:
             self._requests.labels(outcome.value)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
+        for tier_event in TierEvent:
+            self.tier_events.labels(tier_event.value)
 
     def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
         self._requests.labels(report.outcome).inc()
@@ -184,6 +195,7 @@ def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
     tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
     tiers.add_metric(["host"], sum(each.host_bytes for each in held))
     tiers.add_metric(["device"], sum(each.device_bytes for each in held))
+    tiers.add_metric(["disk"], sum(each.disk_bytes for each in held))
     yield tiers
 
 

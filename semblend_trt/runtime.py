@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
+    from semblend_trt.donors.news import DiskLink, TierNews
     from semblend_trt.evidence import CheckEvidence
 
 
@@ -54,6 +55,7 @@ class Runtime:
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
     call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
+    `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
     """
 
@@ -64,6 +66,8 @@ class Runtime:
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    tier_news: deque[TierNews] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
     check_layers: tuple[int, ...] = ()

@@ -147,7 +147,7 @@ class HostReader:
 
 
 class HostWriter:
-    """Copies paged KV on the device into host memory, through one slot, on the stream that is current."""
+    """Copies paged KV between the device and host memory, through one slot, on the stream that is current."""
 
     def __init__(self, rotation: RopeRotation, staging: Staging | None) -> None:
         self._rotation = rotation
@@ -162,6 +162,37 @@ class HostWriter:
         stream = current_stream(source.pool.device)
         if stream is not None:
             stream.synchronize()
+
+    def copy_up(self, held: HostKv, target: PagedKv) -> None:
+        """Copies all of `held` to the first positions of `target`; done when it returns."""
+        moves, done = [], 0
+        for part, start, length in held.pieces(0, held.capacity):
+            moves.append(Move(part, start, done, length, turn=0))
+            done += length
+        if self._staging is None:
+            kv_move(moves, target, self._rotation)
+        else:
+            self._stage_up(self._staging, moves, target)
+        stream = current_stream(target.pool.device)
+        if stream is not None:
+            stream.synchronize()
+
+    def _stage_up(self, staging: Staging, moves: Sequence[Move], target: PagedKv) -> None:
+        num_layers = target.geometry.num_layers
+        layers = max(1, min(num_layers, staging.capacity // sum(move.length for move in moves)))
+        for first in range(0, num_layers, layers):
+            end = min(first + layers, num_layers)
+            part = layers_of(target, first, end)
+            for piece in pieces(moves, staging.capacity // layers):
+                staged = staging.view(staging.next(), end - first, sum(move.length for move in piece))
+                staged_moves, column = [], 0
+                for move in piece:
+                    source = layers_of(_contiguous(move.source), first, end)
+                    rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
+                    _copy_rows(rows, staged[:, :, :, column : column + move.length])
+                    staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=0))
+                    column += move.length
+                kv_move(staged_moves, part, self._rotation)
 
     def _copy_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> None:
         """Queues the copy of positions `first_token .. first_token + tokens - 1` to the front of `held`."""

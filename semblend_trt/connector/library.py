@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.tier_desk import TierDesk
-from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
@@ -23,11 +23,16 @@ from semblend_trt.fleet.announcer import Silence
 from semblend_trt.metrics import HeldDonors
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.connector.tier_orders import TierOrders
+    from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -43,8 +48,16 @@ class Library:
     What the catalog decides about the tiers is collected until `take_orders`.
     """
 
-    def __init__(self, settings: Settings, pool: PoolFacts, news: DonorNews | None = None) -> None:
-        """`news` is told which donors are held, and where; nobody is without it."""
+    def __init__(
+        self,
+        settings: Settings,
+        pool: PoolFacts,
+        news: DonorNews | None = None,
+        disk: DiskLink | None = None,
+        count: Callable[[TierEvent], None] = lambda _: None,
+    ) -> None:
+        """`news` is told which donors are held, and where; nobody is without it. `disk` is there while the disk tier
+        is open, and `count` is told of what happens in the tiers."""
         self._settings, self._news = settings, news or Silence()
         self._index = SpanIndex()
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
@@ -56,29 +69,49 @@ class Library:
             max_donors=settings.max_donors,
             device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
             block_size=self._block_size,
+            disk_bytes=0 if disk is None else settings.disk_bytes,
+            num_layers=pool.geometry.num_layers,
+            eviction=eviction_factory(settings.eviction, time.monotonic),
         )
-        self._drops: list[str] = []
-        self._demotions: list[str] = []
+        self._tiers = TierDesk(self.catalog, self, disk, count)
         self._saving: dict[str, tuple[str, npt.NDArray[np.int32]]] = {}
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
-        """Plans a lookup and leases every donor of the plan; a donor that cannot be leased is planned around."""
+        """Plans a lookup and leases every donor of the plan; a donor that cannot be leased is planned around.
+
+        Donors on disk alone are fetched where a plan with them would reuse more, for whoever asks next.
+        """
         excluded: frozenset[str] = frozenset()
         deadline = Deadline(self._settings.lookup_deadline_ms)
+        resting: frozenset[str] = frozenset()
+        reused_with_resting = 0
+        planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
         for _ in range(MAX_PLANNING_ROUNDS):
-            planned = self._planner.plan(lookup.excluding(excluded), deadline)
-            if planned.plan is None or not planned.plan.matched_tokens:
-                return planned, []
-            donors = {span.donor_id for span in planned.plan.spans}
+            found = self._planner.plan(lookup.excluding(excluded), deadline)
+            planned = replace(planned, runs_found=found.runs_found)
+            if found.plan is None or not found.plan.matched_tokens:
+                planned = found
+                break
+            donors = {span.donor_id for span in found.plan.spans}
             leases, missing = self._lease(donors)
             if not missing:
-                return planned, leases
+                planned = found
+                self._tiers.used(donors)
+                break
             for lease in leases:
                 lease.release()
+            leases, all_resting = [], self.catalog.resting()
+            if not resting and missing & all_resting:
+                resting, reused_with_resting = missing & all_resting, found.plan.reused_tokens
+                excluded |= all_resting
             excluded |= missing
-        return Planned(plan=None, outcome_reason="donor_unavailable", runs_found=planned.runs_found), []
+        if resting and reused_with_resting > (planned.plan.reused_tokens if planned.plan is not None else 0):
+            self._tiers.wanted(resting)
+            if planned.plan is None:
+                planned = replace(planned, outcome_reason="donor_on_disk")
+        return planned, leases
 
     def intend(self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int) -> SaveIntent | None:
         """Reserves room for the request's exact part, so that no save can exceed a budget later.
@@ -97,31 +130,28 @@ class Library:
             self.catalog.touch(held)
             return None
         try:
-            placement = self.catalog.reserve(donor_id, tracked.namespace_key, limit)
+            placement = self.catalog.reserve(donor_id, tracked.namespace_key, limit, text)
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", tracked.request_id, error)
             return None
-        for dropped_id in placement.dropped:
-            self._forget(dropped_id)
-        self._drops.extend(placement.dropped)
-        self._demotions.extend(placement.demoted)
-        for demoted_id in placement.demoted:
-            self._news.moved(demoted_id, Tier.HOST.value)
+        self._tiers.placed(placement)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
-        return SaveIntent(tracked.request_id, donor_id, limit, placement.tier)
+        return SaveIntent(tracked.request_id, donor_id, limit, placement.tier, donor_id in placement.written)
 
     def held(self) -> HeldDonors:
         """What the catalog holds at this moment; may be asked by any thread."""
         stats = self.catalog.stats()
         device_tokens = stats.device_blocks_used * self._block_size
-        return HeldDonors(stats.ready, stats.used_bytes, device_tokens * self._bytes_per_token)
+        device_bytes = device_tokens * self._bytes_per_token
+        return HeldDonors(stats.ready + stats.resting, stats.used_bytes, device_bytes, stats.disk_bytes_used)
 
     def take_orders(self) -> TierOrders:
         """What the tiers have to do since the last call; it must reach the workers before any later intent."""
-        orders = TierOrders(tuple(self._drops), tuple(self._demotions))
-        self._drops.clear()
-        self._demotions.clear()
-        return orders
+        return self._tiers.take_orders()
+
+    def hear(self, news: deque[TierNews]) -> None:
+        """Takes what the tiers have to tell: files that were found, written or lost, donors that moved up."""
+        self._tiers.hear(news)
 
     def begin_save(self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
         """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word."""
@@ -129,6 +159,7 @@ class Library:
             self.cancel(intent)
             return False
         self._saving[intent.donor_id] = (namespace_key, tokens)
+        self._tiers.enter(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
         return True
 
     def saved(self, news: SavedDonor) -> None:
@@ -142,7 +173,7 @@ class Library:
         if news.error is not None or news.tokens < self._settings.min_donor_tokens:
             logger.warning("donor %s was not saved: %s", news.donor_id, news.error or f"{news.tokens} tokens")
             self.catalog.cancel(news.donor_id)
-            self._forget(news.donor_id)
+            self.forget(news.donor_id)
             return
         tokens = tokens[: news.tokens]
         self.catalog.commit(news.donor_id, tokens)
@@ -155,16 +186,33 @@ class Library:
         A donor that another request has leased stays until that request's own load tells.
         """
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
-        for donor_id in dropped:
-            self._forget(donor_id)
-        self._drops.extend(dropped)
+        self._tiers.dropped(dropped)
         return dropped
 
     def cancel(self, intent: SaveIntent) -> None:
         """Gives the reservation of a request that does not become a donor back."""
         self._saving.pop(intent.donor_id, None)
         self.catalog.cancel(intent.donor_id)
-        self._forget(intent.donor_id)
+        self.forget(intent.donor_id)
+
+    def remember(self, donor_id: str, text: DonorText) -> None:
+        """A donor whose file was found can be found as well, and its text is not kept a second time."""
+        self._index.add(text.namespace_key, donor_id, text.tokens)
+        if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
+            self._text_of_donor[donor_id] = text.digest
+
+    def moved(self, donor_id: str, tier: Tier) -> None:
+        """Tells the fleet where the donor is held now."""
+        self._news.moved(donor_id, tier.value)
+
+    def forget(self, donor_id: str) -> None:
+        """The donor is found no more, and its text may be kept anew."""
+        self._news.gone(donor_id)
+        self._index.remove(donor_id)
+        self._tiers.withdraw(donor_id)
+        text = self._text_of_donor.pop(donor_id, None)
+        if text is not None:
+            self._donor_of_text.pop(text, None)
 
     def _lease(self, donor_ids: set[str]) -> tuple[list[Lease], frozenset[str]]:
         leases, missing = [], set()
@@ -177,13 +225,6 @@ class Library:
 
     def _is_near(self, donor_id: str) -> bool:
         return self.catalog.tier(donor_id) is Tier.DEVICE
-
-    def _forget(self, donor_id: str) -> None:
-        self._news.gone(donor_id)
-        self._index.remove(donor_id)
-        text = self._text_of_donor.pop(donor_id, None)
-        if text is not None:
-            self._donor_of_text.pop(text, None)
 
 
 def _digest(namespace_key: str, tokens: npt.NDArray[np.int32]) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.placement import Tier
 
 if TYPE_CHECKING:
@@ -13,12 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """Should the request finish, its leading `max_tokens` written tokens may be kept as donor `donor_id` in `tier`."""
+    """Should the request finish, its leading `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
+
+    `is_written`: from there it goes on to disk.
+    """
 
     request_id: int
     donor_id: str
     max_tokens: int
     tier: Tier = Tier.HOST
+    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +38,13 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class SemBlendConnectorMetadata:
-    """Plans to load, requests to follow, donors to keep, to drop and then to move down, requests to forget.
+    """Plans to load, requests to follow, donors to keep, what the tiers have to do, requests to forget.
 
-    An empty one does nothing. Room that an intent counts on is made by drops and demotions of the same metadata or an
-    earlier one.
+    An empty one does nothing. Room that an intent counts on is made by orders of the same metadata or an earlier one.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
     intents: tuple[SaveIntent, ...] = ()
     progress: tuple[RequestProgress, ...] = ()
-    drops: tuple[str, ...] = ()
     forgotten: tuple[int, ...] = ()
-    demotions: tuple[str, ...] = ()
+    orders: TierOrders = field(default_factory=TierOrders)

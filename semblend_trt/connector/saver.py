@@ -6,12 +6,13 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
+from semblend_trt.donors.news import TierEvent, TierNews
 from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.transfer import TransferTiming
 from semblend_trt.materialize import block_vector
 from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.rope import RopeRotation
+    from semblend_trt.connector.disk_keeper import DiskKeeper
     from semblend_trt.donors.host_kv import HostKv
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
@@ -27,16 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TIMINGS_KEPT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTiming:
-    """One save or demotion that succeeded; `seconds` from its start in the background to its last byte."""
-
-    donor_id: str
-    what: str
-    tokens: int
-    seconds: float
 
 
 class DonorSaver:
@@ -48,26 +40,52 @@ class DonorSaver:
     """
 
     def __init__(
-        self, store: DonorStore, pool: torch.Tensor, geometry: KvGeometry, rotation: RopeRotation, writer: HostWriter
+        self,
+        store: DonorStore,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        rotation: RopeRotation,
+        writer: HostWriter,
+        news: deque[TierNews] | None = None,
+        keeper: DiskKeeper | None = None,
     ) -> None:
-        """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone."""
+        """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `news` learns what became of
+        the donors that were lifted, and `keeper` is given those that go on to disk."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
+        self._news: deque[TierNews] = deque() if news is None else news
+        self._keeper = keeper
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._demotions: deque[Future[SavedDonor | None]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
 
-    def start(self, request_id: int, donor_id: str, tier: Tier, block_ids: list[int], tokens: int) -> None:
-        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier`."""
+    def start(
+        self,
+        request_id: int,
+        donor_id: str,
+        tier: Tier,
+        block_ids: list[int],
+        tokens: int,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk."""
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        self._saves[request_id] = self._thread.submit(self._save, donor_id, tier, block_ids, tokens, written)
+        self._saves[request_id] = self._thread.submit(
+            self._save, donor_id, tier, block_ids, tokens, written, is_written
+        )
 
-    def demote(self, donor_id: str) -> None:
-        """Begins moving a donor from the device to the host; one that is not on the device is left alone."""
-        self._demotions.append(self._thread.submit(self._demote, donor_id))
+    def demote(self, donor_id: str, *, is_written: bool = False) -> None:
+        """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
+        alone."""
+        self._demotions.append(self._thread.submit(self._demote, donor_id, is_written))
+
+    def lift(self, donor_id: str) -> None:
+        """Begins moving a donor from the host to the device, behind the loads that are queued by now."""
+        self._thread.submit(self._lift, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included."""
@@ -91,7 +109,15 @@ class DonorSaver:
         """Waits for what is running and takes nothing more."""
         self._thread.shutdown(wait=True)
 
-    def _save(self, donor_id: str, tier: Tier, block_ids: list[int], tokens: int, written: Event | None) -> SavedDonor:
+    def _save(
+        self,
+        donor_id: str,
+        tier: Tier,
+        block_ids: list[int],
+        tokens: int,
+        written: Event | None,
+        is_written: bool,
+    ) -> SavedDonor:
         began = time.perf_counter()
         source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         try:
@@ -105,6 +131,8 @@ class DonorSaver:
             logger.exception("saving donor %s failed", donor_id)
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
         self.timings.append(TransferTiming(donor_id, f"save_{tier.value}", tokens, time.perf_counter() - began))
+        if is_written:
+            self._write(donor_id)
         return SavedDonor(donor_id, tokens)
 
     def _save_on_device(self, donor_id: str, source: PagedKv, tokens: int) -> None:
@@ -119,7 +147,7 @@ class DonorSaver:
         with self._store.host.writing(donor_id, shape, self._pool.dtype) as held:
             self._writer.copy(source, tokens, held)
 
-    def _demote(self, donor_id: str) -> SavedDonor | None:
+    def _demote(self, donor_id: str, is_written: bool) -> SavedDonor | None:
         began, moved = time.perf_counter(), 0
 
         def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
@@ -132,7 +160,36 @@ class DonorSaver:
                 demoted = self._store.demote(donor_id, copy)
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
+            if is_written:
+                self._news.append(TierNews(TierEvent.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
         if demoted:
             self.timings.append(TransferTiming(donor_id, "demotion", moved, time.perf_counter() - began))
+        if is_written:
+            self._write(donor_id)
         return None
+
+    def _lift(self, donor_id: str, loaded: Event | None) -> None:
+        began, moved = time.perf_counter(), 0
+
+        def copy(held: HostKv, target: PagedKv) -> None:
+            nonlocal moved
+            self._writer.copy_up(held, target)
+            moved = held.capacity
+
+        try:
+            wait(self._stream, [loaded])
+            with on(self._stream):
+                self._store.lift(donor_id, copy)
+        except Exception as error:
+            logger.warning("donor %s stays in host memory: %s", donor_id, error)
+            self._news.append(TierNews(TierEvent.LIFT_FAILED, donor_id, f"{type(error).__name__}: {error}"))
+            return
+        self.timings.append(TransferTiming(donor_id, "lift", moved, time.perf_counter() - began))
+        self._news.append(TierNews(TierEvent.LIFTED, donor_id))
+
+    def _write(self, donor_id: str) -> None:
+        if self._keeper is None:
+            self._news.append(TierNews(TierEvent.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
+        else:
+            self._keeper.write(donor_id)

@@ -22,13 +22,14 @@ from semblend_trt.connector.eligibility import (
     check_eligible,
 )
 from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.library import Library, TierOrders
+from semblend_trt.connector.library import Library
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.connector.standing import facts_or_refusal
+from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.errors import NamespaceError, SemBlendError
 from semblend_trt.fleet.announcer import announcer_for
@@ -211,7 +212,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._namespace = namespace_for(
                 self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
             )
-            self.library = Library(self._settings, pool, self._news)
+            self.library = Library(self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event)
             self._metrics.watch(self.library)
             self._journal.profile(self._match(self._namespace))
         return self.library, self._namespace, pool.geometry.block_size
@@ -232,6 +233,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _drain(self) -> None:
         """Takes the worker's and the wrapper's news: donors that are held now, what checks found, loads that failed."""
+        if self.library is not None:
+            self.library.hear(self._runtime.tier_news)
         while self._runtime.saved:
             saved = self._runtime.saved.popleft()
             if self.library is not None:
@@ -272,7 +275,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 progress.append(_progress(tracked, data, 0, is_first=False))
         orders = TierOrders() if self.library is None else self.library.take_orders()
         metadata = SemBlendConnectorMetadata(
-            tuple(plans), tuple(intents), tuple(progress), orders.drops, tuple(self._forgotten), orders.demotions
+            tuple(plans), tuple(intents), tuple(progress), tuple(self._forgotten), orders
         )
         self._forgotten = []
         for data in scheduler_output.new_requests:

@@ -6,6 +6,7 @@ It takes no decision: plans, save intents, demotions and drops arrive in the met
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,18 @@ import torch
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
+from semblend_trt.connector.disk_keeper import DiskKeeper
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
+from semblend_trt.donors.disk import DiskTier
+from semblend_trt.donors.donor_file import KvForm
+from semblend_trt.donors.file_size import FileSize
+from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
-from semblend_trt.errors import UnsupportedModelError
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
 from semblend_trt.runtime import EngineMode, PoolFacts, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.connector.tier_orders import TierOrders
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -65,6 +72,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.store: DonorStore | None = None
         self.loader: PlanLoader | None = None
         self.saver: DonorSaver | None = None
+        self.keeper: DiskKeeper | None = None
         try:
             self._facts = model_facts(llm_args.model)
         except UnsupportedModelError as error:
@@ -99,10 +107,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if not isinstance(metadata, SemBlendConnectorMetadata):
             return
         if self.store is not None and self.saver is not None:
-            for donor_id in metadata.drops:
-                self.store.drop(donor_id)
-            for donor_id in metadata.demotions:
-                self.saver.demote(donor_id)
+            self._make_room(metadata.orders, self.store, self.saver)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
             self._runtime.active_plans.discard(request_id)
@@ -112,6 +117,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._follow(progress)
         with on(stream):
             self._load(metadata.plans)
+            if self.saver is not None:
+                # Behind the loads, which the running requests wait for.
+                for donor_id in metadata.orders.lifts:
+                    self.saver.lift(donor_id)
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
@@ -136,9 +145,12 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         return unknown + [request_id for request_id, _ in ended], started_loading_req_ids
 
     def close(self) -> None:
-        """Waits for running saves and frees the donors."""
+        """Waits for running saves and for files that are being written, and frees the donors."""
         if self.saver is not None:
             self.saver.close()
+        if self.keeper is not None:
+            self.keeper.close()
+            self._runtime.disk = None
         if self.store is not None:
             self.store.clear()
 
@@ -154,7 +166,37 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
             writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
-        self.saver = DonorSaver(self.store, pool, geometry, rotation, writer)
+        self.keeper = self._open_disk(geometry, dtype, self.store.host)
+        self.saver = DonorSaver(self.store, pool, geometry, rotation, writer, self._runtime.tier_news, self.keeper)
+
+    def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskKeeper | None:
+        """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
+        settings = self._settings
+        if not settings.disk_bytes:
+            return None
+        if settings.disk_path is None:
+            raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
+        try:
+            _check_single_rank(self._llm_args)
+            form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
+            disk = DiskTier(settings.disk_path, form, FileSize(geometry.num_layers, geometry.bytes_per_token(dtype)))
+        except (OSError, ConfigurationError) as error:
+            logger.warning("no donors are kept on disk: %s", error)
+            self._runtime.tier_news.append(TierNews(TierEvent.DISK_UNAVAILABLE, error=str(error)))
+            return None
+        self._runtime.disk = DiskLink()
+        return DiskKeeper(disk, host, self._runtime.disk, self._runtime.tier_news)
+
+    def _make_room(self, orders: TierOrders, store: DonorStore, saver: DonorSaver) -> None:
+        for donor_id in (*orders.drops, *orders.releases):
+            store.drop(donor_id)
+        for donor_id in orders.demotions:
+            saver.demote(donor_id, is_written=donor_id in orders.writes)
+        if self.keeper is not None:
+            for donor_id in orders.drops:
+                self.keeper.drop(donor_id)
+            for donor_id in orders.fetches:
+                self.keeper.fetch(donor_id)
 
     def _follow(self, progress: RequestProgress) -> None:
         followed = self._followed.get(progress.request_id)
@@ -188,8 +230,25 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             return False
         intent = followed.intent
         tokens = min(followed.written_tokens, intent.max_tokens)
-        self.saver.start(request_id, intent.donor_id, intent.tier, followed.block_ids, tokens)
+        self.saver.start(
+            request_id, intent.donor_id, intent.tier, followed.block_ids, tokens, is_written=intent.is_written
+        )
         return True
+
+
+def _check_single_rank(llm_args: Any) -> None:
+    """Ranks have no way to tell one another whose files are whole, and must not read different ones."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
+    if ranks > 1:
+        raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
+
+    def _held_tokens(self, block_ids: list[int]) -> int:
+        """Leading tokens of which the blocks are rows of the pool: -1 would be another request's block."""
+        assert self._runtime.pool is not None
+        blocks = self._runtime.pool.num_blocks
+        known = next((index for index, block in enumerate(block_ids) if not 0 <= block < blocks), len(block_ids))
+        return known * self._runtime.pool.geometry.block_size
 
 
 def _geometry_of(pool: torch.Tensor, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:

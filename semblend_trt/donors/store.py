@@ -57,6 +57,16 @@ class DonorStore:
             return False
         return True
 
+    def lift(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
+        """Copies a donor of the host to the device, and then drops it from the host.
+
+        `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
+        it, CapacityError without room on the device, and what `copy` raises; the host holds the donor then as before.
+        """
+        with self.host.reading(donor_id) as held, self.device_tier().writing(donor_id, held.capacity) as target:
+            copy(held, target)
+        self.host.drop(donor_id)
+
     def drop(self, donor_id: str) -> bool:
         """Drops the donor, or stops its save or its way down; False when there is none."""
         on_device = self.device is not None and self.device.drop(donor_id)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from semblend_trt.donors.eviction.choice import Eviction
 from semblend_trt.settings.environment import SettingsGroup, Variable
 
 
@@ -15,8 +17,8 @@ class DonorSettings(SettingsGroup):
         ge=0,
         le=1 << 50,
         description=(
-            "Host memory for donor KV, in bytes, page-locked at the start where there is a card; least recently used "
-            "donors go first."
+            "Host memory for donor KV, in bytes, page-locked at the start where there is a card; when it is full, "
+            "donors go in the order of SEMBLEND_EVICTION."
         ),
     )
     # Off unless asked for: the engine has sized its own KV pool to the card's free memory before it registers it, and
@@ -34,6 +36,23 @@ class DonorSettings(SettingsGroup):
         le=1 << 40,
         description="Device memory through which donors travel from and to host memory, in bytes; without a card none "
         "is used.",
+    )
+    disk_bytes: Annotated[int, Variable("DISK_BYTES")] = Field(
+        0,
+        ge=0,
+        le=1 << 50,
+        description="Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the "
+        "background, stay on disk when memory lets them go, and are found again after a restart.",
+    )
+    disk_path: Annotated[Path | None, Variable("DISK_PATH")] = Field(
+        None,
+        description="Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can "
+        "be recovered.",
+    )
+    eviction: Annotated[Eviction, Variable("EVICTION")] = Field(
+        Eviction.LRU,
+        description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
+        "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
     )
     max_donors: Annotated[int, Variable("MAX_DONORS")] = Field(
         10_000, ge=1, le=10_000_000, description="Most donors held at once."

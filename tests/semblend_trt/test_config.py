@@ -13,6 +13,7 @@ from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
 from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy
@@ -37,6 +38,9 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "host_bytes": ("1048576", 1048576),
     "device_bytes": ("2097152", 2097152),
     "staging_bytes": ("1048576", 1048576),
+    "disk_bytes": ("3145728", 3145728),
+    "disk_path": ("/tmp/donors", Path("/tmp/donors")),
+    "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),
     "donor_tenant": ("acme", "acme"),

@@ -10,6 +10,7 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
+from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
@@ -148,7 +149,7 @@ def test_replayed_request_starts_its_blocks_anew(worker):
 def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
-    step(worker, drops=("donor-1", "donor-unknown"))
+    step(worker, orders=TierOrders(drops=("donor-1", "donor-unknown")))
     assert len(worker.store) == 0
 
 
@@ -223,7 +224,7 @@ def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
         two_tiers,
-        demotions=("donor-1", "donor-unknown"),
+        orders=TierOrders(demotions=("donor-1", "donor-unknown")),
         intents=(SaveIntent(2, "donor-2", 100, Tier.DEVICE),),
         progress=(RequestProgress(2, (6, 7, 8), 24, True),),
     )
@@ -241,7 +242,7 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
 
 def test_what_is_dropped_is_not_demoted(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
-    step(two_tiers, drops=("donor-1",), demotions=("donor-1",))
+    step(two_tiers, orders=TierOrders(drops=("donor-1",), demotions=("donor-1",)))
     two_tiers.saver.drain()
     assert len(two_tiers.store) == 0
 
@@ -252,7 +253,7 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     worker = SemBlendKvConnectorWorker(args)
     worker.register_kv_caches(pool())
     keep_on_device(worker, 1, (3, 5), 16)
-    step(worker, demotions=("donor-1",))
+    step(worker, orders=TierOrders(demotions=("donor-1",)))
     worker.saver.drain()
     worker.get_finished([], [])
     news = runtime_for(args).saved[-1]

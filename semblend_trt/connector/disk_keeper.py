@@ -1,0 +1,130 @@
+"""Writes donors' files and reads them back in the background, on one thread each, and says how it went."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from semblend_trt.donors.background import Background
+from semblend_trt.donors.donor_file import DonorFileError
+from semblend_trt.donors.donor_text import DonorText
+from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
+from semblend_trt.donors.transfer import TransferTiming
+
+if TYPE_CHECKING:
+    from semblend_trt.donors.disk import DiskTier
+    from semblend_trt.donors.tiers import HostTier
+
+logger = logging.getLogger(__name__)
+
+# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
+MAX_WAITING = 8
+_CLOSING_SECONDS = 60.0
+_TIMINGS_KEPT = 256
+
+
+class DiskKeeper:
+    """Obeys the scheduler: every `write` and `fetch` ends in one piece of news, whatever goes wrong.
+
+    A donor is readable only after all of its bytes have been read back and checked. `timings` are those of the last
+    transfers.
+    """
+
+    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, news: deque[TierNews]) -> None:
+        """Begins with finding the donors whose files are there."""
+        self._disk, self._host, self._link, self._news = disk, host, link, news
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
+        self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
+        self._reader.submit(self._scan)
+
+    def write(self, donor_id: str) -> None:
+        """Begins writing a donor of host memory; with MAX_WAITING before it, it stays without a file."""
+        with self._lock:
+            is_taken = self._waiting < MAX_WAITING
+            self._waiting += is_taken
+        if is_taken:
+            self._writer.submit(lambda: self._write(donor_id))
+        else:
+            self._tell(TierEvent.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
+
+    def fetch(self, donor_id: str) -> None:
+        """Begins reading a donor back into host memory."""
+        self._reader.submit(lambda: self._fetch(donor_id))
+
+    def drop(self, donor_id: str) -> None:
+        """Begins removing a donor's file, behind what is being written."""
+        self._writer.submit(lambda: self._drop(donor_id))
+
+    def drain(self) -> None:
+        """Waits until everything that was begun has ended."""
+        self._reader.drain()
+        self._writer.drain()
+
+    def close(self) -> None:
+        """Waits, for a minute at most, until what was begun has ended."""
+        closed = [thread.close(_CLOSING_SECONDS) for thread in (self._reader, self._writer)]
+        if all(closed):
+            self._disk.close()
+        else:
+            logger.warning("the disk does not answer; donors that were being written are lost")
+
+    def _write(self, donor_id: str) -> None:
+        began = time.perf_counter()
+        try:
+            text = self._link.texts.pop(donor_id, None)
+            if text is None:
+                self._tell(TierEvent.WRITE_SKIPPED, donor_id, "the donor is gone")
+                return
+            with self._host.reading(donor_id) as kv:
+                text = DonorText(text.namespace_key, text.tokens[: kv.capacity], text.digest)
+                self._disk.write(donor_id, text, kv)
+        except Exception as error:
+            logger.warning("donor %s gets no file: %s", donor_id, error)
+            self._tell(TierEvent.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            return
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        self.timings.append(TransferTiming(donor_id, "file_write", len(text.tokens), time.perf_counter() - began))
+        self._tell(TierEvent.FILE_WRITTEN, donor_id)
+
+    def _fetch(self, donor_id: str) -> None:
+        began = time.perf_counter()
+        try:
+            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
+            with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
+                self._disk.read(donor_id, held)
+        except Exception as error:
+            logger.warning("donor %s cannot be read back: %s", donor_id, error)
+            self._tell(TierEvent.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            return
+        self.timings.append(TransferTiming(donor_id, "file_read", tokens, time.perf_counter() - began))
+        self._tell(TierEvent.FETCHED, donor_id)
+
+    def _drop(self, donor_id: str) -> None:
+        try:
+            self._disk.forget(donor_id)
+        except OSError as error:
+            logger.warning("the file of donor %s cannot be removed: %s", donor_id, error)
+
+    def _scan(self) -> None:
+        try:
+            for each in self._disk.scan():
+                if isinstance(each, DonorFileError):
+                    self._link.found.append(TierNews(TierEvent.FILE_REFUSED, "", f"{each.reason}: {each}"))
+                else:
+                    donor_id, text = each
+                    self._link.found.append(TierNews(TierEvent.FILE_FOUND, donor_id, None, text))
+        except Exception as error:
+            logger.exception("the donors' folder cannot be read; nothing is written to it either")
+            self._tell(TierEvent.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
+            return
+        self._link.found.append(TierNews(TierEvent.FILES_READ))
+
+    def _tell(self, event: TierEvent, donor_id: str, error: str | None = None) -> None:
+        self._news.append(TierNews(event, donor_id, error))
