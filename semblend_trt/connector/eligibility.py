@@ -56,12 +56,16 @@ def check_eligible(request: Any) -> None:
 def cache_salt_of(request: Any) -> str | None:
     """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc); None when the request has none.
 
-    Raises IneligibleRequest when the engine exposes neither attribute, because isolation is unknown then.
+    Raises IneligibleRequest when the engine exposes neither attribute, because isolation is unknown then, and for a
+    salt that is neither a text nor a number: its written form could be that of another.
     """
     for name in ("cache_salt", "cache_salt_id"):
         salt = getattr(request, name, _MISSING)
-        if salt is not _MISSING:
-            return None if salt is None else str(salt)
+        if salt is _MISSING:
+            continue
+        if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, int))):
+            raise IneligibleRequest("salt_invalid")
+        return None if salt is None else str(salt)
     raise IneligibleRequest("salt_unknown")
 
 

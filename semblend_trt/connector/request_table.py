@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # One engine runs at most a few thousand sequences; anything older was lost by an error path that never reports.
 MAX_TRACKED_REQUESTS = 4096
+# Running requests are scheduled almost every iteration; one that fails may never be heard of again (1.1 and 1.2).
+MAX_SILENT_ITERATIONS = 1024
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class TrackedRequest:
     load_failed: bool = False
     evidence: CheckEvidence | None = None
     written_tokens: int = 0
+    last_heard: int = 0
 
     @property
     def matched_tokens(self) -> int:
@@ -52,19 +55,46 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """Insertion-ordered and bounded: `add` returns the requests that had to make room."""
+    """Requests in the order of their last word, and bounded: `add` returns those that had to make room."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
         self._limit = limit
         self._requests: OrderedDict[int, TrackedRequest] = OrderedDict()
+        self._iteration = 0
+        self._loading: list[TrackedRequest] = []
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
+        request.last_heard = self._iteration
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id)
         expired = []
         while len(self._requests) > self._limit:
             expired.append(self.pop_oldest())
         return expired
+
+    def begin_iteration(self) -> list[TrackedRequest]:
+        """Releases what the loads of the iteration before read; returns, and forgets, requests silent for too long.
+
+        Those loads were ordered before the forward that has been issued since.
+        """
+        self._iteration += 1
+        for request in self._loading:
+            request.release_leases()
+        self._loading.clear()
+        silent = []
+        while self._requests and self._oldest.last_heard < self._iteration - MAX_SILENT_ITERATIONS:
+            silent.append(self.pop_oldest())
+        return silent
+
+    def scheduled(self, request_id: object, *, loads: bool = False) -> TrackedRequest | None:
+        """The request with this id, which runs in the iteration; with `loads` its donors are read in it."""
+        request = self._requests.get(request_id) if isinstance(request_id, int) else None
+        if request is not None:
+            request.last_heard = self._iteration
+            self._requests.move_to_end(request.request_id)
+            if loads:
+                self._loading.append(request)
+        return request
 
     def get(self, request_id: int) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -73,8 +103,12 @@ class RequestTable:
         return self._requests.pop(request_id, None)
 
     def pop_oldest(self) -> TrackedRequest:
-        """Removes and returns the request tracked longest; KeyError when there is none."""
+        """Removes and returns the request not heard of for longest; KeyError when there is none."""
         return self._requests.popitem(last=False)[1]
+
+    @property
+    def _oldest(self) -> TrackedRequest:
+        return next(iter(self._requests.values()))
 
     def __len__(self) -> int:
         return len(self._requests)
