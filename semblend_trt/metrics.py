@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend_trt.donors.news import TierEvent
+from semblend_trt.discovery.neighbour import EVENTS
 from semblend_trt.outcome import OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.discovery.neighbour import Neighbour
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
 TIERS = ("host", "device", "disk")
 MAX_REASONS = 256
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 
@@ -69,6 +72,15 @@ class Metrics:
     def tier_event(self, event: TierEvent) -> None:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
+
+    def neighbours_found(self, nearest: tuple[Neighbour, ...]) -> None:
+        """Counts how near the nearest donor of a request is, where one is near at all."""
+        if nearest:
+            self._try(lambda series: series.similarity.observe(nearest[0].similarity))
+
+    def neighbours_counted(self, event: str) -> None:
+        """Counts what became of one text that was to be embedded, one of EVENTS."""
+        self._try(lambda series: series.texts.labels(event).inc())
 
     def watch(self, library: HoldsDonors) -> None:
         """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
@@ -118,6 +130,15 @@ class Series:
         self.tier_events = Counter(
             "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
         )
+        self.texts = Counter(
+            "semblend_neighbour_texts", "Texts embedded beside serving, or not.", ["event"], registry=registry
+        )
+        self.similarity = Histogram(
+            "semblend_neighbour_similarity",
+            "Similarity of the nearest donor, of each request that has one near.",
+            buckets=_SIMILARITY_BUCKETS,
+            registry=registry,
+        )
         self.donors = DonorGauges()
         registry.register(self.donors)
         self._lock = threading.Lock()
@@ -127,6 +148,8 @@ class Series:
             self._requests.labels(outcome.value)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
+        for event in EVENTS:
+            self.texts.labels(event)
         for tier_event in TierEvent:
             self.tier_events.labels(tier_event.value)
 

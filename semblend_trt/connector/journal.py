@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.connector.report import ReuseReport
     from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.discovery.neighbour import Neighbour
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import SavedDonor
 
@@ -83,6 +84,14 @@ class Journal:
 
     def saved(self, donor: SavedDonor) -> None:
         self._audit.event("donor_registered", donor_id=donor.donor_id, token_count=donor.tokens, error=donor.error)
+
+    def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
+        """Told by the neighbours' thread, when it has got to the request."""
+        self._audit.event(
+            "neighbours",
+            request_id=request_id,
+            nearest=[[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest],
+        )
 
     def close(self) -> None:
         self._audit.close()

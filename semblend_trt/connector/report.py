@@ -10,6 +10,7 @@ from semblend_trt.plan import PlanKind
 
 if TYPE_CHECKING:
     from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.discovery.neighbour import Neighbour
     from semblend_trt.outcome import Settled
     from semblend_trt.plan import SemanticKvPlan
 
@@ -28,6 +29,9 @@ class ReuseReport:
 
     While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
     `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
+
+    `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
+    found beside serving and have no part in what was reused.
     """
 
     outcome: str
@@ -38,6 +42,7 @@ class ReuseReport:
     checked_tokens: int | None = 0
     recomputed_tokens: int | None = 0
     largest_kept: float | None = 0.0
+    nearest: tuple[Neighbour, ...] = ()
 
     @classmethod
     def from_settled(cls, settled: Settled) -> ReuseReport:
@@ -45,11 +50,11 @@ class ReuseReport:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Everything but outcome and reason, by name."""
+        """Everything but outcome, reason and neighbours, by name."""
         return {name: getattr(self, name) for name in _FIGURES}
 
 
-_FIGURES = tuple(item.name for item in fields(ReuseReport) if item.name not in ("outcome", "reason"))
+_FIGURES = tuple(item.name for item in fields(ReuseReport) if item.name not in ("outcome", "reason", "nearest"))
 
 
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:

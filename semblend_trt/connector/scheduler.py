@@ -25,6 +25,7 @@ from semblend_trt.connector.journal import Journal
 from semblend_trt.connector.library import Library
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
+from semblend_trt.connector.neighbourhood import neighbourhood_for
 from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
@@ -64,7 +65,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
         self._metrics = metrics_for(self._settings.metrics)
-        self._news = announcer_for(self._settings)
+        self._news = neighbourhood_for(
+            self._settings, self._refusal, llm_args, self._journal, self._metrics, announcer_for(self._settings)
+        )
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -139,9 +142,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._drain()
-            return report_of(tracked)
+            return self._news.report(request_id, report_of(tracked))
         settled = self.outcomes.of(request_id)
-        return None if settled is None else ReuseReport.from_settled(settled)
+        return None if settled is None else self._news.report(request_id, ReuseReport.from_settled(settled))
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
@@ -170,6 +173,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return _refused(request_id, num_computed_tokens, "salt_invalid")
         prompt = _tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
+        self._news.look_up(tracked)
         match = self._match(namespace)
         planned, tracked.leases = library.plan(
             LookupRequest(

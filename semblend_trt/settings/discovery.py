@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from semblend_trt.discovery.embedder import EmbedderKind
 from semblend_trt.settings.environment import SettingsGroup, Variable
 
 
@@ -45,4 +46,19 @@ class DiscoverySettings(SettingsGroup):
         le=60_000,
         description="Most processor time that one lookup may take, in milliseconds; one that takes longer is refused "
         "as lookup_timeout, and its request is served cold.",
+    )
+    embedder: Annotated[EmbedderKind, Variable("EMBEDDER")] = Field(
+        EmbedderKind.STATIC,
+        description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
+        "hashed words, by word sets, or by a sentence model. What is near is reported, never reused for it.",
+    )
+    embedder_model: Annotated[str | None, Variable("EMBEDDER_MODEL")] = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Folder or cached hub id of the sentence model; unset, all-MiniLM-L6-v2 as the extra embedder "
+        "brings it.",
+    )
+    min_similarity: Annotated[float, Variable("MIN_SIMILARITY")] = Field(
+        0.60, ge=-1.0, le=1.0, description="Least cosine similarity at which a donor is reported as near a request."
     )

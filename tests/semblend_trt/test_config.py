@@ -13,6 +13,7 @@ from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
 from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.discovery.embedder import EmbedderKind
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
@@ -35,6 +36,9 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "strict_prefix_boundary": ("1", True),
     "exact_materialization_only": ("1", True),
     "lookup_deadline_ms": ("2.5", 2.5),
+    "embedder": ("jaccard", EmbedderKind.JACCARD),
+    "embedder_model": ("/models/sentences", "/models/sentences"),
+    "min_similarity": ("0.75", 0.75),
     "host_bytes": ("1048576", 1048576),
     "device_bytes": ("2097152", 2097152),
     "staging_bytes": ("1048576", 1048576),

@@ -1,0 +1,110 @@
+"""Keeps the semantic neighbours in step with the scheduler's donors and requests, and says what was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.connector.model_files import snapshot
+from semblend_trt.discovery.embedder import Embedder, EmbedderKind, embedder_for
+from semblend_trt.discovery.neighbours import Neighbours
+from semblend_trt.discovery.prompt_text import text_decoder
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.journal import Journal
+    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.discovery.neighbour import Neighbour
+    from semblend_trt.fleet.announcer import DonorNews
+    from semblend_trt.metrics import Metrics
+    from semblend_trt.namespace import CacheNamespace
+
+
+class Neighbourhood:
+    """Hears the library's news of donors in front of `news`, which hears them too.
+
+    Without `neighbours` it only passes the news on. All methods but `report` belong to the scheduler's thread.
+    """
+
+    def __init__(self, neighbours: Neighbours | None, news: DonorNews) -> None:
+        self._neighbours, self._news = neighbours, news
+        self._key_of_donor: dict[str, str] = {}
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        return self._neighbours
+
+    def look_up(self, tracked: TrackedRequest) -> None:
+        """Has the nearest donors of the request found."""
+        if self._neighbours is not None:
+            self._neighbours.look_up(tracked.request_id, tracked.namespace_key, tracked.prompt)
+
+    def report(self, request_id: int, report: ReuseReport) -> ReuseReport:
+        """The report with the nearest donors that are known by now."""
+        return report if self._neighbours is None else replace(report, nearest=self._neighbours.nearest(request_id))
+
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
+        self._key_of_donor[donor_id] = namespace.key
+        self._news.intended(donor_id, namespace, salt)
+
+    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        namespace_key = self._key_of_donor.pop(donor_id, None)
+        if self._neighbours is not None and namespace_key is not None:
+            self._neighbours.donor_held(namespace_key, donor_id, tokens)
+        self._news.held(donor_id, tokens, tier)
+
+    def moved(self, donor_id: str, tier: str) -> None:
+        self._news.moved(donor_id, tier)
+
+    def gone(self, donor_id: str) -> None:
+        self._key_of_donor.pop(donor_id, None)
+        if self._neighbours is not None:
+            self._neighbours.donor_gone(donor_id)
+        self._news.gone(donor_id)
+
+    def close(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._news.close()
+
+
+class _Records:
+    """Writes what the neighbours' thread found to the audit log and counts it."""
+
+    def __init__(self, journal: Journal, metrics: Metrics) -> None:
+        self._journal, self._metrics = journal, metrics
+
+    def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
+        self._journal.neighbours(request_id, nearest)
+        self._metrics.neighbours_found(nearest)
+
+    def neighbours_counted(self, event: str) -> None:
+        self._metrics.neighbours_counted(event)
+
+
+def neighbourhood_for(
+    settings: Settings, refusal: str | None, llm_args: Any, journal: Journal, metrics: Metrics, news: DonorNews
+) -> Neighbourhood:
+    """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever."""
+    if settings.embedder is EmbedderKind.OFF or not settings.enabled or refusal is not None:
+        return Neighbourhood(None, news)
+    model = getattr(llm_args, "model", None)
+
+    def open_embedder() -> Embedder:
+        return embedder_for(settings.embedder, settings.embedder_model)
+
+    def open_decoder() -> Callable[[npt.NDArray[np.int32]], str]:
+        folder = snapshot(model) if model else None
+        if folder is None:
+            raise ConfigurationError(f"the files of the model {str(model)!r} are not on this machine")
+        return text_decoder(folder)
+
+    records = _Records(journal, metrics)
+    return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)

@@ -1,0 +1,69 @@
+"""What an embedder is, and the one that a setting names."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+
+class EmbedderKind(str, Enum):
+    """The embedders there are, and none."""
+
+    OFF = "off"
+    STATIC = "static"
+    JACCARD = "jaccard"
+    MINILM = "minilm"
+    ONNX = "onnx"
+    ONNX_GPU = "onnx_gpu"
+
+
+class Embedder(Protocol):
+    """Texts as vectors whose inner product says how much they share.
+
+    Two embedders of one `identity` give the same vectors; vectors of different ones cannot be compared.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
+        ...
+
+
+def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedder:
+    """Makes an embedder. It may read a model of 90 MB: not for a serving thread.
+
+    `model` is a folder or hub id for those that run one; None finds all-MiniLM-L6-v2 on this machine. Nothing is
+    downloaded. Raises ConfigurationError for OFF, and for a package or a model that is not here, naming the extra to
+    install.
+    """
+    if kind is EmbedderKind.STATIC:
+        from semblend_trt.discovery.embedders.static import StaticEmbedder
+
+        return StaticEmbedder()
+    if kind is EmbedderKind.JACCARD:
+        from semblend_trt.discovery.embedders.jaccard import JaccardEmbedder
+
+        return JaccardEmbedder()
+    if kind is EmbedderKind.MINILM:
+        from semblend_trt.discovery.embedders.minilm import MiniLmEmbedder
+
+        return MiniLmEmbedder(model)
+    if kind in (EmbedderKind.ONNX, EmbedderKind.ONNX_GPU):
+        from semblend_trt.discovery.embedders.onnx import OnnxEmbedder
+
+        return OnnxEmbedder(model, on_gpu=kind is EmbedderKind.ONNX_GPU)
+    raise ConfigurationError(f"embedder {kind.value} embeds nothing; name another")

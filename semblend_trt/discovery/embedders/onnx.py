@@ -1,0 +1,80 @@
+"""The sentence model as an ONNX graph, run by ONNX Runtime on the CPU or on a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semblend_trt.discovery.embedders.onnx_export import INPUTS, OUTPUT, export
+from semblend_trt.discovery.embedders.sentence_model import missing_extra, sentence_model
+from semblend_trt.discovery.embedders.windows import WINDOW_TOKENS, pooled, window_tokenizer
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+GRAPH_FILE = "embedder.onnx"
+
+
+class OnnxEmbedder:
+    """Vectors equal to those of `MiniLmEmbedder` to 1e-3 in cosine distance. `threads` None takes half of the cores.
+
+    The graph is `embedder.onnx` in the model's folder where somebody has exported it there; otherwise it is exported
+    once, into the user's cache folder. Raises ConfigurationError without ONNX Runtime, without its CUDA part for
+    `on_gpu`, or without the model's files on this machine.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, on_gpu: bool = False, threads: int | None = None) -> None:
+        name, extra = ("onnx_gpu", "onnx-gpu") if on_gpu else ("onnx", "onnx")
+        try:
+            import onnxruntime
+        except ImportError:
+            missing_extra(name, "onnxruntime", extra)
+        provider = "CUDAExecutionProvider" if on_gpu else "CPUExecutionProvider"
+        if provider not in onnxruntime.get_available_providers():
+            missing_extra(name, f"onnxruntime with {provider}", extra)
+        files = sentence_model(model, name, extra)
+        self._tokenizer = window_tokenizer(files.folder)
+        self._tokenizer.enable_truncation(WINDOW_TOKENS)
+        self._tokenizer.enable_padding()
+        self._cutter = window_tokenizer(files.folder)
+        graph = files.folder / GRAPH_FILE
+        if not graph.is_file():
+            graph = cache_folder() / f"{files.digest}.onnx"
+        if not graph.is_file():
+            export(files, graph)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or max(1, (os.cpu_count() or 1) // 2)
+        # A thread that spins while it waits would take a core from the engine.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = onnxruntime.InferenceSession(str(graph), options, providers=[provider])
+        except Exception as error:
+            raise ConfigurationError(f"{graph} is no graph that ONNX Runtime can run: {error}; delete it") from error
+        if self._session.get_providers()[0] != provider:
+            missing_extra(
+                name, f"a CUDA device and libraries that onnxruntime {onnxruntime.__version__} can use", extra
+            )
+        self.identity = files.identity
+        self.dim = int(self._embed_windows(["a"]).shape[1])
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
+        return pooled(texts, self._cutter, self.dim, self._embed_windows)
+
+    def _embed_windows(self, windows: list[str]) -> npt.NDArray[np.float32]:
+        encodings = self._tokenizer.encode_batch(windows)
+        ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64)
+        mask = np.array([encoding.attention_mask for encoding in encodings], dtype=np.int64)
+        (vectors,) = self._session.run([OUTPUT], dict(zip(INPUTS, (ids, mask), strict=True)))
+        return np.asarray(vectors, dtype=np.float32)
+
+
+def cache_folder() -> Path:
+    """Where exported graphs are kept: `semblend_trt` in the user's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "semblend_trt"

@@ -1,0 +1,193 @@
+"""The thread behind `Neighbours`: a bounded queue, one text at a time, and what was found for recent requests."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from semblend_trt.discovery.neighbour import Neighbour
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.discovery.embedder import Embedder
+    from semblend_trt.discovery.neighbour import Listener
+    from semblend_trt.discovery.semantic_index import SemanticIndex
+
+logger = logging.getLogger(__name__)
+
+RECENT_REQUESTS = 4096
+
+
+class JobKind(enum.Enum):
+    DONOR = "donor"
+    REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One text to embed; `owner` is a donor's or a request's id, `tokens` int32 [n]."""
+
+    kind: JobKind
+    namespace_key: str
+    owner: str | int
+    tokens: npt.NDArray[np.int32]
+
+
+class NeighbourWorker:
+    """Owns the thread, the queue, the index and the results; `Neighbours` says what its calls mean.
+
+    The lock is held for moments only, never while a text is decoded, embedded or searched.
+    """
+
+    def __init__(
+        self,
+        open_embedder: Callable[[], Embedder],
+        open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
+        listener: Listener,
+        min_similarity: float,
+        queue_length: int,
+        nearest: int,
+    ) -> None:
+        self._open_embedder, self._open_decoder, self._listener = open_embedder, open_decoder, listener
+        self._min_similarity, self._queue_length, self._nearest = min_similarity, queue_length, nearest
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._live: set[str] = set()
+        self._gone: list[str] = []
+        self._found: OrderedDict[int, tuple[Neighbour, ...]] = OrderedDict()
+        self._is_busy = True
+        self._is_stopped = self._has_failed = False
+        self.refusal: str | None = None
+        self._thread = threading.Thread(target=self._run, name="semblend-neighbours", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Has the thread end after its present text; what waits is forgotten."""
+        with self._changed:
+            self._is_stopped = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    def submit(self, job: Job) -> None:
+        with self._changed:
+            if self._is_stopped or self.refusal is not None:
+                return
+            is_taken = len(self._jobs) < self._queue_length
+            if is_taken:
+                self._jobs.append(job)
+                if job.kind is JobKind.DONOR:
+                    self._live.add(str(job.owner))
+                self._changed.notify_all()
+        if not is_taken:
+            self._listener.neighbours_counted("dropped")
+
+    def forget(self, donor_id: str) -> None:
+        with self._changed:
+            if donor_id in self._live:
+                self._live.remove(donor_id)
+                # Never more than the donors that were entered, so that this needs no bound of its own.
+                self._gone.append(donor_id)
+                self._changed.notify_all()
+
+    def nearest(self, request_id: int) -> tuple[Neighbour, ...]:
+        with self._changed:
+            found = self._found.get(request_id, ())
+            return tuple(neighbour for neighbour in found if neighbour.donor_id in self._live)
+
+    def settle(self, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_stopped or not (self._pending() or self._is_busy), timeout)
+
+    def _pending(self) -> bool:
+        return bool(self._jobs or self._gone)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            embedder, decode, index = self._opened()
+        except Exception as error:
+            self._refuse(error)
+            return
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_stopped or self._pending())
+                if self._is_stopped:
+                    return
+                self._is_busy = True
+                gone, self._gone = self._gone, []
+                job = self._jobs.popleft() if self._jobs else None
+            for donor_id in gone:
+                index.remove(donor_id)
+            if job is not None:
+                self._do(job, embedder, decode, index)
+
+    def _opened(self) -> tuple[Embedder, Callable[[npt.NDArray[np.int32]], str], SemanticIndex]:
+        # The index library is loaded here, so that an engine without an embedder does without it.
+        from semblend_trt.discovery.semantic_index import SemanticIndex
+
+        decode = self._open_decoder()
+        embedder = self._open_embedder()
+        embedder.embed(["compiles what has to be compiled"])
+        return embedder, decode, SemanticIndex(embedder.identity, embedder.dim)
+
+    def _refuse(self, error: Exception) -> None:
+        known = isinstance(error, (ConfigurationError, ImportError))
+        logger.warning("no semantic neighbours are reported: %s", error, exc_info=None if known else error)
+        with self._changed:
+            self.refusal = str(error) or type(error).__name__
+            self._jobs.clear()
+            self._gone.clear()
+            self._live.clear()
+            self._is_busy = False
+            self._changed.notify_all()
+
+    def _do(
+        self, job: Job, embedder: Embedder, decode: Callable[[npt.NDArray[np.int32]], str], index: SemanticIndex
+    ) -> None:
+        try:
+            (vector,) = embedder.embed([decode(job.tokens)])
+            if job.kind is JobKind.DONOR:
+                self._enter(job, vector, index)
+            else:
+                self._search(job, vector, index)
+            self._listener.neighbours_counted(f"{job.kind.value}_embedded")
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("a text cannot be embedded; later failures are counted only")
+            self._listener.neighbours_counted("failed")
+
+    def _enter(self, job: Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
+        with self._changed:
+            is_live = job.owner in self._live
+        if is_live and vector.any():
+            index.add(job.namespace_key, str(job.owner), vector)
+
+    def _search(self, job: Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
+        hits = index.find(job.namespace_key, vector, self._nearest) if vector.any() else []
+        near = [Neighbour(hit.entry_id, hit.similarity) for hit in hits if hit.similarity >= self._min_similarity]
+        request_id = int(job.owner)
+        with self._changed:
+            found = tuple(neighbour for neighbour in near if neighbour.donor_id in self._live)
+            self._found[request_id] = found
+            self._found.move_to_end(request_id)
+            if len(self._found) > RECENT_REQUESTS:
+                self._found.popitem(last=False)
+        self._listener.neighbours_found(request_id, found)
