@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.discovery.cover import chain, cover
+from semblend_trt.discovery.cover import Cover, Preference, chain, cover
 from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.discovery.fingerprint import as_token_array
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
 from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
 from semblend_trt.discovery.plan_parts import attention_of, cut_to_block, exact_run, holes_of, kind_of, span_of
 from semblend_trt.discovery.run import Run
@@ -20,6 +20,8 @@ from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -68,13 +70,15 @@ class Planned:
 class _Selection:
     """The spans to place, sorted and disjoint, and the fuzzy chunks that some of them belong to.
 
-    `withheld` are spans that the settings only let be reported.
+    `withheld` are spans that the settings only let be reported. `cover` says how the spans behind the exact one came
+    about, where they may leave holes.
     """
 
     spans: list[PlanSpan]
     chunks: list[FuzzyChunk]
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
+    cover: Cover | None = None
 
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
@@ -88,6 +92,7 @@ class _Refusal(Exception):  # noqa: N818 - an answer, not an error
 class Planner:
     """Plans one prompt at a time under one policy. Thread safe: it keeps nothing between calls.
 
+    `is_near` says whether a donor's KV lies on the card; of equally good donors such a one is taken.
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
@@ -99,8 +104,16 @@ class Planner:
     stock engine), no_publication_guard (approximate KV could be published).
     """
 
-    def __init__(self, index: SpanIndex, settings: Settings, policy: ReusePolicy, num_layers: int) -> None:
+    def __init__(
+        self,
+        index: SpanIndex,
+        settings: Settings,
+        policy: ReusePolicy,
+        num_layers: int,
+        is_near: Callable[[str], bool] = lambda _donor_id: False,
+    ) -> None:
         self._index = index
+        self._is_near = is_near
         self._settings = settings
         self._policy = policy
         self._num_layers = num_layers
@@ -144,7 +157,9 @@ class Planner:
         except ValueError:
             # Engines mark multimodal placeholders with ids outside the vocabulary; equal ids are not equal content.
             raise _Refusal("invalid_tokens") from None
-        runs = self._index.find(request.namespace_key, tokens)
+        # Fuzzy chunks are made of shorter runs; otherwise the lookup need not look for them.
+        shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
+        runs = self._index.find(request.namespace_key, tokens, shortest)
         return [run for run in runs if run.donor_id not in request.exclude]
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
@@ -171,7 +186,8 @@ class Planner:
             chunks = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        first = exact_run(usable, begin, end)
+        preference, found = Preference(self._is_near, request.block_size), None
+        first = exact_run(usable, begin, end, self._is_near)
         chosen = [] if first is None else [first]
         # Exact KV comes first, even before a longer shifted run: it costs nothing in quality and may be published.
         position = begin if first is None else first.target_end
@@ -179,11 +195,12 @@ class Planner:
         # A run of head tokens alone would be moved and then computed all the same.
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
         if terms is not None and (strict or request.mode is EngineMode.STOCK):
-            chosen += chain(usable, position, end, worth_moving)
+            chosen += chain(usable, position, end, worth_moving, preference)
             chunks, refusal = [], "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             used = {run.donor_id for run in chosen}
-            chosen += cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used).pieces
+            found = cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used, preference)
+            chosen += found.pieces
             chosen, chunks = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
@@ -191,7 +208,7 @@ class Planner:
         spans = [span_of(run, exact=run is first) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, chunks)
+        return _Selection(spans, chunks, cover=found)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
         """What the switches that only let donors be reported leave of a selection."""
@@ -261,6 +278,8 @@ def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> 
         "tokens_reused": sum(span.length for span in selection.spans),
         "holes": [[hole.start, hole.stop] for hole in holes],
     }
+    if selection.cover is not None:
+        found["cover"] = selection.cover.explained()
     if selection.chunks:
         placed = [Run(span.donor_id, span.donor_start, span.target_start, span.length) for span in selection.spans]
         found["fuzzy_chunks"] = [chunk.explained(placed) for chunk in selection.chunks]

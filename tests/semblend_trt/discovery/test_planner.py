@@ -108,7 +108,32 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
         "donors_considered": 2,
         "tokens_reused": 700,
         "holes": [[0, 100]],
+        "cover": {
+            "pieces": 2,
+            "tokens": 700,
+            "donors": 2,
+            "considered": 2,
+            "covered": 0,
+            "cut": 0,
+            "dropped_short": 0,
+            "ties": 0,
+            "near": 0,
+            "aligned": 0,
+        },
     }
+
+
+@pytest.mark.parametrize("mode", [STOCK, WRAPPER])
+def test_of_equally_good_donors_one_on_the_card_is_taken(mode: EngineMode) -> None:
+    index = SpanIndex()
+    for donor_id in ("a", "near", "z"):
+        index.add("space", donor_id, np.concatenate([text(ord(donor_id[0]), 9), PROMPT]))
+        index.add("space", f"start-{donor_id}", PROMPT[:200])
+    near = {"near", "start-near"}
+    values = Settings(policy=ReusePolicy.POSITION_FIX)
+    asked = Planner(index, values, values.policy, NUM_LAYERS, near.__contains__)
+    plan = plan_of(asked.plan(request(mode=mode)))
+    assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
 
 
 def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
