@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from validation.arms import COLD, POSITION_FIX
+from validation.arms import COLD, POSITION_FIX, VERIFIED
 from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match_drop, unrelated_fires
 from validation.metrics import mean, median
+from validation.quality.rows import HEADER_TRAP
 from validation.results import Measured, Row, row
 from validation.workloads import HARMLESS
 
@@ -24,13 +25,17 @@ TIMED_SIZES = ("2k", "4k")
 def end_to_end_rows(
     samples: Sequence[Sample], logit_difference: float | None, device: str, measured: Measured
 ) -> list[Row]:
-    """Rows of the built-in workloads, of the arm position_fix; what the run did not measure gets no row.
+    """Rows of the built-in workloads, of the arms position_fix and verified; what was not measured gets no row.
 
     Names begin with the kind of device, `cpu` or `gpu`, except for the wrapper's exactness.
     """
     kind = "gpu" if device.startswith("cuda") else "cpu"
-    rows = [_speedup_row(f"{kind}_shifted_{size}_ttft_speedup", size, samples, measured) for size in TIMED_SIZES]
-    rows.append(_exact_match_row(f"{kind}_harmless_em_drop", samples, measured))
+    rows = []
+    for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
+        rows += [_speedup_row(f"{name}_{size}_ttft_speedup", arm, size, samples, measured) for size in TIMED_SIZES]
+    rows.append(_exact_match_row(f"{kind}_harmless_em_drop", POSITION_FIX, HARMLESS, samples, measured))
+    rows.append(_exact_match_row(f"{kind}_verified_em_drop", VERIFIED, (*HARMLESS, HEADER_TRAP), samples, measured))
+    rows.append(_trap_row(f"{kind}_trap_position_fix_em", samples, measured))
     rows.append(_fires_row(f"{kind}_unrelated_fires", samples, measured))
     if logit_difference is not None:
         rows.append(
@@ -47,27 +52,42 @@ def end_to_end_rows(
     return [each for each in rows if each is not None]
 
 
-def _speedup_row(name: str, size: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
+def _speedup_row(name: str, arm: str, size: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
     shifted = [s for s in samples if s.workload in HARMLESS and s.size == size and s.timed]
-    ours = [s for s in shifted if s.arm == POSITION_FIX]
+    ours = [s for s in shifted if s.arm == arm]
     speedup = median([s.speedup for s in ours if s.speedup is not None])
     cold = median([s.ttft_s for s in shifted if s.arm == COLD])
     prompt, computed = mean([s.prompt_tokens for s in ours]), mean([s.computed_tokens for s in ours])
     if speedup is None or cold is None or prompt is None or computed is None:
         return None
-    baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which position_fix computes {computed:,.0f}"
+    baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
     return row(name, speedup, "x", goal=MIN_SPEEDUP, better="higher", baseline=baseline, measured=measured)
 
 
-def _exact_match_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
-    harmless = [s for s in samples if s.workload in HARMLESS]
-    drop = exact_match_drop(harmless, POSITION_FIX)
-    matches = [float(s.exact_match) for s in harmless if s.arm == COLD and s.exact_match is not None]
-    cold = mean(matches)
+def _exact_match_row(
+    name: str, arm: str, workloads: Sequence[str], samples: Sequence[Sample], measured: Measured
+) -> Row | None:
+    chosen = [s for s in samples if s.workload in workloads]
+    drop, cold = exact_match_drop(chosen, arm), _exact_match(chosen, COLD)
     if drop is None or cold is None:
         return None
-    baseline = f"cold: {cold:.3f} of {len(matches)} answers"
+    answers = sum(s.arm == COLD and s.exact_match is not None for s in chosen)
+    baseline = f"cold: {cold:.3f} of {answers} answers"
     return row(name, drop, "exact match", goal=MAX_EM_DROP, better="lower", baseline=baseline, measured=measured)
+
+
+def _trap_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
+    """Reuse without a check has to fail on the trap, or the trap shows nothing."""
+    trap = [s for s in samples if s.workload == HEADER_TRAP]
+    cold, ours = _exact_match(trap, COLD), _exact_match(trap, POSITION_FIX)
+    if cold is None or ours is None:
+        return None
+    baseline = f"cold: {cold:.3f}; the trap has to bite"
+    return row(name, ours, "exact match", goal=cold / 2, better="lower", baseline=baseline, measured=measured)
+
+
+def _exact_match(samples: Sequence[Sample], arm: str) -> float | None:
+    return mean([float(s.exact_match) for s in samples if s.arm == arm and s.exact_match is not None])
 
 
 def _fires_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:

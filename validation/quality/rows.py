@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FILE_NAME = "quality.json"
 MIN_REUSED_SHARE = 0.90
 MAX_PPL_RATIO = 1.005
-_HEADER_TRAP = "header_trap"
+HEADER_TRAP = "header_trap"
 
 
 def quality_rows(report: QualityReport, measured: Measured) -> list[Row]:
@@ -29,7 +29,7 @@ def quality_rows(report: QualityReport, measured: Measured) -> list[Row]:
     rows = [each for line in lines if line.arm == VERIFIED for each in _verified_rows(line, measured)]
     harmless = [line for line in report.kind_lines() if line.family == Kind.HARMLESS.value and line.arm == VERIFIED]
     rows += [each for line in harmless for each in _harmless_rows(line, measured)]
-    trap = {line.arm: line for line in lines if line.family == _HEADER_TRAP}
+    trap = {line.arm: line for line in lines if line.family == HEADER_TRAP}
     if POSITION_FIX in trap and trap[COLD].exact_match and trap[POSITION_FIX].exact_match is not None:
         rows.append(_trap_row(trap[POSITION_FIX], trap[COLD], measured))
     fires = _fires_row(report, measured)
