@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Runtime:
     registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
     call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
+    `faults` counts calls of the engine that could not be answered, by name.
     `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
     """
@@ -70,6 +71,7 @@ class Runtime:
     disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
+    faults: Counter[str] = field(default_factory=Counter)
     check_layers: tuple[int, ...] = ()
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semblend_trt.config import load_settings
+from semblend_trt.connector.allocation import progress_of, settle_allocation
 from semblend_trt.connector.contract import KvCacheConnectorScheduler
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
@@ -21,9 +22,11 @@ from semblend_trt.connector.eligibility import (
     cache_salt_of,
     check_eligible,
 )
+from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.connector.journal import Journal
+from semblend_trt.connector.layer_groups import LayerGroupForms
 from semblend_trt.connector.library import Library
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
+from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.neighbourhood import neighbourhood_for
 from semblend_trt.connector.profile_match import ProfileMatcher
@@ -32,11 +35,10 @@ from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.connector.standing import facts_or_refusal
 from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.errors import NamespaceError, SemBlendError
+from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger
-from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
+class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler):  # type: ignore[misc]
     """Looks donors up, plans their reuse, and decides which finished requests become donors.
 
     `outcomes` counts how every request ended. `library` holds the donors; it exists once the worker has registered
@@ -78,6 +80,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
+    @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
         request_id, start = int(request.request_id), perf_counter()
@@ -91,44 +94,31 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._journal.lookup(tracked)
         return tracked.matched_tokens, False
 
+    @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Learns the request's blocks. If its plan does not fit them, the wrapper computes what was promised.
-
-        A stock engine cannot; the plan then stays without blocks, and the load fails alike on every rank.
-        """
+        """Learns the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
-        if tracked is None or tracked.plan is None:
-            return
-        try:
-            tracked.plan = tracked.plan.with_target_blocks(tuple(block_ids))
-        except SemBlendError:
-            logger.exception("request %d: blocks do not fit its plan", tracked.request_id)
-            tracked.load_failed = True
-            if tracked.plan.execution.mode is EngineMode.WRAPPER:
-                tracked.plan = tracked.plan.without_spans("target_blocks")
-        self._journal.allocated(tracked.request_id, len(block_ids))
+        if tracked is not None and tracked.plan is not None:
+            settle_allocation(tracked, request, block_ids)
+            self._journal.allocated(tracked.request_id, len(block_ids))
 
+    @never_raises(SemBlendConnectorMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Returns this iteration's plans, save intents and block progress, the same for every rank."""
-        try:
-            return self._metadata_of(scheduler_output)
-        except Exception:
-            logger.exception("building the connector metadata failed; nothing is loaded or saved this iteration")
-            return SemBlendConnectorMetadata()
+        return self._metadata_of(scheduler_output)
 
+    @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:  # noqa: ARG002
         """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
-        request_id = int(request.request_id)
-        tracked = self._requests.pop(request_id)
+        tracked = self._requests.pop(int(request.request_id))
         if tracked is None:
             return False
         try:
             return self._finish(tracked, request)
         except Exception:
-            logger.exception("finishing request %d failed; it does not become a donor", request_id)
             tracked.release_leases()
             self._cancel_intent(tracked)
-            return False
+            raise
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
@@ -260,31 +250,33 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _metadata_of(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         plans: list[SemanticKvPlan] = []
-        intents, progress = [], []
+        intents, progress, followed = [], [], []
+        for silent in self._requests.begin_iteration():
+            self._settle(silent)
         for data in scheduler_output.new_requests:
-            tracked = self._requests.get(data.request_id)
+            tracked = self._requests.scheduled(data.request_id, loads=True)
             if tracked is None:
                 continue
             loading = tracked.matched_tokens
             if tracked.plan is not None and loading:
                 plans.append(tracked.plan)
                 self._journal.dispatched(tracked.plan, data)
-            if tracked.intent is not None:
+            told = progress_of(tracked, data, loading, self._runtime.faults, is_first=True)
+            if tracked.intent is not None and told is not None:
                 intents.append(tracked.intent)
-            progress.append(_progress(tracked, data, loading, is_first=True))
+                followed.append(tracked)
+            progress.append(told)
         for data in scheduler_output.cached_requests:
-            tracked = self._requests.get(data.request_id)
+            tracked = self._requests.scheduled(data.request_id)
             if tracked is not None:
-                tracked.release_leases()  # its load was ordered before the forward that has run since
-                progress.append(_progress(tracked, data, 0, is_first=False))
+                progress.append(progress_of(tracked, data, 0, self._runtime.faults, is_first=False))
         orders = TierOrders() if self.library is None else self.library.take_orders()
         metadata = SemBlendConnectorMetadata(
-            tuple(plans), tuple(intents), tuple(progress), tuple(self._forgotten), orders
+            tuple(plans), tuple(intents), tuple(filter(None, progress)), tuple(self._forgotten), orders
         )
         self._forgotten = []
-        for data in scheduler_output.new_requests:
-            if (tracked := self._requests.get(data.request_id)) is not None:
-                tracked.is_followed = True
+        for tracked in followed:
+            tracked.is_followed = True
         return metadata
 
     # -- the end of a request --------------------------------------------------------------------------------------
@@ -339,9 +331,3 @@ def _tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
 
 def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
     return TrackedRequest(request_id, "", np.empty(0, dtype=np.int32), num_computed_tokens, reason=reason)
-
-
-def _progress(tracked: TrackedRequest, data: Any, loading: int, *, is_first: bool) -> RequestProgress:
-    # For a synchronous load `computed_position` points at the first token to load, not behind the last.
-    tracked.written_tokens = data.computed_position + loading + data.num_scheduled_tokens
-    return RequestProgress(tracked.request_id, tuple(data.new_block_ids), tracked.written_tokens, is_first)

@@ -14,9 +14,10 @@ import torch
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
+from semblend_trt.connector.bound_metadata import readable_metadata
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.disk_keeper import DiskKeeper
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
+from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
@@ -34,7 +35,7 @@ from semblend_trt.streams import on
 
 if TYPE_CHECKING:
     from kernels.rope import RopeRotation
-    from semblend_trt.connector.metadata import SaveIntent
+    from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.connector.tier_orders import TierOrders
     from semblend_trt.plan import SemanticKvPlan
@@ -101,10 +102,27 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._open(kv_cache_tensor, geometry, self._facts.rotation)
         self._runtime.pool = PoolFacts(geometry, kv_cache_tensor.shape[0], kv_cache_tensor.dtype)
 
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
+        try:
+            pool = single_pool(layout)
+        except Exception:
+            logger.exception("KV reuse is off: the layout of the caches cannot be read")
+            self._runtime.refusal = self._runtime.refusal or "pool_layout"
+            return
+        if pool is None:
+            logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
+            self._runtime.refusal = self._runtime.refusal or "layer_groups"
+            return
+        self.register_kv_caches(pool)
+
+    def register_forward_pass_callable(self) -> None:
+        """None: nothing has to run after a forward, because saves wait for their own event."""
+
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
         """Applies the bound metadata: drops and demotes donors, follows blocks, and places plans' spans on `stream`."""
-        metadata = self.get_connector_meta()
-        if not isinstance(metadata, SemBlendConnectorMetadata):
+        metadata = readable_metadata(self.get_connector_meta(), self._runtime)
+        if metadata is None:
             return
         if self.store is not None and self.saver is not None:
             self._make_room(metadata.orders, self.store, self.saver)
@@ -229,11 +247,18 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if followed is None or self.saver is None:
             return False
         intent = followed.intent
-        tokens = min(followed.written_tokens, intent.max_tokens)
+        tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
         self.saver.start(
             request_id, intent.donor_id, intent.tier, followed.block_ids, tokens, is_written=intent.is_written
         )
         return True
+
+    def _first_unknown(self, block_ids: list[int], tokens: int) -> int:
+        """`tokens`, or where the first block begins that is no row of the pool: -1 would be another request's."""
+        assert self._runtime.pool is not None
+        blocks, block_size = self._runtime.pool.num_blocks, self._runtime.pool.geometry.block_size
+        unknown = (index * block_size for index, block in enumerate(block_ids) if not 0 <= block < blocks)
+        return min(tokens, next(unknown, tokens))
 
 
 def _check_single_rank(llm_args: Any) -> None:
@@ -242,13 +267,6 @@ def _check_single_rank(llm_args: Any) -> None:
     ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
     if ranks > 1:
         raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
-
-    def _held_tokens(self, block_ids: list[int]) -> int:
-        """Leading tokens of which the blocks are rows of the pool: -1 would be another request's block."""
-        assert self._runtime.pool is not None
-        blocks = self._runtime.pool.num_blocks
-        known = next((index for index, block in enumerate(block_ids) if not 0 <= block < blocks), len(block_ids))
-        return known * self._runtime.pool.geometry.block_size
 
 
 def _geometry_of(pool: torch.Tensor, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
