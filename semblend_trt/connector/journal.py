@@ -46,6 +46,7 @@ class Journal:
             kind=None if plan is None else plan.kind.value,
             reuse_ratio=0.0 if plan is None else round(plan.reused_tokens / plan.prompt_length, 4),
             rejection_reason=tracked.reason,
+            diagnostics=None if plan is None else plan.diagnostics,
         )
 
     def allocated(self, request_id: int, block_count: int) -> None:

@@ -6,17 +6,17 @@ a margin of tokens behind each difference, the first that see it. Tokens before 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.discovery.run import Run
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from semblend_trt.discovery.run import Run
 
 # Two differences of 8 tokens, and between them up to 31 equal ones, which are too few to be found as a run.
 MAX_GAP = 48
@@ -27,7 +27,7 @@ LEAST_PIECE = 16
 # Chunks of one donor that a run may still join; text that repeats itself opens many.
 _OPEN_CHUNKS = 8
 # Chunks that a plan may be made of, the largest first.
-MAX_CHUNKS = 64
+MAX_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +45,29 @@ class FuzzyChunk:
     def reusable_tokens(self) -> int:
         return sum(piece.length for piece in self.pieces)
 
-    def tokens_in(self, chosen: Iterable[Run]) -> int:
-        """Tokens of `chosen` runs that lie on this chunk's own runs."""
-        places: dict[int, list[Run]] = defaultdict(list)
-        for run in self.runs:
-            places[_shift(run)].append(run)
-        total = 0
-        for piece in chosen:
-            if piece.donor_id != self.donor_id:
-                continue
-            same = places.get(_shift(piece), [])
-            first = bisect_right(same, piece.target_start, key=lambda run: run.target_end)
-            for run in islice(same, first, None):
-                if run.target_start >= piece.target_end:
-                    break
-                total += min(run.target_end, piece.target_end) - max(run.target_start, piece.target_start)
-        return total
 
-    def explained(self, chosen: Iterable[Run]) -> dict[str, Any]:
-        """What diagnostics say: the prompt's range, and how many of its tokens `chosen` reuses from this chunk."""
-        begin, end = self.runs[0].target_start, max(run.target_end for run in self.runs)
+@dataclass(frozen=True, slots=True)
+class ChunkUse:
+    """A chunk, and how many tokens a plan reuses of it."""
+
+    chunk: FuzzyChunk
+    tokens: int
+
+    def explained(self) -> dict[str, Any]:
+        """What diagnostics say; `target` is the chunk's range in the prompt, `tokens` its length."""
+        runs = self.chunk.runs
+        begin, end = runs[0].target_start, runs[-1].target_end
         return {
-            "donor_id": self.donor_id,
+            "donor_id": self.chunk.donor_id,
             "target": [begin, end],
-            "runs": len(self.runs),
+            "runs": len(runs),
             "tokens": end - begin,
-            "tokens_reused": self.tokens_in(chosen),
+            "tokens_reused": self.tokens,
         }
 
 
-def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> list[FuzzyChunk]:
-    """Joins `runs` into chunks, their pieces cut to prompt positions [begin, end); a run alone is in none.
+def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[list[FuzzyChunk], list[Run]]:
+    """Joins `runs` into chunks, their pieces cut to prompt positions [begin, end); returns the runs of none too.
 
     Two runs of a donor are joined when the second follows the first, in donor and prompt, with at most MAX_GAP tokens
     between them. A run belongs to one chunk at most, that whose shift is nearest to its own.
@@ -83,74 +75,79 @@ def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> list[Fu
     of_donor: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         of_donor[run.donor_id].append(run)
-    return [
-        FuzzyChunk(tuple(chain), _pieces(chain, begin, end, margin))
-        for donor_id in sorted(of_donor)
-        for chain in _chains(of_donor[donor_id])
-        if len(chain) > 1
-    ]
+    chunks, alone = [], []
+    for donor_id in sorted(of_donor):
+        for chain in _chains(of_donor[donor_id]):
+            if len(chain) == 1:
+                alone.append(chain[0])
+            else:
+                chunks.append(FuzzyChunk(tuple(chain), _pieces(chain, begin, end, margin)))
+    return chunks, alone
 
 
 def fill(
     chosen: Sequence[Run], chunks: Iterable[FuzzyChunk], begin: int, end: int, min_span: int, shortest: int
-) -> tuple[list[Run], list[FuzzyChunk]]:
+) -> tuple[list[Run], list[ChunkUse]]:
     """Adds to `chosen` (disjoint runs) what chunks hold of positions [begin, end) that are free, the largest first.
 
     A piece needs `shortest` tokens, and at least LEAST_PIECE; a chunk needs `min_span`, those already chosen of it
     among them. Returns the runs by position, and the chunks that are in use.
     """
-    placed = sorted(chosen, key=lambda run: run.target_start)
-    of_donor: dict[str, list[Run]] = defaultdict(list)
-    for run in placed:
-        of_donor[run.donor_id].append(run)
-    used = []
-    for chunk in nsmallest(MAX_CHUNKS, chunks, key=lambda chunk: (-chunk.reusable_tokens, *_entry(chunk.runs[0]))):
-        inside = [part for piece in chunk.pieces if (part := piece.within(begin, end)) is not None]
-        free = [part for piece in inside for part in _free_parts(piece, placed)]
-        free = [part for part in free if part.length >= max(shortest, LEAST_PIECE)]
-        held = chunk.tokens_in(of_donor[chunk.donor_id])
-        if held + sum(part.length for part in free) < min_span:
+    placed = sorted(chosen, key=_by_target)
+    shortest = max(shortest, LEAST_PIECE)
+    gaps, donors, used = _gaps(placed, begin, end, shortest), {run.donor_id for run in placed}, []
+    sized = [(chunk.reusable_tokens, chunk) for chunk in chunks]
+    large = [(-tokens, *_entry(chunk.runs[0]), chunk) for tokens, chunk in sized if tokens >= min_span]
+    for *_, chunk in nsmallest(MAX_CHUNKS, large, key=lambda each: each[:-1]):
+        first, last = chunk.pieces[0].target_start, chunk.pieces[-1].target_end
+        if chunk.donor_id not in donors and not any(low < last and first < high for low, high in gaps):
             continue
-        for part in free:
-            insort(placed, part, key=lambda run: run.target_start)
-        of_donor[chunk.donor_id].extend(free)
-        if free or held:
-            used.append(chunk)
+        free, held = _free_and_held(chunk, placed, begin, end)
+        free = [part for part in free if part.length >= shortest]
+        tokens = held + sum(part.length for part in free)
+        if tokens < min_span:
+            continue
+        used.append(ChunkUse(chunk, tokens))
+        if free:
+            placed.extend(free)
+            placed.sort(key=_by_target)
+            gaps, donors = _gaps(placed, begin, end, shortest), donors | {chunk.donor_id}
     return placed, used
+
+
+def _gaps(placed: list[Run], begin: int, end: int, shortest: int) -> list[tuple[int, int]]:
+    """Ranges of at least `shortest` positions of [begin, end) that `placed` (sorted, disjoint) leaves free."""
+    gaps = []
+    for run in placed:
+        if run.target_start - begin >= shortest:
+            gaps.append((begin, run.target_start))
+        begin = max(begin, run.target_end)
+    return [*gaps, (begin, end)] if end - begin >= shortest else gaps
 
 
 def _chains(runs: list[Run]) -> list[list[Run]]:
     """Runs of one donor, each behind the one that it continues best."""
+    if len(runs) == 1:
+        return [runs]
     chains: list[list[Run]] = []
     still_open: deque[list[Run]] = deque(maxlen=_OPEN_CHUNKS)
-    for run in sorted(runs, key=lambda run: (run.target_start, run.target_end, run.donor_start)):
-        best = min(
-            (chain for chain in still_open if _follows(chain[-1], run)),
-            key=lambda chain: (abs(_shift(chain[-1]) - _shift(run)), run.target_start - chain[-1].target_end),
-            default=None,
-        )
-        if best is None:
+    for run in sorted(runs, key=lambda run: (run.target_start, run.length, run.donor_start)):
+        best, least = None, (MAX_GAP + MAX_OVERLAP + 1, 0)
+        for chain in still_open:
+            last = chain[-1]
+            in_prompt = run.target_start - last.target_start - last.length
+            in_donor = run.donor_start - last.donor_start - last.length
+            if not -MAX_OVERLAP <= in_prompt <= MAX_GAP or not -MAX_OVERLAP <= in_donor <= MAX_GAP:
+                continue
+            distance = (abs(in_prompt - in_donor), in_prompt)
+            if distance < least and in_prompt + run.length > 0 and run.donor_start > last.donor_start:
+                best, least = chain, distance
+        if best is not None:
+            best.append(run)
+        else:
             chains.append([run])
             still_open.append(chains[-1])
-        else:
-            best.append(run)
     return chains
-
-
-def _follows(first: Run, second: Run) -> bool:
-    in_prompt = second.target_start - first.target_end
-    in_donor = second.donor_start - (first.donor_start + first.length)
-    if not all(-MAX_OVERLAP <= gap <= MAX_GAP for gap in (in_prompt, in_donor)):
-        return False
-    return second.target_end > first.target_end and second.donor_start > first.donor_start
-
-
-def _shift(run: Run) -> int:
-    return run.target_start - run.donor_start
-
-
-def _entry(run: Run) -> tuple[str, int, int]:
-    return (run.donor_id, run.target_start, run.donor_start)
 
 
 def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, ...]:
@@ -165,16 +162,49 @@ def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, .
     return tuple(pieces)
 
 
-def _free_parts(piece: Run, placed: list[Run]) -> list[Run]:
-    """What `placed` (sorted, disjoint) leaves of a piece."""
-    parts, position = [], piece.target_start
-    for index in range(bisect_left(placed, piece.target_start, key=lambda run: run.target_end), len(placed)):
-        run = placed[index]
-        if run.target_start >= piece.target_end:
-            break
-        if (part := piece.within(position, run.target_start)) is not None:
-            parts.append(part)
-        position = max(position, run.target_end)
-    if (part := piece.within(position, piece.target_end)) is not None:
-        parts.append(part)
-    return parts
+def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -> tuple[list[Run], int]:
+    """What `placed` (sorted, disjoint) leaves of a chunk's pieces inside [begin, end); the chunk's tokens it holds."""
+    # What is held may lie before `begin`, where a run was placed as exact.
+    first = bisect_right(placed, chunk.runs[0].target_start, key=_by_end)
+    free: list[Run] = []
+    held, at = 0, first
+    for piece in chunk.pieces:
+        piece_end = piece.target_start + piece.length
+        position, stop = max(piece.target_start, begin), min(piece_end, end)
+        while at < len(placed) and placed[at].target_end <= piece.target_start:
+            at += 1
+        for other in islice(placed, at, None):
+            if other.target_start >= piece_end:
+                break
+            if position < min(other.target_start, stop):
+                free.append(_part(piece, position, min(other.target_start, stop)))
+            if _continues(piece, other):
+                held += min(piece_end, other.target_end) - max(piece.target_start, other.target_start)
+            position = max(position, other.target_end)
+        if position < stop:
+            free.append(_part(piece, position, stop))
+    return free, held
+
+
+def _part(piece: Run, begin: int, end: int) -> Run:
+    if begin == piece.target_start and end == piece.target_end:
+        return piece
+    return Run(piece.donor_id, piece.donor_start + begin - piece.target_start, begin, end - begin)
+
+
+def _continues(piece: Run, other: Run) -> bool:
+    """True when both lie on one diagonal of one donor."""
+    same_shift = piece.donor_start - piece.target_start == other.donor_start - other.target_start
+    return same_shift and piece.donor_id == other.donor_id
+
+
+def _by_end(run: Run) -> int:
+    return run.target_start + run.length
+
+
+def _by_target(run: Run) -> int:
+    return run.target_start
+
+
+def _entry(run: Run) -> tuple[str, int, int]:
+    return (run.donor_id, run.target_start, run.donor_start)

@@ -7,14 +7,14 @@ without them, when it cannot.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.cover import Cover, Preference, chain, cover
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
-from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
+from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
 from semblend_trt.discovery.plan_parts import attention_of, cut_to_block, exact_run, holes_of, kind_of, span_of
-from semblend_trt.discovery.run import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 from semblend_trt.token_ids import TokenIds
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
+    from semblend_trt.discovery.run import Run
     from semblend_trt.discovery.span_index import SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
+
+
+# Runs among which the best are chosen, the longest of all found: text that stands in hundreds of donors offers more.
+MAX_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class _Selection:
     """
 
     spans: list[PlanSpan]
-    chunks: list[FuzzyChunk]
+    chunks: list[ChunkUse]
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
     cover: Cover | None = None
@@ -180,15 +185,16 @@ class Planner:
     def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
         """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
-        usable = [run for run in runs if (part := run.within(begin, end)) is not None and part.length >= min_span]
+        usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
         chunks: list[FuzzyChunk] = []
+        alone = usable
         if self._settings.fuzzy_chunks and request.mode is EngineMode.WRAPPER and terms is not None:
-            chunks = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
+            chunks, alone = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        preference, found = Preference(self._is_near, request.block_size), None
         first = exact_run(usable, begin, end, self._is_near)
-        chosen = [] if first is None else [first]
+        chosen, uses = [] if first is None else [first], list[ChunkUse]()
+        preference, found = Preference(self._is_near, request.block_size), None
         # Exact KV comes first, even before a longer shifted run: it costs nothing in quality and may be published.
         position = begin if first is None else first.target_end
         strict = self._settings.strict_prefix_boundary
@@ -196,19 +202,21 @@ class Planner:
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
         if terms is not None and (strict or request.mode is EngineMode.STOCK):
             chosen += chain(usable, position, end, worth_moving, preference)
-            chunks, refusal = [], "strict_prefix_boundary" if strict else "hole_needs_wrapper"
+            refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             used = {run.donor_id for run in chosen}
-            found = cover(_cut_by_margins(usable, chunks), position, end, worth_moving, used, preference)
+            pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
+            longest = nlargest(MAX_PIECES, alone + pieces, key=lambda run: run.length)
+            found = cover(longest, position, end, worth_moving, used, preference)
             chosen += found.pieces
-            chosen, chunks = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
+            chosen, uses = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
         spans = [span_of(run, exact=run is first) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, chunks, cover=found)
+        return _Selection(spans, uses, cover=found)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
         """What the switches that only let donors be reported leave of a selection."""
@@ -265,12 +273,6 @@ def _check_time(deadline: Deadline) -> None:
         raise _Refusal("lookup_timeout")
 
 
-def _cut_by_margins(runs: list[Run], chunks: list[FuzzyChunk]) -> list[Run]:
-    """`runs`, those of chunks replaced by what the margin leaves of them."""
-    joined = {run for chunk in chunks for run in chunk.runs}
-    return [run for run in runs if run not in joined] + [piece for chunk in chunks for piece in chunk.pieces]
-
-
 def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "runs_found": len(runs),
@@ -281,8 +283,7 @@ def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> 
     if selection.cover is not None:
         found["cover"] = selection.cover.explained()
     if selection.chunks:
-        placed = [Run(span.donor_id, span.donor_start, span.target_start, span.length) for span in selection.spans]
-        found["fuzzy_chunks"] = [chunk.explained(placed) for chunk in selection.chunks]
+        found["fuzzy_chunks"] = [use.explained() for use in selection.chunks]
     if selection.withheld:
         found["withheld"] = [[each.donor_id, *_place(each)] for each in selection.withheld]
     return found

@@ -23,6 +23,8 @@ class Run:
         first, last = max(begin, self.target_start), min(end, self.target_end)
         if first >= last:
             return None
+        if last - first == self.length:
+            return self
         return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
-from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, chunks_of, fill
+from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, ChunkUse, chunks_of, fill
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.run import Run
 from semblend_trt.discovery.span_index import SpanIndex
@@ -68,7 +68,7 @@ def covered(plan: SemanticKvPlan) -> set[int]:
 
 def test_runs_with_small_differences_between_are_one_chunk() -> None:
     runs = [Run("a", 10, 100, 40), Run("a", 51, 141, 39), Run("a", 92, 181, 50)]
-    (chunk,) = chunks_of(runs, 0, 1000, margin=4)
+    ((chunk,), _) = chunks_of(runs, 0, 1000, margin=4)
     assert chunk.runs == tuple(runs)
     # Two tokens of the donor stand where the prompt has one, before the last run.
     assert chunk.pieces == (Run("a", 10, 100, 40), Run("a", 55, 145, 35), Run("a", 96, 185, 46))
@@ -89,46 +89,49 @@ def test_runs_with_small_differences_between_are_one_chunk() -> None:
     ],
 )
 def test_what_follows_within_a_small_gap_in_donor_and_prompt_is_joined(second: Run, joined: bool) -> None:
-    assert bool(chunks_of([Run("a", 10, 100, 40), second], 0, 1000, margin=4)) == joined
+    chunks, alone = chunks_of([Run("a", 10, 100, 40), second], 0, 1000, margin=4)
+    assert (len(chunks), len(alone)) == ((1, 0) if joined else (0, 2))
 
 
 def test_a_run_joins_the_chunk_of_the_nearest_shift() -> None:
     first, other, second = Run("a", 0, 100, 40), Run("a", 7, 101, 40), Run("a", 42, 142, 40)
-    (chunk,) = chunks_of([first, other, second], 0, 1000, margin=4)
+    ((chunk,), alone) = chunks_of([first, other, second], 0, 1000, margin=4)
+    assert alone == [other]
     assert chunk.runs == (first, second)
 
 
 def test_pieces_end_where_positions_may_not_be_reused() -> None:
-    (chunk,) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 120, 170, margin=4)
+    ((chunk,), _) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 120, 170, margin=4)
     assert chunk.pieces == (Run("a", 20, 120, 20), Run("a", 45, 145, 25))
     # The margin behind a difference that the engine's own prefix holds is computed all the same.
-    (chunk,) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 142, 170, margin=4)
+    ((chunk,), _) = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 142, 170, margin=4)
     assert chunk.pieces == (Run("a", 45, 145, 25),)
 
 
 def test_what_is_placed_already_stays_and_free_places_are_filled() -> None:
-    chunks = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 0, 1000, margin=4)
+    chunks, _ = chunks_of([Run("a", 0, 100, 40), Run("a", 41, 141, 40)], 0, 1000, margin=4)
     chosen = [Run("b", 7, 110, 20)]
     placed, used = fill(chosen, chunks, 0, 1000, min_span=36, shortest=1)
     assert placed == [Run("b", 7, 110, 20), Run("a", 45, 145, 36)]  # what lies beside `b` is too short to be worth it
-    assert used == chunks
+    assert used == [ChunkUse(chunks[0], 36)]
     assert fill(chosen, chunks, 0, 1000, min_span=37, shortest=1) == (chosen, [])
     assert fill(chosen, chunks, 0, 1000, min_span=30, shortest=37) == (chosen, [])
 
 
 def test_pieces_already_chosen_count_for_their_chunk() -> None:
-    chunks = chunks_of([Run("a", 0, 100, 60), Run("a", 61, 161, 40)], 0, 1000, margin=4)
+    chunks, _ = chunks_of([Run("a", 0, 100, 60), Run("a", 61, 161, 40)], 0, 1000, margin=4)
     chosen = [Run("a", 0, 100, 60)]
     placed, used = fill(chosen, chunks, 160, 1000, min_span=90, shortest=1)
     assert placed == [*chosen, Run("a", 65, 165, 36)]
-    assert used == chunks
-    assert chunks[0].explained(placed) == {
-        "donor_id": "a",
-        "target": [100, 201],
-        "runs": 2,
-        "tokens": 101,
-        "tokens_reused": 96,
-    }
+    assert [use.explained() for use in used] == [
+        {
+            "donor_id": "a",
+            "target": [100, 201],
+            "runs": 2,
+            "tokens": 101,
+            "tokens_reused": 96,
+        }
+    ]
 
 
 # -- what the planner makes of them -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.planner import MAX_PIECES, LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
@@ -130,7 +130,7 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode: EngineMode) -> No
         index.add("space", donor_id, np.concatenate([text(ord(donor_id[0]), 9), PROMPT]))
         index.add("space", f"start-{donor_id}", PROMPT[:200])
     near = {"near", "start-near"}
-    values = Settings(policy=ReusePolicy.POSITION_FIX)
+    values = Settings(policy=ReusePolicy.POSITION_FIX, lookup_deadline_ms=10_000)
     asked = Planner(index, values, values.policy, NUM_LAYERS, near.__contains__)
     plan = plan_of(asked.plan(request(mode=mode)))
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
@@ -184,6 +184,16 @@ def test_boundary_is_carried_by_request_local_plans() -> None:
     )
     assert list(plan.execution.layers_to_recompute) == [0, 1]
     assert plan.kind is PlanKind.REQUEST_LOCAL_SEGMENTED
+
+
+def test_more_runs_than_can_be_tried_leave_the_longest() -> None:
+    long = text(8, 300 * 70)
+    donors = {f"{at:03}": long[70 * at : 70 * at + 64 + at % 6] for at in range(300)}
+    plan = plan_of(planner(donors).plan(request(np.concatenate([text(9, 9), long]))))
+    assert plan.diagnostics["runs_found"] == 300
+    assert plan.diagnostics["cover"]["considered"] == MAX_PIECES
+    # 50 of each length; the 44 left out are of the shortest.
+    assert plan.reused_tokens == 50 * (69 + 68 + 67 + 66 + 65) + 6 * 64
 
 
 def test_excluded_donors_are_planned_around() -> None:
