@@ -163,7 +163,6 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             return _refused(request_id, num_computed_tokens, "salt_invalid")
         prompt = _tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
-        self._news.look_up(tracked)
         match = self._match(namespace)
         planned, tracked.leases = library.plan(
             LookupRequest(
@@ -187,6 +186,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         except Exception:
             tracked.release_leases()
             raise
+        self._news.look_up(tracked)  # last, so that the thread that it wakes does not run beside this lookup
         return tracked
 
     def _standing_refusal(self) -> str | None:
