@@ -225,6 +225,8 @@ class Planner:
         if not self._settings.exact_materialization_only or all(span.exact for span in selection.spans):
             return selection
         exact = [span for span in selection.spans if span.exact]
+        if self._settings.strict_prefix_boundary:
+            exact = cut_to_block(exact, request.block_size, self._settings.min_span_tokens)
         if not exact or not self._is_worth_placing(request, exact, None):
             return replace(selection, discovery_only=True)
         return _Selection(exact, [], [span for span in selection.spans if not span.exact])

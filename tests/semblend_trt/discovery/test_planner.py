@@ -417,6 +417,18 @@ def test_exact_materialization_only_without_enough_that_is_exact_only_reports(
     assert {span.donor_id for span in plan.spans} == set(donors)
 
 
+def test_both_switches_leave_whole_blocks_of_what_is_exact() -> None:
+    asked = planner(
+        {"exact": PROMPT[:300], "shifted": SHIFTED},
+        exact_materialization_only=True,
+        strict_prefix_boundary=True,
+        min_reuse_ratio=0.3,
+    )
+    plan = plan_of(asked.plan(request()))
+    assert plan.spans == (PlanSpan("exact", 0, 0, 288, exact=True),)
+    assert plan.diagnostics["withheld"] == [["shifted", 309, 300, 532]]
+
+
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 @pytest.mark.parametrize("computed", [0, 32, 45])
 def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, computed: int) -> None:
@@ -454,15 +466,28 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
     mode=st.sampled_from([STOCK, WRAPPER]),
     guard=st.booleans(),
     discovery_only=st.booleans(),
+    fuzzy_chunks=st.booleans(),
+    strict=st.booleans(),
+    exact_only=st.booleans(),
 )
 def test_every_plan_moves_equal_tokens_only(
-    seed: int, policy: str, made: ReuseProfile | None, mode: EngineMode, guard: bool, discovery_only: bool
+    seed: int,
+    policy: str,
+    made: ReuseProfile | None,
+    mode: EngineMode,
+    guard: bool,
+    discovery_only: bool,
+    fuzzy_chunks: bool,
+    strict: bool,
+    exact_only: bool,
 ) -> None:
     rng = np.random.default_rng(seed)
     pieces = [rng.integers(0, 9, int(rng.integers(20, 150)), dtype=np.int32) for _ in range(5)]
 
     def shuffled() -> np.ndarray:
-        chosen = [pieces[i] for i in rng.permutation(5)[: int(rng.integers(1, 6))]]
+        chosen = [pieces[i].copy() for i in rng.permutation(5)[: int(rng.integers(1, 6))]]
+        for piece in chosen:
+            piece[rng.integers(0, len(piece), int(rng.integers(0, 3)))] += 1
         return np.concatenate(chosen)[int(rng.integers(0, 15)) if rng.integers(0, 2) else 0 :]
 
     donors = {f"donor-{i}": shuffled() for i in range(3)}
@@ -474,6 +499,9 @@ def test_every_plan_moves_equal_tokens_only(
         min_span_tokens=int(rng.integers(1, 80)),
         min_reuse_ratio=float(rng.uniform(0, 0.4)),
         discovery_only=discovery_only,
+        fuzzy_chunks=fuzzy_chunks,
+        strict_prefix_boundary=strict,
+        exact_materialization_only=exact_only,
     )
     computed = int(rng.integers(0, len(prompt)))
     planned = asked.plan(request(prompt, computed, mode, guard, made))
@@ -483,6 +511,10 @@ def test_every_plan_moves_equal_tokens_only(
         assert planned.plan.is_exact or guard or discovery_only
         only_exact = policy == "exact" or (policy == "verified" and (made is None or mode is STOCK))
         assert planned.plan.kind is PlanKind.EXACT_PREFIX or not only_exact or discovery_only
+        assert planned.plan.is_exact or not exact_only
+        if strict:
+            assert planned.plan.spans[-1].target_end % planned.plan.block_size == 0
+            assert planned.plan.holes == ()
 
 
 def check_plan(plan: SemanticKvPlan, donors: dict[str, np.ndarray], prompt: np.ndarray, computed: int) -> None:
