@@ -1,0 +1,178 @@
+"""What an embedding costs, and what it costs a scheduler call that does not wait for it.
+
+`python -m semblend_trt.benchmarks.embedding --json benchmarks/results/<machine>`. Texts are made of
+syllables at random. Without ONNX Runtime or the sentence model, the rows that need them are skipped, which is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kernels.benchmarks.rows import Results, parser, say
+from kernels.layout import KvGeometry
+from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
+from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.runtime import PoolFacts, runtime_for
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from semblend_trt.discovery.embedder import Embedder
+
+PROMPT_TOKENS = 8192
+CALLS = 300
+PAUSE_S = 0.02
+EXTRA_GOAL_MS = 0.1
+MODEL = Path(__file__).resolve().parents[2] / "validation" / "assets" / "model"
+
+SYLLABLES = (
+    "ba",
+    "cor",
+    "del",
+    "en",
+    "fi",
+    "gra",
+    "hol",
+    "in",
+    "ju",
+    "ker",
+    "lam",
+    "mo",
+    "ner",
+    "or",
+    "pa",
+    "ri",
+    "st",
+    "tu",
+)
+
+
+def text_of_tokens(count: int) -> str:
+    """Text of `count` tokens of the sentence model's tokenizer. Raises ConfigurationError without the model."""
+    from semblend_trt.discovery.embedders.sentence_model import sentence_model
+    from semblend_trt.discovery.embedders.windows import window_tokenizer
+
+    tokenizer = window_tokenizer(sentence_model(None, "onnx", "onnx").folder)
+    rng = np.random.default_rng(0)
+    text = " ".join("".join(rng.choice(SYLLABLES, rng.integers(1, 4)).tolist()) for _ in range(count))
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return text[: encoding.offsets[count - 1][1]]
+
+
+def milliseconds(embedder: Embedder, text: str, rounds: int) -> float:
+    """The fastest of some rounds; machines have other work."""
+    embedder.embed([text])
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        embedder.embed([text])
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def measure_embedders(results: Results) -> None:
+    """Adds the row of the ONNX embedder, and shows the others beside it."""
+    shown = {}
+    try:
+        text = text_of_tokens(PROMPT_TOKENS)
+    except ConfigurationError as error:
+        say(f"embed_8k_ms: skipped: {error}")
+        return
+    for kind, rounds in ((EmbedderKind.STATIC, 20), (EmbedderKind.JACCARD, 20), (EmbedderKind.MINILM, 2)):
+        try:
+            shown[kind.value] = milliseconds(embedder_for(kind), text, rounds)
+        except ConfigurationError as error:
+            say(f"{kind.value}: skipped: {error}")
+    try:
+        value = milliseconds(embedder_for(EmbedderKind.ONNX), text, 3)
+    except ConfigurationError as error:
+        say(f"embed_8k_ms: skipped: {error}")
+        return
+    beside = ", ".join(f"{name} {each:.1f} ms" for name, each in shown.items())
+    baseline = f"all-MiniLM-L6-v2 by ONNX Runtime on half of the cores, windows of 256 tokens; beside it: {beside}"
+    results.add("embed_8k_ms", value, "ms", better="lower", baseline=baseline)
+
+
+class Arguments:
+    """An engine's arguments; the runtime of an engine is found by this object."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+
+
+class Engine:
+    """As much of an engine as a scheduler asks for: arguments, a registered pool, and requests."""
+
+    def __init__(self, embedder: str) -> None:
+        self._llm_args = Arguments(MODEL)
+        runtime_for(self._llm_args).pool = PoolFacts(KvGeometry(8, 2, 64, 32), 4096, torch.float32)
+        os.environ["SEMBLEND_EMBEDDER"] = embedder
+        self.scheduler = SemBlendKvConnectorScheduler(self._llm_args)
+        self._ids = itertools.count()
+
+    def call(self, prompt: npt.NDArray[np.int32]) -> float:
+        """Milliseconds of one look-up of a request that is then ended."""
+        request: Any = SimpleNamespace(
+            request_id=next(self._ids),
+            prompt_len=len(prompt),
+            token_array=lambda count: prompt[:count],
+            cache_salt=None,
+        )
+        start = time.perf_counter()
+        self.scheduler.get_num_new_matched_tokens(request, 0)
+        elapsed = time.perf_counter() - start
+        self.scheduler.request_finished(request, [])
+        return elapsed * 1e3
+
+
+def measure_scheduler(results: Results) -> None:
+    """Adds the row of what the embedder adds to a scheduler call: medians of calls in turn, on and off."""
+    vocabulary = 4096
+    rng = np.random.default_rng(0)
+    off, on = Engine("off"), Engine("static")
+    times: dict[str, list[float]] = {"off": [], "on": []}
+    for number in range(CALLS + CALLS // 10):
+        prompt = rng.integers(300, vocabulary, PROMPT_TOKENS, dtype=np.int32)
+        for name, engine in (("off", off), ("on", on)):
+            # A request every 20 ms: the last one's text is being embedded while some calls run, not while all do.
+            time.sleep(PAUSE_S / 2)
+            elapsed = engine.call(prompt)
+            if number >= CALLS // 10:
+                times[name].append(elapsed)
+    for engine in (off, on):
+        if set(engine.scheduler.outcomes.reasons()) != {"no_donor_match"}:
+            raise SystemExit(f"look-ups ended as {engine.scheduler.outcomes.reasons()}, not as no_donor_match")
+        engine.scheduler.close()
+    middle = {name: float(np.median(each)) for name, each in times.items()}
+    high = {name: float(np.percentile(each, 95)) for name, each in times.items()}
+    say(f"scheduler call, p95: off {high['off']:.3f} ms, on {high['on']:.3f} ms")
+    results.add(
+        "scheduler_extra_ms",
+        max(0.0, middle["on"] - middle["off"]),
+        "ms",
+        goal=EXTRA_GOAL_MS,
+        better="lower",
+        baseline=f"median of {CALLS} look-ups of {PROMPT_TOKENS:,} tokens with static {middle['on']:.3f} ms, "
+        f"without {middle['off']:.3f} ms; p95 {high['on']:.3f} and {high['off']:.3f} ms",
+    )
+
+
+def main() -> None:
+    given = parser(__doc__).parse_args()
+    results = Results()
+    measure_scheduler(results)
+    measure_embedders(results)
+    results.write(given.json, "embedding")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Semantic neighbours of served requests: found, said and written down, and never a reason to reuse KV."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.resources import files
+
+import pytest
+
+from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+
+PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
+WAIT = 120.0
+
+
+def document(seed):
+    """Sentences over words that no other document has."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(60)]
+    return [" ".join([*rng.choices(words, k=7), str(rng.randrange(9999))]) + "." for _ in range(30)]
+
+
+def reworded(sentences, seed):
+    """The same words in another order, so that no run of tokens is long enough to be reused."""
+    words = " ".join(sentences).split()
+    random.Random(seed).shuffle(words)
+    return " ".join(words)
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Builds engines over the shipped model, each with its own audit log."""
+    engines = []
+
+    def build(**variables):
+        for name, value in {
+            "POLICY": "position_fix",
+            "AUDIT_PATH": tmp_path / f"{len(engines)}.jsonl",
+            **variables,
+        }.items():
+            monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
+        connector = KvCacheConnectorConfig(
+            connector_module="engine_wrapper.connector",
+            connector_scheduler_class="SemBlendKvConnectorScheduler",
+            connector_worker_class="SemBlendKvConnectorWorker",
+        )
+        engines.append(
+            LLM(
+                model=files("validation") / "assets" / "model",
+                kv_connector_config=connector,
+                kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=8192),
+            )
+        )
+        return engines[-1], tmp_path / f"{len(engines) - 1}.jsonl"
+
+    yield build
+    for llm in engines:
+        llm.shutdown()
+
+
+def serve(llm, prompt, **options):
+    (output,) = llm.generate([prompt], PREFILL, **options)
+    llm.settle()
+    scheduler = llm.connector_scheduler
+    scheduler.reuse_of(output.request_id)
+    scheduler._drain()
+    if scheduler._news.neighbours is not None:
+        assert scheduler._news.neighbours.settle(WAIT)
+    return output, scheduler.reuse_of(output.request_id)
+
+
+def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
+    llm, audit = served()
+    donors = [document(seed) for seed in range(3)]
+    first = [serve(llm, " ".join(sentences))[0] for sentences in donors]
+    output, report = serve(llm, reworded(donors[1], 5))
+    assert output.reused_tokens == 0
+    assert report.reused_tokens == 0
+    assert [near.donor_id.rsplit("-", 1)[1] for near in report.nearest] == [str(first[1].request_id)]
+    assert report.nearest[0].similarity >= 0.6
+    _, other_salt = serve(llm, reworded(donors[1], 6), cache_salt="another")
+    assert other_salt.nearest == ()
+    llm.shutdown()
+    events = [json.loads(line) for line in audit.read_text().splitlines()]
+    (event,) = (each for each in events if each["event"] == "neighbours" and each["request_id"] == output.request_id)
+    assert [name for name, _ in event["nearest"]] == [near.donor_id for near in report.nearest]
+
+
+def test_discovery_only_reports_neighbours_and_places_nothing(served):
+    llm, _ = served(DISCOVERY_ONLY=1)
+    sentences = document(7)
+    serve(llm, " ".join(sentences))
+    output, report = serve(llm, "Read this. " + " ".join(sentences))
+    assert output.reused_tokens == 0
+    assert report.outcome == "semantic_discovery_only"
+    assert len(report.nearest) == 1
+
+
+@pytest.mark.parametrize("variables", [{"EMBEDDER": "off"}, {"MIN_SIMILARITY": "0.999"}])
+def test_settings_silence_neighbours_and_leave_reuse_alone(served, variables):
+    llm, _ = served(**variables)
+    sentences = document(8)
+    serve(llm, " ".join(sentences))
+    output, report = serve(llm, "Read this, all of it, and then answer: " + " ".join(sentences))
+    assert output.reused_tokens > 0
+    assert report.nearest == ()
+
+
+def test_without_the_embedder_the_exact_path_still_works(served, monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    llm, _ = served(EMBEDDER="onnx")
+    sentences = document(9)
+    serve(llm, " ".join(sentences))
+    output, report = serve(llm, "Read this. " + " ".join(sentences))
+    assert output.reused_tokens > 0
+    assert report.nearest == ()
+    assert "pip install 'semblend-trt[onnx]'" in caplog.text
