@@ -7,6 +7,8 @@ Such a module has SUMMARY (one line for the list of subcommands), `configure(par
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import pkgutil
 import sys
 from importlib import import_module
@@ -41,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has enough; nothing more can be written, not even at exit.
-        sys.stderr.close()
+        # Whoever read the output has enough; what is still buffered must not fail at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

@@ -82,13 +82,13 @@ class DonorAnnouncer:
         """`leave` is called once, by `close`, when nothing more is told."""
         self._publisher, self._leave = publisher, leave
         self._library = HeldDonors()
-        self._intended: dict[str, tuple[CacheNamespace, bytes, bool]] = {}
+        self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
         self._is_closed = False
         publisher.add(self._library)
 
     @_never_raises
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        self._intended[donor_id] = (namespace, sketch_key(namespace.key, salt), salt is not None)
+        self._intended[donor_id] = (namespace, b"" if salt is None else sketch_key(namespace.key, salt))
 
     @_never_raises
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from semblend_trt.fleet.events import EventError
-from semblend_trt.fleet.sketch import sketch_of
+from semblend_trt.fleet.sketch import sketch_key, sketch_of_donor
 from semblend_trt.fleet.wire import Announcement, donor_digest, token_digest
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Held:
     """A donor as the serving path left it: `tokens` int32 [n] until it is sketched, then what was made of them.
 
-    `tier` may change; `is_unfit` marks a donor that no event can tell of. `is_salted` keys its digest too.
+    `salted_key` is the sketch key of a request with a salt, empty for one without. `tier` may change; `is_unfit` marks
+    a donor that no event can tell of.
     """
 
     namespace: CacheNamespace
-    key: bytes
-    is_salted: bool
+    salted_key: bytes
     tier: str
     count: int
     tokens: npt.NDArray[np.int32] | None
@@ -50,12 +50,13 @@ class Held:
         """Makes sketch and digest and lets the tokens go."""
         tokens = self.tokens
         if tokens is not None:
-            self.sketch = sketch_of(tokens, self.key).to_bytes()
-            self.digest = token_digest(tokens, self.key if self.is_salted else b"")
+            key = self.salted_key or sketch_key(self.namespace.key, None)
+            self.sketch = sketch_of_donor(tokens, key).to_bytes()
+            self.digest = token_digest(tokens, self.salted_key)
             self.tokens = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HeldDonors:
     """One library's donors by id. Written by the serving path, read by the publisher; each step of a dict is whole."""
 
@@ -73,10 +74,11 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What readers were told of a donor: which one the id meant, and its tier."""
+    """What readers were told of a donor: which one the id meant, its tier, and its part of the state's digest."""
 
     held: Held
     tier: str
+    digest: int
 
 
 class Outbox:
@@ -178,11 +180,11 @@ class Outbox:
         tier = held.tier
         if told.tier == tier:
             return None
-        self._note(donor_id, _Told(held, tier))
+        self._note(donor_id, held, tier)
         return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
 
     def _evicted(self, donor_id: str) -> Notice:
-        self._note(donor_id, None)
+        self._unlearn(donor_id)
         return self._notice("donor_evicted", self._writer.evicted(donor_id))
 
     def _registered(self, library: HeldDonors, donor_id: str, held: Held) -> Notice | None:
@@ -199,16 +201,18 @@ class Outbox:
             held.is_unfit = True
             self._counters.count_dropped("oversize")
             return None
-        self._note(donor_id, _Told(held, tier))
+        self._note(donor_id, held, tier)
         return self._notice("donor_registered", payload)
 
-    def _note(self, donor_id: str, told: _Told | None) -> None:
-        before = self._told.pop(donor_id, None)
-        if before is not None:
-            self._digest ^= donor_digest(donor_id, before.tier)
+    def _note(self, donor_id: str, held: Held, tier: str) -> None:
+        self._unlearn(donor_id)
+        self._told[donor_id] = told = _Told(held, tier, donor_digest(donor_id, tier))
+        self._digest ^= told.digest
+
+    def _unlearn(self, donor_id: str) -> None:
+        told = self._told.pop(donor_id, None)
         if told is not None:
-            self._digest ^= donor_digest(donor_id, told.tier)
-            self._told[donor_id] = told
+            self._digest ^= told.digest
 
     def _describe(self, library: HeldDonors, donor_id: str) -> bool:
         """False when the donor cannot be described; it is left out then, and counted."""

@@ -235,6 +235,7 @@ class EventPublisher:
     async def _leave(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
+            await asyncio.gather(self._attempt, return_exceptions=True)
         self.counters.count_dropped("closed", len(self._changes))
         for future in self._settling:
             future.cancel()

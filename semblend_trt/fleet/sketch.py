@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, fingerprint
-from semblend_trt.fleet.keyed_hash import keyed
+from semblend_trt.fleet.keyed_hash import keyed, sampled
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from semblend_trt.discovery.fingerprint import TokenArray
 
 MAX_SKETCH_BYTES = 4096
 DEFAULT_ENTRIES = 256
@@ -99,19 +101,22 @@ def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTR
     """
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"a sketch of {max_entries} entries; 1..{MAX_ENTRIES} fit")
-    values = _anchor_values(tokens, key)
-    level, kept = 0, values
-    while len(kept) > max_entries and level < MAX_LEVEL:
-        level += 1
-        kept = kept[kept >> np.uint64(64 - level) == 0]
-    entries = kept[:max_entries].astype(np.uint32)
-    return Sketch(level, len(values), entries)
+    return sketch_of_donor(as_token_array(tokens), key, max_entries)
+
+
+def sketch_of_donor(tokens: TokenArray, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
+    """`sketch_of` for the ids of a request that was served, int32 [n], which are not looked through again."""
+    if tokens.dtype != np.int32 or not (tokens.flags.c_contiguous and tokens.flags.writeable):
+        tokens = as_token_array(tokens)
+    anchors = fingerprint(tokens)
+    level, entries = sampled(anchors.hashes, *_halves(key), max_entries)
+    return Sketch(int(level), len(anchors), entries)
 
 
 def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
     """Anchors of a prompt (integers [n]) for `overlap`; one call serves all sketches of one key. Raises ValueError."""
     prompt = as_token_array(tokens)
-    values = _anchor_values(prompt, key)
+    values = keyed(fingerprint(prompt).hashes, *_halves(key))
     levels = _leading_zeros(values)
     counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
     return PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt))
@@ -135,13 +140,13 @@ def warm_up() -> None:
     if not _warm.is_set():
         _warm.set()
         sketch_of(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
+        prompt_fingerprints(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
 
 
-def _anchor_values(tokens: npt.ArrayLike, key: bytes) -> npt.NDArray[np.uint64]:
+def _halves(key: bytes) -> tuple[np.uint64, np.uint64]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a sketch key has {KEY_BYTES} bytes, not {len(key)}; make one with sketch_key()")
-    low, high = np.frombuffer(key, dtype="<u8")
-    return keyed(fingerprint(as_token_array(tokens)).hashes, low, high)
+    return np.uint64(int.from_bytes(key[:8], "little")), np.uint64(int.from_bytes(key[8:], "little"))
 
 
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

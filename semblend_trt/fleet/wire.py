@@ -65,8 +65,7 @@ def token_digest(tokens: npt.NDArray[np.int32], key: bytes = b"") -> int:
 
     `key` is empty for requests without a salt, else their sketch key, so that nobody else can test a guess at the text.
     """
-    packed = tokens.astype("<i8").tobytes()
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, key=key).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(tokens.astype("<i8").data, digest_size=8, key=key).digest(), "little")
 
 
 def state_digest(donors: Iterable[tuple[str, str]]) -> int:

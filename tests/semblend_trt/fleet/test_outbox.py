@@ -23,7 +23,7 @@ NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
 
 
 def donor(tier: str = "device", tokens=TOKENS) -> Held:
-    return Held(NAMESPACE, bytes(16), False, tier, len(tokens), tokens)
+    return Held(NAMESPACE, b"", tier, len(tokens), tokens)
 
 
 def outbox() -> Outbox:
@@ -118,7 +118,7 @@ TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=
 def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:
     box, library = outbox(), HeldDonors()
     box.add(library)
-    library.donors["bad"] = donor(tokens=np.array([-5] * 64, dtype=np.int32))
+    library.donors["bad"] = donor(tokens=np.array(["token"] * 64))
     library.donors["good"] = donor()
     box.changes.extend([(library, "bad"), (library, "good")])
     box.absorb(10)

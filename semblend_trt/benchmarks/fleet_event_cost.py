@@ -1,0 +1,90 @@
+"""What one donor event costs the thread that serves requests, while the publisher sends to a server on this machine.
+
+A donor's registration is two calls (its intent and that it is held), its move and its end one each; each event's time
+is taken on the serving thread, which works between the events as a scheduler does. The baseline is the same loop with
+nobody to tell. Of several rounds the best counts, since a machine may have other work.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.benchmarks.rows import Results, parser
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, loopback_server, texts
+from semblend_trt.config import load_settings
+from semblend_trt.fleet.announcer import DonorNews, Silence, announcer_for
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+ROUNDS = 5
+DONORS = 2_000
+HELD = 512
+TOKENS = 2048
+EVENTS_PER_S = 2000.0
+WARM_UP = 600
+
+
+def costs(news: DonorNews, donors: int, prefix: str) -> npt.NDArray[np.float64]:
+    """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
+    bound, prompts = NAMESPACE.for_request(None, None), texts(64, TOKENS)
+    taken: list[int] = []
+    began = time.perf_counter_ns()
+    now = time.perf_counter_ns
+    for number in range(donors):
+        name, tokens = f"{prefix}-{number}", prompts[number % len(prompts)].copy()
+        start = now()
+        news.intended(name, bound, None)
+        news.held(name, tokens, "device")
+        taken.append(now() - start)
+        if number >= HELD // 2:
+            start = now()
+            news.moved(f"{prefix}-{number - HELD // 2}", "host")
+            taken.append(now() - start)
+        if number >= HELD:
+            start = now()
+            news.gone(f"{prefix}-{number - HELD}")
+            taken.append(now() - start)
+        _work_until(began + int(len(taken) / EVENTS_PER_S * 1e9))
+    return np.array(taken[WARM_UP:]) / 1e3
+
+
+def best_round(news: DonorNews) -> npt.NDArray[np.float64]:
+    """The `costs` of the round with the lowest 99th percentile."""
+    rounds = [costs(news, DONORS, f"round-{number}") for number in range(ROUNDS)]
+    return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
+
+
+def main() -> int:
+    """Measures and prints; writes the rows where --json says."""
+    arguments = parser(__doc__).parse_args()
+    results = Results()
+    gc.collect()
+    silent = best_round(Silence())
+    with loopback_server() as server:
+        news = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
+        told = best_round(news)
+        news.close()
+    baseline = (
+        f"{len(told)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with nobody to tell "
+        f"{np.percentile(silent, 99):.2f} us"
+    )
+    results.add("event_cost_p99_us", float(np.percentile(told, 99)), "us", goal=20, better="lower", baseline=baseline)
+    results.add("event_cost_p50_us", float(np.percentile(told, 50)), "us", better="lower", baseline=baseline)
+    results.write(arguments.json, "fleet_event_cost")
+    return 0
+
+
+def _work_until(moment: int) -> None:
+    """Keeps the interpreter busy until `time.perf_counter_ns` reaches `moment`."""
+    while time.perf_counter_ns() < moment:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""How many donor events a publisher sends to a server on this machine, and what it keeps while there is none.
+
+Every step one donor comes and the oldest goes, so that half of the events carry a sketch. The rate counts events that
+the server has taken, by its own count. For the second figure the server is down for ten minutes of a simulated clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels.benchmarks.rows import Results, parser
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, texts
+from semblend_trt.fleet.announcer import DonorAnnouncer
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.wire import Emitter, EventFormat
+
+if TYPE_CHECKING:
+    import argparse
+
+HELD = 16384
+MAX_WAITING = 4096
+DOWN_SECONDS, DOWN_HELD, DOWN_PER_S = 600, 2000, 200
+SUBJECT = "semantic-kv-events"
+
+
+class Donors:
+    """Donors that come and go through one announcer; at most `held` at a time."""
+
+    def __init__(self, publisher: EventPublisher, held: int, tokens: int) -> None:
+        self._news = DonorAnnouncer(publisher, publisher.close)
+        self._bound = NAMESPACE.for_request(None, None)
+        self._texts = texts(256, tokens)
+        self._held, self.count = held, 0
+
+    def step(self) -> None:
+        """One donor comes, and the oldest goes where there are too many."""
+        name = f"0123456789ab-{self.count}"
+        self._news.intended(name, self._bound, None)
+        self._news.held(name, self._texts[self.count % len(self._texts)], "host")
+        if self.count >= self._held:
+            self._news.gone(f"0123456789ab-{self.count - self._held}")
+        self.count += 1
+
+    def close(self) -> None:
+        self._news.close()
+
+
+def publisher_to(url: str, **settings: Any) -> EventPublisher:
+    """A publisher that nobody asks for heartbeats or resyncs."""
+    quiet = {"heartbeat_seconds": 3600.0, "resync_seconds": 0.0} | settings
+    return EventPublisher(
+        ConnectionOptions(servers=(url,), subject=SUBJECT), Emitter(0, 0, 1), EventCounters(enabled=False), **quiet
+    )
+
+
+def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, float]:
+    """Events a second that the server took, microseconds of CPU for each here, and the seconds of the measurement."""
+    with loopback_server() as server:
+        publisher = publisher_to(server.url, form=form)
+        donors = Donors(publisher, HELD, tokens)
+        for _ in range(HELD):
+            donors.step()
+        _settle(publisher)
+        taken, before = server.messages_taken(), sum(publisher.counters.dropped.values())
+        began, worked = time.perf_counter(), time.process_time()
+        steps = 0
+        while time.perf_counter() - began < seconds:
+            for _ in range(256):
+                donors.step()
+            steps += 256
+            while len(publisher._changes) > MAX_WAITING:
+                time.sleep(0.001)
+        _settle(publisher)
+        elapsed, worked = time.perf_counter() - began, time.process_time() - worked
+        sent = server.messages_taken() - taken
+        dropped = sum(publisher.counters.dropped.values()) - before
+        donors.close()
+    if sent < 2 * steps or dropped:
+        sys.exit(f"The server took {sent} of {2 * steps} events, and {dropped} were dropped.")
+    return sent / elapsed, worked / sent * 1e6, elapsed
+
+
+def growth_without_server() -> float:
+    """MiB by which the process grows in the last nine of ten simulated minutes without a server."""
+    simulated = [0.0]
+    publisher = publisher_to(
+        f"nats://127.0.0.1:{free_port()}", clock=lambda: simulated[0], heartbeat_seconds=10.0, resync_seconds=300.0
+    )
+    donors = Donors(publisher, DOWN_HELD, 2048)
+    after_a_minute = 0.0
+    for second in range(DOWN_SECONDS):
+        for _ in range(DOWN_PER_S):
+            donors.step()
+        while len(publisher._changes) > MAX_WAITING:
+            time.sleep(0.001)
+        simulated[0] += 1.0
+        if second == DOWN_SECONDS // 10:
+            after_a_minute = _resident_mib()
+    grown = _resident_mib() - after_a_minute
+    if publisher.counters.connections:
+        sys.exit("Somebody listens on the port that should be free.")
+    donors.close()
+    return grown
+
+
+def main() -> int:
+    """Measures and prints; writes the rows where --json says."""
+    arguments = _arguments().parse_args()
+    results = Results()
+    grown = growth_without_server()
+    for form in EventFormat:
+        found, work, elapsed = rate(form, arguments.seconds, arguments.tokens)
+        end = "" if form is EventFormat.JSON else f"_{form.value}"
+        told = f"{elapsed:.0f} s on loopback, half of them donors of {arguments.tokens} tokens with their sketches"
+        results.add(f"publisher_cpu_us_per_event{end}", work, "us", better="lower", baseline=told)
+        results.add(f"publisher_events_per_s{end}", found, "events/s", goal=20_000, better="higher", baseline=told)
+    told = (
+        f"{2 * DOWN_SECONDS * DOWN_PER_S} events in {DOWN_SECONDS} simulated seconds without a server, "
+        f"{DOWN_HELD} donors held; after the first minute"
+    )
+    results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, better="lower", baseline=told)
+    results.write(arguments.json, "fleet_publisher")
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seconds", type=float, default=10.0, help="how long to publish")
+    arguments.add_argument("--tokens", type=int, default=1024, help="tokens of each donor")
+    return arguments
+
+
+def _settle(publisher: EventPublisher) -> None:
+    if not publisher.settle(120):
+        sys.exit("The publisher did not reach the server.")
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())

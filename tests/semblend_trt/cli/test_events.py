@@ -1,0 +1,129 @@
+"""`semblend-trt events` against a real server: every event a line, what is wrong a sentence, a status for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+from semblend_trt.namespace import CacheNamespace
+
+NAMESPACE = CacheNamespace(
+    *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
+    {"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    "layout",
+).for_request(None, None)
+COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
+
+
+class Listening:
+    """`semblend-trt events ACTION` as a process that listens already."""
+
+    def __init__(self, url: str, action: str, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+        command = [sys.executable, "-c", COMMAND, "events", action, "--url", url, *arguments]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stderr is not None
+        assert self._process.stderr.readline() == "listening on semantic-kv-events\n"
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self._process.communicate(timeout=120)
+        return self._process.returncode, output
+
+
+def events(generation: int = 7) -> list[bytes]:
+    """A worker's short life: a reset, a heartbeat that says that it holds nothing, and its last word."""
+    writer = EventWriter(Emitter(3, 0, generation), EventFormat.JSON)
+    return [writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged()]
+
+
+@pytest.fixture
+def listen(nats_server, make_reader):
+    """listen(action, payloads, *arguments): the status and output of the command that saw these messages."""
+    reader = make_reader(nats_server.url)
+
+    def run(action: str, payloads: list[bytes], *arguments: str) -> tuple[int, str]:
+        listening = Listening(nats_server.url, action, "--limit", str(len(payloads)), *arguments)
+        for payload in payloads:
+            reader.publish(payload)
+        return listening.end()
+
+    return run
+
+
+def test_tail_prints_a_line_an_event(listen) -> None:
+    status, output = listen("tail", [*events(), b"garbage"])
+    assert status == 0
+    lines = output.splitlines()
+    assert lines[0] == "3.0 #1 provider_generation_reset generation=7"
+    assert lines[1].startswith("3.0 #2 provider_heartbeat provider_generation=7 interval_seconds=10.0 donor_count=0")
+    assert lines[2].startswith("3.0 #3 donors_purged")
+    assert lines[3].startswith("not an event (7 bytes): malformed")
+    assert len(lines) == 4
+
+
+def test_tail_prints_json(listen) -> None:
+    status, output = listen("tail", events(), "--json")
+    assert status == 0
+    assert [json.loads(line)["event_id"] for line in output.splitlines()] == [1, 2, 3]
+
+
+def test_check_is_content_with_a_sound_stream(listen) -> None:
+    status, output = listen("check", events(), "--json", "--no-resync")
+    report: dict[str, Any] = json.loads(output)
+    assert (status, report["problems"], report["heartbeats_compared"], report["workers"]) == (0, {}, 1, 1)
+
+
+def test_check_tells_what_is_wrong(listen) -> None:
+    first, second, third = events()
+    status, output = listen("check", [first, third, second, b"garbage", events(3)[0]])
+    assert status == 1
+    assert "gap: 1" in output
+    assert "duplicate: 1" in output
+    assert "malformed: 1" in output
+    assert "two processes may have this worker id" in output
+
+
+def test_stats_say_who_holds_how_much(listen) -> None:
+    writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
+    donors = [Announcement(f"d{number}", NAMESPACE, "host", 100, 1, b"") for number in range(3)]
+    payloads = [writer.reset(), *map(writer.registered, donors), writer.relocated("d1", "device"), writer.evicted("d2")]
+    status, output = listen("stats", payloads, "--json")
+    worker = json.loads(output)["workers"]["3.0"]
+    assert status == 0
+    assert (worker["donors"], worker["tokens"], worker["tenants"], worker["generation"]) == (
+        2,
+        {"host": 100, "device": 100},
+        1,
+        7,
+    )
+    assert worker["events"]["donor_registered"] == 3
+
+
+def test_check_asks_for_all_donors_anew(nats_server, make_reader) -> None:
+    asked = make_reader(nats_server.url, "semantic-kv-events.resync")
+    listening = Listening(nats_server.url, "check", "--seconds", "0.5")
+    assert asked.wait_for(lambda reader: reader.payloads == [b""])
+    assert listening.end()[0] == 0
+
+
+def test_without_a_server_it_ends_with_two(make_nats_server) -> None:
+    server = make_nats_server()
+    server.kill()
+    command = [sys.executable, "-c", COMMAND, "events", "tail", "--url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("semblend-trt: NATS is out of reach")
+
+
+def test_a_server_that_dies_ends_it_with_two(nats_server) -> None:
+    listening = Listening(nats_server.url, "tail")
+    nats_server.kill()
+    assert listening.end()[0] == 2

@@ -1,0 +1,67 @@
+"""The command finds its subcommands and ends with a status that scripts can use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from semblend_trt import cli
+from semblend_trt.cli import main as command
+from semblend_trt.errors import ConfigurationError
+
+
+def test_every_module_is_a_subcommand(capsys) -> None:
+    assert "events" in command.subcommands()
+    assert "main" not in command.subcommands()
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in command.subcommands())
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["events"], ["events", "tail", "--seconds", "0"]])
+def test_bad_usage_ends_with_two(words, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2
+    assert "usage: semblend-trt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ConfigurationError("a bad setting"), 2, "semblend-trt: a bad setting\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypatch, capsys) -> None:
+    def fail(arguments: object) -> int:
+        raise error
+
+    module = SimpleNamespace(SUMMARY="fails", configure=lambda parser: None, run=fail, __doc__="Fails.")
+    monkeypatch.setitem(sys.modules, f"{cli.__name__}.failing", module)
+    monkeypatch.setattr(command, "subcommands", lambda: ["failing"])
+    assert command.main(["failing"]) == status
+    assert capsys.readouterr().err == told
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    code = "import sys; from semblend_trt.cli.main import main; sys.exit(main(['events', '--help']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_the_list_of_subcommands_is_quick_to_import() -> None:
+    code = (
+        "import sys; import semblend_trt.cli.main; print([name for name in ('torch', 'nats') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
