@@ -73,7 +73,8 @@ class Corpus:
 
     def _slice(self, rng: np.random.Generator, length: int) -> TokenArray:
         begin = int(rng.integers(0, len(self.common) - length + 1))
-        return self.common[begin : begin + length].copy()
+        cut: TokenArray = self.common[begin : begin + length].copy()
+        return cut
 
 
 def read_corpus(path: Path | None, num_documents: int, made_tokens: int) -> Corpus:
@@ -115,7 +116,8 @@ def chained(sample: TokenArray, count: int, seed: int) -> TokenArray:
         drawn = begin + (rng.random(chains) * (end - begin)).astype(np.int64)
         following = sample[by_token[np.minimum(drawn, len(by_token) - 1)] + 1]
         made[step] = np.where(end > begin, following, made[0])
-    return np.ascontiguousarray(made.T).reshape(-1)[:count]
+    tokens: TokenArray = np.ascontiguousarray(made.T).reshape(-1)[:count]
+    return tokens
 
 
 def _tokens_of(path: Path) -> TokenArray:

@@ -25,7 +25,11 @@ import numpy as np
 from kernels.benchmarks.rows import Results, parser, say
 from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, Corpus, read_corpus
 from semblend_trt.benchmarks.span_truth import RUN_TOKENS, reusable_tokens
+from semblend_trt.config import Settings
+from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
+from semblend_trt.plan import EngineMode
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,12 +113,13 @@ def measure(rows: Rows, corpus: Corpus, sizes: Sizes) -> None:
     for number, (donor_id, donor) in enumerate(corpus.donors(sizes.donors, seed=2)):
         if number == SMALL:
             small = lookup_times(index, prompts, sizes.rounds)
-        adds.append(seconds(lambda donor_id=donor_id, donor=donor: index.add(SPACE, donor_id, donor)))
+        adds.append(seconds(index.add, SPACE, donor_id, donor))
         tokens += len(donor)
     say(f"{len(index):,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
     add_lookups(rows, lookup_times(index, prompts, sizes.rounds), small, f"{tokens} tokens of {corpus.source}", sizes)
     add_recall(rows, index, corpus, sizes, prompts)
     add_crowded(rows, index, corpus, sizes)
+    add_planning(rows, index, prompts, sizes)
     add_changes(rows, index, corpus, sizes)
     against = "tokens, table and records; 4 B are the tokens"
     rows.add("span_index_bytes_per_token", index.used_bytes() / tokens, "B", against, goal=8.0)
@@ -124,9 +129,10 @@ def measure(rows: Rows, corpus: Corpus, sizes: Sizes) -> None:
     add_boilerplate(rows, corpus, sizes)
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[..., object], *arguments: object) -> float:
+    """Wall time of one call."""
     began = time.perf_counter()
-    call()
+    call(*arguments)
     return time.perf_counter() - began
 
 
@@ -135,7 +141,7 @@ def lookup_times(index: SpanIndex, prompts: list[TokenArray], rounds: int) -> np
     times = np.empty((rounds, len(prompts)))
     for each in times:
         for number, prompt in enumerate(prompts):
-            each[number] = seconds(lambda prompt=prompt: index.find(SPACE, prompt, RUN_TOKENS))
+            each[number] = seconds(index.find, SPACE, prompt, RUN_TOKENS)
     return times
 
 
@@ -181,14 +187,23 @@ def add_crowded(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> N
     rows.add("span_lookup_crowded_p50_ms", float(np.median(times)) * 1e3, "ms", against)
 
 
+def add_planning(rows: Rows, index: SpanIndex, prompts: list[TokenArray], sizes: Sizes) -> None:
+    """From prompt to plan: lookup, cover with every other donor on the card, plan and its diagnostics."""
+    settings = Settings(policy=ReusePolicy.POSITION_FIX, min_reuse_ratio=0)
+    planner = Planner(index, settings, settings.policy, 28, lambda donor_id: donor_id[-1] in "02468")
+    requests = [LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True) for prompt in prompts]
+    times = np.array([[seconds(planner.plan, each) for each in requests] for _ in range(sizes.rounds)]).min(axis=0)
+    planned = sum(planner.plan(each).plan is not None for each in requests)
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3
+    against = f"lookup, cover and plan: {planned} plans of {len(prompts)} prompts; p99 {p99:.3f} ms"
+    rows.add("span_plan_p50_ms", p50, "ms", against)
+
+
 def add_changes(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
     """Adding and removing donors of 8k tokens when the index is full."""
     donors = corpus.crowded_prompts(sizes.changes, DOCUMENT_DONOR_TOKENS, seed=4)
-    added = [
-        seconds(lambda each=each, number=number: index.add(SPACE, f"change-{number}", each))
-        for number, each in enumerate(donors)
-    ]
-    removed = [seconds(lambda number=number: index.remove(f"change-{number}")) for number in range(len(donors))]
+    added = [seconds(index.add, SPACE, f"change-{number}", each) for number, each in enumerate(donors)]
+    removed = [seconds(index.remove, f"change-{number}") for number in range(len(donors))]
     for name, times in (("donor_add_ms", added), ("donor_remove_ms", removed)):
         against = f"median of {len(times)} donors of {DOCUMENT_DONOR_TOKENS} tokens; slowest {max(times) * 1e3:.3f} ms"
         rows.add(name, statistics.median(times) * 1e3, "ms", against, goal=1.0)

@@ -165,8 +165,9 @@ class SpanIndex:
                 bounds.max_compared, shortest,
             )  # fmt: skip
             # One run may have been found twice; numbers mean these names until the lookup ends.
-            runs = [Run(self._names[donor], *place) for donor, *place in set(map(tuple, rows.tolist()))]
-        runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
+            names = self._names
+            places = {(target, -length, names[donor], start) for donor, start, target, length in rows.tolist()}
+        runs = [Run(donor_id, start, target, -negative) for target, negative, donor_id, start in sorted(places)]
         return runs, ScanWork(len(anchors), *counts)
 
     def used_bytes(self) -> int:

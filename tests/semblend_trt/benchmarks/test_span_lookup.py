@@ -31,6 +31,7 @@ ROWS = {
     "span_lookup_growth",
     "span_recall",
     "span_lookup_crowded_p50_ms",
+    "span_plan_p50_ms",
     "donor_add_ms",
     "donor_remove_ms",
     "span_index_bytes_per_token",
