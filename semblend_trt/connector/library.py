@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
+    from semblend_trt.connector.kind_reader import KindReader
     from semblend_trt.connector.request_table import TrackedRequest
     from semblend_trt.connector.tier_orders import TierOrders
     from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
@@ -55,9 +56,10 @@ class Library:
         news: DonorNews | None = None,
         disk: DiskLink | None = None,
         count: Callable[[TierEvent], None] = lambda _: None,
+        kinds: KindReader | None = None,
     ) -> None:
         """`news` is told which donors are held, and where; nobody is without it. `disk` is there while the disk tier
-        is open, and `count` is told of what happens in the tiers."""
+        is open, and `count` is told of what happens in the tiers. `kinds` reads donors' texts for eviction."""
         self._settings, self._news = settings, news or Silence()
         self._index = SpanIndex()
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
@@ -74,6 +76,7 @@ class Library:
             eviction=eviction_factory(settings.eviction, time.monotonic),
         )
         self._tiers = TierDesk(self.catalog, self, disk, count)
+        self._kinds = kinds
         self._saving: dict[str, tuple[str, npt.NDArray[np.int32]]] = {}
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
@@ -152,6 +155,8 @@ class Library:
     def hear(self, news: deque[TierNews]) -> None:
         """Takes what the tiers have to tell: files that were found, written or lost, donors that moved up."""
         self._tiers.hear(news)
+        for donor_id, mix in () if self._kinds is None else self._kinds.known():
+            self.catalog.describe(donor_id, mix)
 
     def begin_save(self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
         """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word."""
@@ -178,6 +183,8 @@ class Library:
         tokens = tokens[: news.tokens]
         self.catalog.commit(news.donor_id, tokens)
         self._index.add(namespace_key, news.donor_id, tokens)
+        if self._kinds is not None:
+            self._kinds.read(news.donor_id, tokens)
         self._news.held(news.donor_id, tokens, (self.catalog.tier(news.donor_id) or Tier.HOST).value)
 
     def lost(self, donor_ids: set[str]) -> list[str]:
@@ -198,6 +205,9 @@ class Library:
     def remember(self, donor_id: str, text: DonorText) -> None:
         """A donor whose file was found can be found as well, and its text is not kept a second time."""
         self._index.add(text.namespace_key, donor_id, text.tokens)
+        if self._kinds is not None:
+            self._kinds.read(donor_id, text.tokens)
+        self._news.found(donor_id, text.namespace_key, text.tokens, (self.catalog.tier(donor_id) or Tier.DISK).value)
         if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
             self._text_of_donor[donor_id] = text.digest
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NAMED_AT_ONCE = 16
 _Arguments = ParamSpec("_Arguments")
 _PublisherKey = tuple[ConnectionOptions, Emitter, str, bool, float, float]
 
@@ -39,6 +40,9 @@ class DonorNews(Protocol):
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         """The donor with these tokens (int32 [n], which nobody changes) is held in `tier`."""
+
+    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        """The donor, kept by an earlier process, is held in `tier`; told once a request has named its namespace."""
 
     def moved(self, donor_id: str, tier: str) -> None:
         """The donor is held in `tier` now."""
@@ -56,6 +60,8 @@ class Silence:
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None: ...
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
+
+    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
 
     def moved(self, donor_id: str, tier: str) -> None: ...
 
@@ -83,12 +89,17 @@ class DonorAnnouncer:
         self._publisher, self._leave = publisher, leave
         self._library = HeldDonors()
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
+        # Donors of earlier processes, by namespace key, until somebody says which namespace that is.
+        self._unnamed: dict[str, dict[str, Held]] = {}
         self._is_closed = False
         publisher.add(self._library)
 
     @_never_raises
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        self._intended[donor_id] = (namespace, b"" if salt is None else sketch_key(namespace.key, salt))
+        named = (namespace, b"" if salt is None else sketch_key(namespace.key, salt))
+        self._intended[donor_id] = named
+        if self._unnamed:
+            self._name(*named)
 
     @_never_raises
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
@@ -98,15 +109,25 @@ class DonorAnnouncer:
             self._publisher.changed(self._library, donor_id)
 
     @_never_raises
+    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        unnamed = self._unnamed.setdefault(namespace_key, {})
+        unnamed[donor_id] = Held(None, b"", tier, len(tokens), tokens)
+
+    @_never_raises
     def moved(self, donor_id: str, tier: str) -> None:
         held = self._library.donors.get(donor_id)
         if held is not None:
             held.tier = tier
             self._publisher.changed(self._library, donor_id)
+        for unnamed in self._unnamed.values():
+            if donor_id in unnamed:
+                unnamed[donor_id].tier = tier
 
     @_never_raises
     def gone(self, donor_id: str) -> None:
         self._intended.pop(donor_id, None)
+        for unnamed in self._unnamed.values():
+            unnamed.pop(donor_id, None)
         if self._library.donors.pop(donor_id, None) is not None:
             self._publisher.changed(self._library, donor_id)
 
@@ -115,8 +136,21 @@ class DonorAnnouncer:
         if not self._is_closed:
             self._is_closed = True
             self._intended.clear()
+            self._unnamed.clear()
             self._publisher.remove(self._library)
             self._leave()
+
+    def _name(self, namespace: CacheNamespace, salted_key: bytes) -> None:
+        """Tells of some donors that were found in this namespace; the others wait for the next request."""
+        unnamed = self._unnamed.get(namespace.key)
+        for _ in range(_NAMED_AT_ONCE):
+            if not unnamed:
+                self._unnamed.pop(namespace.key, None)
+                return
+            donor_id, held = unnamed.popitem()
+            held.namespace, held.salted_key = namespace, salted_key
+            self._library.donors[donor_id] = held
+            self._publisher.changed(self._library, donor_id)
 
 
 _lock = threading.Lock()

@@ -32,11 +32,12 @@ logger = logging.getLogger(__name__)
 class Held:
     """A donor as the serving path left it: `tokens` int32 [n] until it is sketched, then what was made of them.
 
-    `salted_key` is the sketch key of a request with a salt, empty for one without. `tier` may change; `is_unfit` marks
+    `namespace` is None until it is known; no library holds such a donor. `salted_key` is the sketch key of a request
+    with a salt, empty for one without. `tier` may change; `is_unfit` marks
     a donor that no event can tell of.
     """
 
-    namespace: CacheNamespace
+    namespace: CacheNamespace | None
     salted_key: bytes
     tier: str
     count: int
@@ -49,7 +50,7 @@ class Held:
     def describe(self) -> None:
         """Makes sketch and digest and lets the tokens go."""
         tokens = self.tokens
-        if tokens is not None:
+        if tokens is not None and self.namespace is not None:
             key = self.salted_key or sketch_key(self.namespace.key, None)
             self.sketch = sketch_of_donor(tokens, key).to_bytes()
             self.digest = token_digest(tokens, self.salted_key)
@@ -188,7 +189,7 @@ class Outbox:
         return self._notice("donor_evicted", self._writer.evicted(donor_id))
 
     def _registered(self, library: HeldDonors, donor_id: str, held: Held) -> Notice | None:
-        if not self._describe(library, donor_id):
+        if not self._describe(library, donor_id) or held.namespace is None:
             return None
         tier = held.tier
         announcement = Announcement(

@@ -128,6 +128,35 @@ def test_a_router_with_the_salt_estimates_the_overlap(nats_server, make_reader, 
     assert share("" if salt is None else None) == 0
 
 
+def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
+    nats_server, make_reader, base_namespace, text
+) -> None:
+    reader = make_reader(nats_server.url)
+    news = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
+    salted, plain = base_namespace.for_request("acme", None), base_namespace.for_request(None, None)
+    for number in range(40):
+        news.found(f"salted-{number}", salted.key, text(number, 100), "disk")
+    news.found("lost", plain.key, text(50, 100), "disk")
+    news.found("plain", plain.key, text(51, 100), "disk")
+    news.gone("lost")
+    news.moved("plain", "host")
+    news.intended("next", plain, None)
+    for _ in range(3):
+        news.intended("next", salted, "acme")
+
+    def tells_all(reader) -> bool:
+        return any(len(view.donors) == 41 for view in reader.observer.workers.values())
+
+    assert reader.wait_for(tells_all)
+    events = [decode(payload).data for payload in reader.payloads]
+    told = {data.donor_id: data for data in events if data.kind == "donor_registered"}
+    assert told["plain"].location.tier == "host"
+    assert told["salted-7"].cache_namespace() == salted
+    sketch = Sketch.from_bytes(told["salted-7"].segments[0].provider_metadata)
+    assert overlap(sketch, prompt_fingerprints(text(7, 100), sketch_key(salted.key, "acme"))) == 1.0
+    news.close()
+
+
 class BrokenPublisher:
     """Fails whatever it is asked."""
 
@@ -142,6 +171,8 @@ def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
     news.intended("a", namespace, None)
     news.held("a", text(1, 100), "host")
     news.moved("a", "device")
+    news.found("b", namespace.key, text(1, 100), "disk")
+    news.intended("c", namespace, None)
     news.gone("a")
     news.close()
     assert "the fleet is not told of a donor" in caplog.text
