@@ -34,7 +34,7 @@ def namespace_for(
         model=_name(llm_args.model),
         model_revision=settings.model_revision or _model_revision(llm_args),
         tokenizer=unknown_value() if tokenizer is None else _name(tokenizer),
-        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(tokenizer, llm_args),
+        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(llm_args),
         kv_layout="HND",
         block_size=block_size,
         kv_dtype=_text(pool_dtype),
@@ -86,12 +86,17 @@ def _tokenizer_source(llm_args: Any) -> str | Path | None:
     return source if isinstance(source, (str, Path)) and str(source) else None
 
 
-def _tokenizer_revision(tokenizer: str | Path | None, llm_args: Any) -> str:
-    if tokenizer is None:
-        return unknown_value()
+def tokenizer_folder(llm_args: Any) -> Path | None:
+    """The folder of the engine's tokenizer on this machine, None without one. Raises ConfigurationError for a name that
+    is neither a folder nor a hub id."""
+    tokenizer = _tokenizer_source(llm_args)
     revision = getattr(llm_args, "tokenizer_revision", None) or getattr(llm_args, "revision", None)
+    return None if tokenizer is None else snapshot(tokenizer, revision)
+
+
+def _tokenizer_revision(llm_args: Any) -> str:
     try:
-        directory = snapshot(tokenizer, revision)
+        directory = tokenizer_folder(llm_args)
         digest = None if directory is None else tokenizer_digest(directory)
     except (ConfigurationError, OSError):
         digest = None

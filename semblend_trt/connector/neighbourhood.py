@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.model_files import snapshot
+from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.discovery.embedder import Embedder, EmbedderKind, embedder_for
 from semblend_trt.discovery.neighbours import Neighbours
 from semblend_trt.discovery.prompt_text import text_decoder
@@ -95,15 +95,14 @@ def neighbourhood_for(
     """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever."""
     if settings.embedder is EmbedderKind.OFF or not settings.enabled or refusal is not None:
         return Neighbourhood(None, news)
-    model = getattr(llm_args, "model", None)
 
     def open_embedder() -> Embedder:
         return embedder_for(settings.embedder, settings.embedder_model)
 
     def open_decoder() -> Callable[[npt.NDArray[np.int32]], str]:
-        folder = snapshot(model) if model else None
+        folder = tokenizer_folder(llm_args)
         if folder is None:
-            raise ConfigurationError(f"the files of the model {str(model)!r} are not on this machine")
+            raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         return text_decoder(folder)
 
     records = _Records(journal, metrics)

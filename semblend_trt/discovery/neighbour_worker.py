@@ -57,7 +57,9 @@ class NeighbourWorker:
         queue_length: int,
         nearest: int,
     ) -> None:
-        self._open_embedder, self._open_decoder, self._listener = open_embedder, open_decoder, listener
+        # Taken out when they are called: they may hold what ends before this thread does.
+        self._openers = [(open_embedder, open_decoder)]
+        self._listener = listener
         self._min_similarity, self._queue_length, self._nearest = min_similarity, queue_length, nearest
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
@@ -140,10 +142,14 @@ class NeighbourWorker:
 
     def _opened(self) -> tuple[Embedder, Callable[[npt.NDArray[np.int32]], str], SemanticIndex]:
         # The index library is loaded here, so that an engine without an embedder does without it.
+        import faiss
+
         from semblend_trt.discovery.semantic_index import SemanticIndex
 
-        decode = self._open_decoder()
-        embedder = self._open_embedder()
+        faiss.omp_set_num_threads(1)  # of this thread alone; the other cores are the engine's
+        open_embedder, open_decoder = self._openers.pop()
+        decode = open_decoder()
+        embedder = open_embedder()
         embedder.embed(["compiles what has to be compiled"])
         return embedder, decode, SemanticIndex(embedder.identity, embedder.dim)
 

@@ -194,6 +194,21 @@ def test_close_ends_the_thread_and_later_calls_do_nothing(records):
     assert not [thread for thread in threading.enumerate() if thread is made._worker._thread]
 
 
+def test_what_opened_the_embedder_is_let_go(records):
+    class Held:
+        def __call__(self):
+            return static()
+
+    opener = Held()
+    gone = weakref.ref(opener)
+    made = Neighbours(opener, decoder, records, min_similarity=0.6)
+    del opener
+    assert made.settle(WAIT)
+    gc.collect()
+    assert gone() is None
+    made.close()
+
+
 def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
     made = Neighbours(static, decoder, records, min_similarity=0.6)
     assert made.settle(WAIT)
