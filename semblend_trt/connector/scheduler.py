@@ -84,6 +84,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
         request_id, start = int(request.request_id), perf_counter()
+        self._forget_replayed(request_id)
         try:
             tracked = self._look_up(request, request_id, num_computed_tokens)
         except Exception:
@@ -215,13 +216,15 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         assert self._runtime.pool is not None
         return self._profiles.match(namespace, self._runtime.pool.geometry, self._runtime.mode)
 
-    def _track(self, tracked: TrackedRequest) -> None:
-        replayed = self._requests.pop(tracked.request_id)
+    def _forget_replayed(self, request_id: int) -> None:
+        """A paused request is asked about again; what was decided before its blocks were lost no longer holds."""
+        replayed = self._requests.pop(request_id)
         if replayed is not None:
-            # A paused request is asked about again; what was decided before its blocks were lost no longer holds.
             replayed.release_leases()
-            if replayed.intent is not None and (tracked.intent is None or tracked.intent != replayed.intent):
-                self._cancel_intent(replayed)
+            self._cancel_intent(replayed)
+            self._forgotten.append(request_id)
+
+    def _track(self, tracked: TrackedRequest) -> None:
         for expired in self._requests.add(tracked):
             self._settle(expired)
 

@@ -1,0 +1,457 @@
+"""Every version of the contract, under both cache managers and in both forms, through the real loop."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import pytest
+import torch
+
+from engine_wrapper.embedded.connector_manager import ConnectorContractError
+from engine_wrapper.embedded.llm import SamplingParams
+from engine_wrapper.embedded.request import LlmRequest
+from semblend_trt.connector.contract_versions import BOUND_ATTRIBUTES, VERSIONS
+from semblend_trt.errors import ConfigurationError
+
+# Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
+from tests.engine_wrapper.embedded.conftest import BLOCK, ShelfScheduler, ShelfWorker, shelf_of
+
+LAYERS = 3
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
+SIX = SamplingParams(max_tokens=6, ignore_eos=True)
+BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
+FIELDS = {
+    "1.1": BASE_FIELDS,
+    "1.2": BASE_FIELDS,
+    "1.3rc": (*BASE_FIELDS, "priorities", "cache_salt_id"),
+    "main": (*BASE_FIELDS, "block_hashes", "priorities", "cache_salt", "new_block_ids_by_layer_group"),
+}
+FORMS = [
+    pytest.param("1.1", None, id="1.1-flat"),
+    pytest.param("1.2", None, id="1.2-flat"),
+    pytest.param("1.3rc", None, id="1.3rc-flat"),
+    pytest.param("main", None, id="main-flat"),
+    pytest.param("main", (), id="main-one-group"),
+    pytest.param("main", ((0, 2), (1,)), id="main-two-groups"),
+]
+POOLED = FORMS[:-1]  # those in which one tensor describes the pool
+
+
+def prompt(length, seed=0):
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def answers(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def form(contract, groups, **fields):
+    """The arguments of an engine: `groups` None is the V1 cache manager, () V2 with one group."""
+    cache = fields.pop("cache", {})
+    if groups is not None:
+        cache = cache | {"use_kv_cache_manager_v2": True}
+    return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
+
+
+def forget_prefixes(llm):
+    """Empties the reuse tree, so that only donors know what was served."""
+    manager = llm.block_manager
+    while (block := manager._tree.evict()) is not None:
+        manager._free.append(block)
+
+
+class GroupedScheduler(ShelfScheduler):
+    """Takes both forms, and keeps what it was asked about."""
+
+    asked: list
+
+    def __init__(self, llm_args):
+        super().__init__(llm_args)
+        self.asked = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.asked.append(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
+        self.shelf.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
+        if request.request_id in self.offers:
+            donor, begin, _ = self.offers[request.request_id]
+            self.offers[request.request_id] = (donor, begin, begin + request.py_num_connector_matched_tokens)
+        self.update_state_after_alloc(request, block_ids_by_layer_group[0])
+
+    def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
+        self.shelf.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
+        return self.request_finished(request, cache_block_ids_by_layer_group[0])
+
+
+class GroupedWorker(ShelfWorker):
+    """Finds the pool behind all groups by their addresses."""
+
+    def register_kv_cache_layout(self, layout):
+        self.shelf.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
+        self.layout = layout
+        first = min((region for group in layout.groups for region in group.regions), key=lambda each: each.base)
+        super().register_kv_caches(first.rows._base if first.rows._base is not None else first.rows)
+        self.shelf.calls.pop()
+
+
+@pytest.fixture
+def make_engine(make_llm):
+    def make(contract, groups, **fields):
+        llm = make_llm("GroupedScheduler", "GroupedWorker", module=__name__, **form(contract, groups, **fields))
+        return llm, shelf_of(llm.llm_args)
+
+    return make
+
+
+# -- what is called, and with what ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("contract", "groups"), FORMS)
+def test_calls_and_their_order(make_engine, contract, groups):
+    version = VERSIONS[contract]
+    llm, shelf = make_engine(contract, groups)
+    registered = "register_kv_caches" if groups is None else "register_kv_cache_layout"
+    waits = ["wait_for_initialization"] if contract in ("1.3rc", "main") else []
+    assert shelf.names() == [registered, *waits]
+    shelf.calls.clear()
+    llm.generate([prompt(5)], TWO)
+    after = ["wait_for_save"] if contract == "1.1" else ["forward_pass_callable", "wait_for_save"]
+    layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
+    forward = ["build_connector_meta", "start_load_kv", *layers, *after]
+    grouped = [] if groups is None else ["by_layer_group"]
+    assert shelf.names() == [
+        *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *forward, "get_finished"],
+        *[*forward, *grouped, "request_finished", "get_finished"],
+    ]
+    assert {name for name in shelf.names() if name in version.worker_methods} <= version.worker_methods
+
+
+@pytest.mark.parametrize(("contract", "groups"), FORMS)
+def test_fields_of_a_scheduled_request(make_engine, contract, groups):
+    llm, shelf = make_engine(contract, groups)
+    llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
+    output = shelf.outputs[0]
+    (data,) = output.new_requests
+    assert tuple(each.name for each in fields(data)) == FIELDS[contract]
+    assert hasattr(output, "attention_dp_rank") == (contract == "main")
+    by_group = getattr(data, "new_block_ids_by_layer_group", [])
+    assert [len(ids) for ids in by_group] == [3] * (0 if groups is None else len(groups) or 1)
+    assert len(data.new_block_ids) == (0 if groups and len(groups) > 1 else 3)
+    assert getattr(data, "block_hashes", []) == []
+    if contract == "main":
+        assert data.cache_salt == "s"
+    if contract == "1.3rc":
+        assert isinstance(data.cache_salt_id, int)
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_v1_asks_with_another_object_of_bound_attributes_only(make_engine, contract):
+    llm, _ = make_engine(contract, None)
+    llm.generate([prompt(5)], TWO, cache_salt="s")
+    (asked,) = llm.connector_scheduler.asked
+    assert asked.is_generation_only_request is False  # a property, not a method
+    for name in ("py_request_id", "sampling_params", "token_array"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(asked, name)
+    salts = [name for name in ("cache_salt", "cache_salt_id") if hasattr(asked, name)]
+    assert salts == (["cache_salt"] if contract == "main" else ["cache_salt_id"])
+    assert all(hasattr(asked, name) for name in BOUND_ATTRIBUTES)
+
+
+def test_v2_asks_with_the_request_itself(make_engine):
+    llm, _ = make_engine("main", ())
+    llm.generate([prompt(5)], TWO)
+    assert [type(asked) for asked in llm.connector_scheduler.asked] == [LlmRequest]
+
+
+@pytest.mark.parametrize(("contract", "groups", "told"), [("1.3rc", None, 14), ("main", None, 8), ("main", (), 14)])
+def test_which_local_match_is_told(make_engine, contract, groups, told):
+    llm, shelf = make_engine(contract, groups)
+    tokens = prompt(20)
+    first = answers(llm.generate([tokens], TWO))
+    assert answers(llm.generate([tokens[:15]], TWO))[0] != []
+    assert answers(llm.generate([tokens], TWO)) == first
+    queries = [call[1:] for call in shelf.calls if call[0] == "get_num_new_matched_tokens"]
+    assert queries[1] == (2, told)
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("contract", "groups"), FORMS)
+def test_loads_change_no_answer(make_engine, make_llm, contract, groups, asynchronous, overlap):
+    llm, shelf = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
+    donor = prompt(60)
+    shelf.saves = True
+    llm.generate([donor], TWO, cache_salt="donor")
+    llm.settle()
+    shelf.saves, shelf.asynchronous, shelf.polls_a_load_takes = False, asynchronous, 1
+    prompts = [donor[:37] + prompt(20, 1), prompt(9, 2)]
+    outputs = llm.generate(prompts, SIX)
+    assert answers(outputs) == answers(make_llm(cache={"enable_block_reuse": False}).generate(prompts, SIX))
+    assert [output.reused_tokens for output in outputs] == [37, 0]
+    assert llm.executor.pending_transfers == []
+
+
+def test_overlap_handles_results_one_iteration_late(make_engine):
+    llm, shelf = make_engine("main", None, disable_overlap_scheduler=False)
+    llm.generate([prompt(5)], TWO)
+    told = [(data.new_tokens, data.computed_position) for each in shelf.outputs for data in each.cached_requests]
+    # The first decode entry does not know its own token yet; the last iteration ran for a request that had ended.
+    assert [(len(tokens), position) for tokens, position in told] == [(0, 4), (1, 5)]
+    assert shelf.count("request_finished") == 1
+
+
+def test_v2_allocates_chunk_by_chunk(make_engine):
+    llm, shelf = make_engine("main", (), max_num_tokens=16)
+    llm.generate([prompt(40)], TWO)
+    data = [data for each in shelf.outputs for data in each.new_requests + each.cached_requests]
+    assert [len(each.new_block_ids) for each in data] == [2, 2, 1, 1]
+
+
+def test_v2_publishes_prompts_only(make_engine):
+    tokens = prompt(2 * BLOCK)
+    for groups, cached in ((None, 3 * BLOCK), ((), 2 * BLOCK)):
+        llm, _ = make_engine("main", groups)
+        (output,) = llm.generate([tokens], SamplingParams(max_tokens=BLOCK + 1, ignore_eos=True))
+        again = tokens + output.outputs[0].token_ids + [1]
+        assert llm.generate([again], TWO)[0].cached_tokens == cached
+
+
+# -- pauses, short honours, cancels, failures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, make_llm, overlap):
+    llm, shelf = make_engine("main", (), disable_overlap_scheduler=not overlap)
+    stream = llm.generate_async(prompt(20), SIX)
+    next(stream)
+    llm.executor.pause(next(iter(llm.executor._active.values())))
+    outputs = list(stream)
+    assert outputs[-1].outputs[0].token_ids == answers(make_llm().generate([prompt(20)], SIX))[0]
+    assert outputs[-1].prompt_token_ids == prompt(20)
+    assert shelf.count("get_num_new_matched_tokens") == 2
+    assert sum(len(each.new_requests) for each in shelf.outputs) == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+def test_requests_that_outgrow_the_pool_take_turns(make_engine, make_llm, overlap):
+    many = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [prompt(20, seed) for seed in range(4)]
+    llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=not overlap)
+    assert answers(llm.generate(prompts, many)) == answers(make_llm().generate(prompts, many))
+    assert shelf.count("get_num_new_matched_tokens") > len(prompts)  # somebody was paused
+    assert llm.block_manager.num_free_blocks == 12
+
+
+def test_an_offer_beyond_the_free_blocks_is_taken_in_part(make_engine, make_llm):
+    llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, max_num_tokens=16)
+    donor = prompt(80)
+    shelf.saves = True
+    llm.generate([donor], TWO, cache_salt="donor")
+    llm.settle()
+    shelf.saves = False
+    other = llm.generate_async(prompt(30, 3), SamplingParams(max_tokens=8, ignore_eos=True))
+    next(other)
+    outputs = llm.generate([donor], TWO)
+    list(other)
+    assert 0 < outputs[0].reused_tokens < 79
+    assert answers(outputs) == answers(make_llm().generate([donor], TWO))
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
+    llm, shelf = make_engine(contract, None)
+    donor = prompt(40)
+    shelf.saves = True
+    llm.generate([donor], TWO, cache_salt="donor")
+    llm.settle()
+    shelf.saves, shelf.asynchronous, shelf.polls_a_load_takes = False, True, 3
+    free = llm.block_manager.num_free_blocks
+    stream = llm.generate_async(donor, TWO)
+    llm.executor.step()
+    llm.abort(stream.request_id)
+    assert (llm.block_manager.num_free_blocks == free) == (contract != "main")
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == free
+    assert shelf.count("request_finished") == 2
+
+
+@pytest.mark.parametrize(("contract", "times"), [("1.1", 0), ("1.2", 0), ("1.3rc", 1), ("main", 1)])
+def test_a_failed_request_is_told_or_just_disappears(make_engine, monkeypatch, contract, times):
+    llm, shelf = make_engine(contract, None)
+    forward = llm.executor.model_runner.forward
+    monkeypatch.setattr(llm.executor.model_runner, "forward", lambda slices: forward(slices) * float("nan"))
+    (output,) = llm.generate([prompt(9)], TWO)
+    assert output.outputs[0].finish_reason == "error"
+    assert shelf.count("request_finished") == times
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+# -- what a version refuses -------------------------------------------------------------------------------------------
+
+
+def test_cuda_graphs_are_refused_where_the_version_does(make_engine):
+    with pytest.raises(ConfigurationError, match=r"contract 1\.1 allows no CUDA graphs"):
+        make_engine("1.1", None, layer_hooks=False)
+    _, shelf = make_engine("1.2", None, layer_hooks=False)
+    assert shelf.count("register_kv_caches") == 1
+
+
+def test_older_versions_take_v1_whatever_was_asked_for(make_engine):
+    _, shelf = make_engine("1.3rc", ())
+    assert shelf.count("register_kv_caches") == 1
+    with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.3rc"):
+        make_engine("1.3rc", ((0, 1), (2,)))
+
+
+@pytest.mark.parametrize("groups", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2, 3),)])
+def test_layer_groups_hold_every_layer_once(make_engine, groups):
+    with pytest.raises(ConfigurationError, match="each of the model's 3 layers must be in exactly one group"):
+        make_engine("main", groups)
+
+
+def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
+    with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
+        make_llm("ShelfScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
+
+
+def test_regions_describe_the_pool(make_engine):
+    llm, _ = make_engine("main", ((0, 2), (1,)))
+    pool, layout = llm.executor.pool.tensor, llm.connector_worker.layout
+    pool.copy_(torch.arange(pool.numel()).view(pool.shape))
+    assert [group.layer_ids for group in layout.groups] == [(0, 2), (1,)]
+    assert layout.as_single_pool_tensor() is None
+    for group in layout.groups:
+        for region in group.regions:
+            layer = region.buffers[0].layer_id
+            assert torch.equal(region.as_tensor(pool.dtype)[5], pool[5, layer].flatten())
+            assert region.address_of(5) == pool[5, layer].data_ptr()
+            with pytest.raises(IndexError, match="slot -1"):
+                region.address_of(-1)
+
+
+# -- our connector ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_ours(make_llm, monkeypatch):
+    def make(contract, groups, module="semblend_trt.connector", policy="exact", **fields):
+        monkeypatch.setenv("SEMBLEND_POLICY", policy)
+        monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
+        names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
+        return make_llm(*names, module=module, **form(contract, groups, **fields))
+
+    return make
+
+
+def check_nothing_is_held(llm):
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert len(llm.connector_worker._followed) == 0
+    assert not llm.connector_scheduler._runtime.faults
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, make_llm, contract, groups, overlap):
+    llm = make_ours(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+    donor = prompt(200)
+    llm.generate([donor], TWO)
+    llm.settle()
+    forget_prefixes(llm)
+    prompts = [donor[:150] + prompt(40, 1), prompt(90, 2)]
+    outputs = llm.generate(prompts, SIX)
+    llm.settle()
+    assert answers(outputs) == answers(make_llm().generate(prompts, SIX))
+    assert [output.reused_tokens for output in outputs] == [150, 0]
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, make_llm, contract, groups):
+    llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=64)
+    document = prompt(160)
+    llm.generate([prompt(24, 1) + document], TWO)
+    llm.settle()
+    shifted = prompt(37, 2) + document + prompt(12, 3)
+    (output,) = outputs = llm.generate([shifted], SIX)
+    llm.settle()
+    assert answers(outputs) == answers(make_llm().generate([shifted], SIX))
+    assert output.reused_tokens == len(document)
+    again = llm.generate([shifted], SIX)[0]
+    assert again.cached_tokens < 37 + BLOCK  # nothing approximate was published
+    llm.settle()
+    check_nothing_is_held(llm)
+
+
+def test_ours_serves_several_layer_groups_cold(make_ours, make_llm):
+    llm = make_ours("main", ((0, 1), (2,)))
+    prompts = [prompt(100), prompt(100)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, SIX)
+        assert answers(outputs) == answers(make_llm().generate(prompts, SIX))
+    assert {output.reuse_reason for output in outputs} == {"layer_groups"}
+    assert llm.executor.pending_transfers == []
+
+
+@pytest.mark.parametrize("module", ["semblend_trt.connector", "engine_wrapper.connector"])
+def test_ours_takes_a_short_honour(make_ours, make_llm, module):
+    policy = "exact" if module == "semblend_trt.connector" else "boundary"
+    llm = make_ours(
+        "main", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
+    )
+    donor = prompt(280)
+    llm.generate([donor], TWO)
+    llm.settle()
+    forget_prefixes(llm)
+    other = llm.generate_async(prompt(120, 3), SamplingParams(max_tokens=8, ignore_eos=True))
+    next(other)
+    outputs = llm.generate([donor], TWO)
+    list(other)
+    llm.settle()
+    assert 0 < outputs[0].reused_tokens < 279
+    assert answers(outputs) == answers(make_llm().generate([donor], TWO))
+    check_nothing_is_held(llm)
+
+
+def test_ours_loads_again_after_a_pause(make_ours, make_llm):
+    llm = make_ours("main", ())
+    donor = prompt(200)
+    llm.generate([donor], TWO)
+    llm.settle()
+    forget_prefixes(llm)
+    question = donor[:150] + prompt(20, 1)
+    stream = llm.generate_async(question, SIX)
+    next(stream)
+    llm.executor.pause(next(iter(llm.executor._active.values())))
+    forget_prefixes(llm)
+    outputs = list(stream)
+    llm.settle()
+    assert outputs[-1].outputs[0].token_ids == answers(make_llm().generate([question], SIX))[0]
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("contract", ["1.1", "1.2"])
+def test_ours_holds_nothing_for_failed_requests_that_just_disappear(make_ours, monkeypatch, contract):
+    monkeypatch.setattr("semblend_trt.connector.request_table.MAX_SILENT_ITERATIONS", 4)
+    llm = make_ours(contract, None)
+    donor = prompt(200)
+    llm.generate([donor], TWO)
+    llm.settle()
+    forget_prefixes(llm)
+    forward = llm.executor.model_runner.forward
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.executor.model_runner, "forward", lambda slices: forward(slices) * float("nan"))
+        (output,) = llm.generate([donor[:150] + prompt(40, 1)], TWO)
+    assert output.outputs[0].finish_reason == "error"
+    llm.generate([prompt(30, 2)], SIX)
+    llm.settle()
+    check_nothing_is_held(llm)
+    assert len(llm.connector_scheduler._requests) == 0
