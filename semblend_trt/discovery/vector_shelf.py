@@ -15,7 +15,10 @@ FLAT_ENTRIES = 16_384
 GROWTH = 4
 
 CLUSTERS_PER_ROOT = 4
-CLUSTERS_SEARCHED = 16
+# A search compares about this many vectors at any size, those of the nearest clusters, of which it takes this many at
+# least.
+COMPARED = 3072
+LEAST_CLUSTERS = 8
 SAMPLES_PER_CLUSTER = 40
 TRAINING_ROUNDS = 8
 
@@ -23,8 +26,8 @@ TRAINING_ROUNDS = 8
 class VectorShelf:
     """Vectors of unit length by slot, an int64. Not thread safe.
 
-    Beyond FLAT_ENTRIES it is an inverted file of 4 * sqrt(entries) clusters, of which the 16 nearest to a query are
-    searched, over numbers of half precision. Crossing FLAT_ENTRIES, and each growth by 4 after that, clusters all
+    Beyond FLAT_ENTRIES it is an inverted file of 4 * sqrt(entries) clusters over numbers of half precision, of which
+    those nearest to a query are searched. Crossing FLAT_ENTRIES, and each growth by 4 after that, clusters all
     vectors again: seconds for 100,000, amortised over those added since.
     """
 
@@ -33,7 +36,6 @@ class VectorShelf:
         self._index = _flat(dim) if index is None else index
         self._next_build = FLAT_ENTRIES
         if index is not None and not self._is_flat:
-            faiss.downcast_index(index).nprobe = CLUSTERS_SEARCHED
             self._next_build = max(FLAT_ENTRIES, GROWTH * (index.nlist // CLUSTERS_PER_ROOT) ** 2)
 
     @classmethod
@@ -70,6 +72,8 @@ class VectorShelf:
 
     def find(self, vector: npt.NDArray[np.float32], count: int) -> list[tuple[int, float]]:
         """At most `count` slots with their inner products, the nearest first; `vector` is float32 [dim]."""
+        if not self._is_flat:
+            self._index.nprobe = max(LEAST_CLUSTERS, COMPARED * self._index.nlist // max(1, len(self)))
         products, slots = self._index.search(vector[None], min(count, len(self)))
         return [(int(slot), float(product)) for slot, product in zip(slots[0], products[0], strict=True) if slot >= 0]
 
@@ -93,7 +97,6 @@ class VectorShelf:
         index.train(vectors)
         index.set_direct_map_type(faiss.DirectMap.Hashtable)  # removal then finds its vector without a scan
         index.add_with_ids(vectors, slots)
-        index.nprobe = CLUSTERS_SEARCHED
         self._index, self._next_build = index, GROWTH * len(slots)
 
     def _contents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
