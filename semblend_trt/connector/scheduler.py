@@ -24,6 +24,7 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.connector.journal import Journal
+from semblend_trt.connector.kind_reader import kind_reader_for
 from semblend_trt.connector.layer_groups import LayerGroupForms
 from semblend_trt.connector.library import Library
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
@@ -74,6 +75,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._requests = RequestTable()
         self._forgotten: list[int] = []
         self._namespace: CacheNamespace | None = None
+        self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self.library: Library | None = None
         self.outcomes = OutcomeLedger()
         self._journal.started(self._settings, self._refusal)
@@ -144,6 +146,8 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             self._settle(self._requests.pop_oldest())
         self._metrics.close()
         self._news.close()
+        if self._kinds is not None:
+            self._kinds.close()
         self._journal.close()
 
     # -- lookup ----------------------------------------------------------------------------------------------------
@@ -207,7 +211,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             self._namespace = namespace_for(
                 self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
             )
-            self.library = Library(self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event)
+            self.library = Library(
+                self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds
+            )
             self._metrics.watch(self.library)
             self._journal.profile(self._match(self._namespace))
         return self.library, self._namespace, pool.geometry.block_size

@@ -1,0 +1,108 @@
+"""How fast the disk tier writes and reads donors, against what the file system itself does with as many bytes.
+
+python -m semblend_trt.benchmarks.donor_disk --path DIR [--json DIR]
+
+Both sides write in one piece, sync and close; both reads go through a mapping into memory that exists, right after the
+file was written, so that they measure the same state of the system's cache. The tier checks every byte besides.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels.benchmarks.rows import Results, parser
+from kernels.layout import ContiguousKv
+from semblend_trt.donors.disk import DiskTier
+from semblend_trt.donors.donor_file import KvForm
+from semblend_trt.donors.donor_text import DonorText
+from semblend_trt.donors.file_size import FileSize
+from semblend_trt.donors.host_kv import HostKv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The shape of Qwen2.5-7B.
+FORM = KvForm(num_layers=28, kv_factor=2, kv_heads=4, head_dim=128, dtype=torch.bfloat16)
+BYTES_PER_TOKEN = 28 * 2 * 4 * 128 * 2
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk measured")
+    arguments.add_argument("--tokens", type=int, default=8192, help="tokens of the donor")
+    arguments.add_argument("--repeats", type=int, default=5)
+    options = arguments.parse_args()
+    results = Results()
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        measure(Path(folder), options.tokens, options.repeats, results)
+    results.write(options.json, "donor_disk")
+
+
+def measure(folder: Path, tokens: int, repeats: int, results: Results) -> None:
+    """Adds both rows; each is the median of `repeats`, its baseline measured in turn with it."""
+    tier = DiskTier(folder, FORM, FileSize(FORM.num_layers, BYTES_PER_TOKEN))
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randn(28, tokens, 2, 4, 128, generator=generator).to(torch.bfloat16)
+    arrived = torch.zeros_like(source)
+    text = DonorText("benchmark", np.arange(tokens, dtype=np.int32), b"benchmark")
+    size, plain = source.numel() * source.element_size(), folder / "plain"
+    raw, target = _bytes(source), _bytes(arrived)
+    speeds: dict[str, list[float]] = {"plain_write": [], "write": [], "plain_read": [], "read": []}
+    for _ in range(repeats):
+        speeds["plain_write"].append(size / _seconds(lambda: _write_plain(plain, raw)))
+        speeds["plain_read"].append(size / _seconds(lambda: _read_plain(plain, target)))
+        plain.unlink()
+        speeds["write"].append(size / _seconds(lambda: tier.write("donor", text, _held(source))))
+        speeds["read"].append(size / _seconds(lambda: tier.read("donor", _held(arrived))))
+        tier.forget("donor")
+    tier.close()
+    if not torch.equal(source, arrived):
+        raise RuntimeError("the donor that was read back is not the one that was written")
+    for what, verb in (("write", "written and synced"), ("read", "mapped and copied")):
+        speed, own = median(speeds[what]) / 1e9, median(speeds[f"plain_{what}"]) / 1e9
+        results.add(
+            f"donor_disk_{what}_gbs",
+            speed,
+            "GB/s",
+            better="higher",
+            baseline=f"a plain file of {size / 1e6:,.0f} MB {verb}: {own:.3g} GB/s, of which this is {speed / own:.2f}",
+        )
+
+
+def _held(memory: torch.Tensor) -> HostKv:
+    return HostKv((ContiguousKv(memory.permute(0, 2, 3, 1, 4)),))
+
+
+def _bytes(memory: torch.Tensor) -> memoryview:
+    return memoryview(memory.view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]  # a stub of numpy's
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _write_plain(path: Path, data: memoryview) -> None:
+    with path.open("wb", buffering=0) as file:
+        while data:
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
+
+
+def _read_plain(path: Path, target: memoryview) -> None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        target[:] = mapped
+
+
+if __name__ == "__main__":
+    main()

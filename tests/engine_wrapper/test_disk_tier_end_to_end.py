@@ -1,0 +1,303 @@
+"""Donors on disk: they outlive the engine, answer as before, and whatever the disk does costs a cold prefill only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+from importlib.resources import files
+
+import pytest
+
+from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from semblend_trt.donors import donor_file
+from semblend_trt.donors.disk import FOLDER
+from semblend_trt.donors.placement import Tier
+from validation.documents import stock_list
+from validation.prompts import render
+
+GREEDY = SamplingParams(max_tokens=8, return_generation_logits=True)
+MODEL = files("validation") / "assets" / "model"
+LISTS = [stock_list(random.Random(seed), rows=12) for seed in range(6)]
+FIRST = render("Answer briefly.", [each.text for each in LISTS], LISTS[1].questions[0].text)
+OTHER = render("Answer.", [stock_list(random.Random(99), rows=70).text], LISTS[0].questions[0].text)
+
+
+def second(number):
+    """A question about the same documents. The engine's own prefix cache knows none of them from another one's head."""
+    head = f"{number}: look up what is asked for."
+    return render(head, [each.text for each in reversed(LISTS)], LISTS[4].questions[7].text)
+
+
+SECOND = second(0)
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    engines: list[LLM] = []
+
+    def build(path=tmp_path, host_bytes=1 << 30, disk_bytes=1 << 30, device_bytes=0, **settings):
+        monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+        monkeypatch.setenv("SEMBLEND_DISK_PATH", str(path))
+        for name, value in (("HOST", host_bytes), ("DISK", disk_bytes), ("DEVICE", device_bytes)):
+            monkeypatch.setenv(f"SEMBLEND_{name}_BYTES", str(value))
+        for name, value in settings.items():
+            monkeypatch.setenv(f"SEMBLEND_{name.upper()}", value)
+        llm = LLM(
+            model=MODEL,
+            dtype="float32",
+            device="cpu",
+            kv_connector_config=KvCacheConnectorConfig(
+                connector_module="engine_wrapper.connector",
+                connector_scheduler_class="SemBlendKvConnectorScheduler",
+                connector_worker_class="SemBlendKvConnectorWorker",
+            ),
+            kv_cache_config=KvCacheConfig(max_tokens=4096),
+        )
+        engines.append(llm)
+        return llm
+
+    yield build
+    for llm in engines:
+        llm.shutdown()
+
+
+def serve(llm, prompt, params=GREEDY):
+    """Serves a prompt, and waits until what it began in the background has ended and the scheduler has heard of it."""
+    output = llm.generate([prompt], params)[0]
+    llm.settle()
+    llm.connector_worker.saver.drain()
+    if llm.connector_worker.keeper is not None:
+        llm.connector_worker.keeper.drain()
+    llm.connector_scheduler._drain()
+    return output
+
+
+def ready(llm):
+    """An engine whose library exists and has taken in what lies on disk; the prompt is too short to become a donor."""
+    while llm.connector_scheduler.library is None or llm.connector_worker._runtime.disk.found:
+        serve(llm, "hello", SamplingParams(max_tokens=1))
+    return llm
+
+
+def events(llm):
+    """Counts of tier events, heard by an engine's library from now on."""
+    counts, desk = {}, llm.connector_scheduler.library._tiers
+    desk._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
+    return counts
+
+
+def answers(output):
+    return output.outputs[0].token_ids, output.outputs[0].generation_logits[0]
+
+
+def assert_same(output, expected):
+    assert answers(output)[0] == answers(expected)[0]
+    assert answers(output)[1].equal(answers(expected)[1])
+
+
+def donor_files(path):
+    return sorted((path / FOLDER).glob("*.donor.safetensors"))
+
+
+def keep_one(engine):
+    """A first engine's life: it leaves one donor on disk. Returns the answer to SECOND that it gave by that donor."""
+    first = ready(engine())
+    serve(first, FIRST)
+    expected = serve(first, SECOND)
+    assert expected.reused_tokens > 500
+    first.shutdown()
+    return expected
+
+
+def test_second_engine_answers_from_the_firsts_donor(engine, tmp_path):
+    expected = keep_one(engine)
+    assert len(donor_files(tmp_path)) == 1  # the second prompt's KV is approximate and no donor
+    restarted = ready(engine())
+    stats = restarted.connector_scheduler.library.catalog.stats()
+    assert (stats.ready, stats.resting) == (0, 1)
+    cold = serve(restarted, second(1))
+    assert cold.reused_tokens == 0  # never promised before it has been read
+    assert restarted.connector_scheduler.outcomes.of(cold.request_id).reason == "donor_on_disk"
+    warm = serve(restarted, SECOND)
+    assert warm.reused_tokens >= expected.reused_tokens
+    assert answers(warm)[0] == answers(expected)[0]
+
+
+def test_fetched_donor_gives_the_very_same_logits(engine):
+    expected = keep_one(engine)
+    restarted = ready(engine(min_donor_tokens="4096"))  # so that the cold request does not become a donor
+    assert serve(restarted, second(1)).reused_tokens == 0
+    assert_same(serve(restarted, SECOND), expected)
+
+
+def test_another_salt_finds_nothing_after_a_restart(engine):
+    keep_one(engine)
+    restarted = ready(engine(min_donor_tokens="4096", donor_tenant="another"))
+    assert [serve(restarted, second(number)).reused_tokens for number in range(2)] == [0, 0]
+
+
+def test_files_are_the_owners_alone(engine, tmp_path):
+    keep_one(engine)
+    assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
+    for path in (tmp_path / FOLDER).iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("damage", ["kv", "tokens", "header", "truncated", "empty", "other_version"])
+def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
+    keep_one(engine)
+    (path,) = donor_files(tmp_path)
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        data = data[:-1000]
+    elif damage == "empty":
+        data = bytearray()
+    elif damage == "other_version":
+        data = data.replace(b"semblend-donor-1", b"semblend-donor-0")
+    else:
+        place = {"kv": len(data) // 2, "tokens": len(data) - 2, "header": data.index(b"namespace_key") + 20}[damage]
+        data[place] ^= 1
+    path.write_bytes(bytes(data))
+    restarted = ready(engine(min_donor_tokens="4096"))
+    counts = events(restarted)
+    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
+    assert donor_files(tmp_path) == []
+    assert len(restarted.connector_scheduler.library.catalog) == 0
+
+
+def test_refused_files_are_counted(engine, tmp_path):
+    keep_one(engine)
+    donor_files(tmp_path)[0].write_bytes(b"nothing")
+    restarted = engine()
+    restarted.connector_worker.keeper.drain()
+    assert [news.event.value for news in restarted.connector_worker._runtime.disk.found] == [
+        "file_refused",
+        "files_read",
+    ]
+
+
+def test_full_disk_is_counted_and_leaves_no_file(engine, tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    llm = ready(engine())
+    monkeypatch.setattr(donor_file.os, "posix_fallocate", full)
+    counts = events(llm)
+    assert serve(llm, FIRST).reused_tokens == 0
+    assert serve(llm, SECOND).reused_tokens > 500  # from memory
+    assert counts == {"write_failed": 1}
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
+    assert llm.connector_scheduler.library.catalog.stats().disk_bytes_used == 0
+
+
+def test_file_that_vanishes_is_a_miss(engine, tmp_path):
+    keep_one(engine)
+    restarted = ready(engine(min_donor_tokens="4096"))
+    donor_files(tmp_path)[0].unlink()
+    counts = events(restarted)
+    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    assert counts == {"fetch_failed": 1}
+
+
+def test_worker_killed_while_writing_leaves_nothing_that_is_found(engine, tmp_path):
+    keep_one(engine)
+    (path,) = donor_files(tmp_path)
+    path.rename(path.with_name(path.name.replace(".donor.safetensors", ".donor.unfinished")))
+    restarted = ready(engine())
+    assert len(restarted.connector_scheduler.library.catalog) == 0
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
+
+
+def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
+    first, restarted = ready(engine()), engine()
+    assert (first.connector_worker.keeper is None, restarted.connector_worker.keeper is None) == (False, True)
+    assert serve(restarted, FIRST).reused_tokens == 0
+    assert serve(restarted, SECOND).reused_tokens > 500
+    assert donor_files(tmp_path) == []
+
+
+def test_unusable_path_costs_the_disk_tier_only(engine, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    llm = engine(path=tmp_path / "file")
+    assert llm.connector_worker.keeper is None
+    serve(llm, FIRST)
+    assert serve(llm, SECOND).reused_tokens > 500
+
+
+def test_bytes_without_a_path_stop_the_engine_with_a_sentence(engine):
+    with pytest.raises(Exception, match="set SEMBLEND_DISK_PATH"):
+        engine(path="")
+
+
+def test_memory_lets_donors_go_that_come_back_from_disk(engine):
+    reference = ready(engine())
+    serve(reference, FIRST)
+    expected = serve(reference, SECOND)
+    token_bytes = reference.connector_scheduler.library._bytes_per_token
+    reference.shutdown()
+    for path in donor_files(reference.connector_worker._settings.disk_path):
+        path.unlink()
+    llm = ready(engine(host_bytes=1100 * token_bytes))
+    library = llm.connector_scheduler.library
+    serve(llm, FIRST)
+    serve(llm, OTHER)
+    assert (library.catalog.stats().released, library.catalog.stats().resting) == (1, 1)
+    assert serve(llm, second(1)).reused_tokens == 0
+    outputs = [serve(llm, second(number)) for number in (2, 0)]
+    assert any(output.reused_tokens == expected.reused_tokens for output in outputs)
+    assert library.catalog.stats().fetched >= 1
+    assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
+
+
+def test_files_stay_within_their_budget(engine, tmp_path):
+    llm = ready(engine())
+    serve(llm, FIRST)
+    size = donor_files(tmp_path)[0].stat().st_size
+    llm.shutdown()
+    budget = size * 5 // 2
+    restarted = ready(engine(disk_bytes=budget))
+    for seed in range(5):
+        serve(restarted, render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is there?"))
+        assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
+        assert restarted.connector_scheduler.library.catalog.stats().disk_bytes_used <= budget
+    assert donor_files(tmp_path)
+
+
+def test_used_donor_of_the_host_is_lifted_to_the_device(engine):
+    reference = engine(disk_bytes=0)
+    serve(reference, FIRST)
+    token_bytes = reference.connector_scheduler.library._bytes_per_token
+    expected = serve(reference, SECOND)
+    llm = engine(disk_bytes=0, device_bytes=1024 * token_bytes)
+    serve(llm, FIRST)
+    library, store = llm.connector_scheduler.library, llm.connector_worker.store
+    (donor_id,) = library._text_of_donor
+    serve(llm, OTHER)  # takes the device
+    assert library.catalog.tier(donor_id) is Tier.HOST
+    assert_same(serve(llm, SECOND), expected)
+    assert library.catalog.tier(donor_id) is Tier.DEVICE
+    assert (donor_id in store.device, donor_id in store.host) == (True, False)
+    assert serve(llm, second(1)).reused_tokens == expected.reused_tokens
+    stats = library.catalog.stats()
+    assert (stats.lifted, stats.leases) == (1, 0)
+    assert stats.used_bytes == store.host.used_bytes
+
+
+def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
+    import threading
+
+    touched = set()
+    for name in ("open", "fsync", "posix_fallocate"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            donor_file.os,
+            name,
+            lambda *a, _real=real, **k: touched.add(threading.current_thread().name) or _real(*a, **k),
+        )
+    llm = ready(engine())
+    touched.clear()
+    serve(llm, FIRST)
+    assert touched == {"semblend-write"}
