@@ -103,7 +103,9 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
     async def ignored(_: Exception) -> None:
         """The exception that ends an attempt says it all; the client would log each one."""
 
-    attempt = nats.connect(**(options.client_arguments() | {"error_cb": ignored} | arguments))
+    attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": ignored} | arguments)))
+    # Nobody asks an attempt that was given up how it ended.
+    attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
 import threading
 from typing import Any
 
@@ -270,3 +272,30 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None
     worker.add("after the end")
     worker.publisher.close(60)
     assert not worker.publisher._thread.is_alive()
+
+
+def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("skipped: openssl is not installed")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
+    subprocess.run([*new, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    both = ["--tlscert", str(certificate), "--tlskey", str(key), "--tlscacert", str(certificate)]
+    server = make_nats_server("--tls", "--tlsverify", *both)
+    files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": key}
+    options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events", **files)
+    reader = make_reader(server.url, tls=options.tls_context())
+    worker, stranger = make_worker(server, **files), make_worker(server, tls_ca=certificate, generation=8)
+    worker.add("a")
+    assert converges(reader, worker)
+    assert not stranger.publisher.settle(0.5)
+    assert stranger.counters.connections == 0
+
+
+def test_credentials_are_handed_to_the_client(tmp_path) -> None:
+    arguments = ConnectionOptions(("nats://localhost",), "subject", creds=tmp_path / "user.creds").client_arguments()
+    assert arguments["user_credentials"] == str(tmp_path / "user.creds")
+    assert not arguments["allow_reconnect"]
+    assert {"tls", "token"}.isdisjoint(arguments)
