@@ -60,6 +60,11 @@ class Neighbourhood:
             self._neighbours.donor_held(namespace_key, donor_id, tokens)
         self._news.held(donor_id, tokens, tier)
 
+    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        if self._neighbours is not None:
+            self._neighbours.donor_held(namespace_key, donor_id, tokens)
+        self._news.found(donor_id, namespace_key, tokens, tier)
+
     def moved(self, donor_id: str, tier: str) -> None:
         self._news.moved(donor_id, tier)
 
