@@ -41,13 +41,20 @@ def sentence_of(error: ValidationError, settings_class: type[BaseSettings], over
     return f"{source} is {value}; allowed is {allowed_by(field)}{more}"
 
 
-def warn_of_unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> None:
-    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
+def unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> dict[str, str | None]:
+    """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
+    where one is."""
     known = [name for field in settings_class.model_fields.values() for name in variable_of(field).names]
     unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
+
+
+def warn_of_unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> None:
+    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
+    unknown = unknown_variables(names, settings_class)
     with _warned_lock:
         fresh = [name for name in unknown if name not in _warned]
         _warned.update(fresh)
     for name in fresh:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        logger.warning("%s is not read by this version%s", name, f"; did you mean {close[0]}?" if close else "")
+        close = unknown[name]
+        logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")

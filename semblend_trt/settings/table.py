@@ -29,7 +29,7 @@ class SettingRow:
 def rows_of(settings_class: type[BaseSettings]) -> list[SettingRow]:
     """Every setting of the class, in the order of its fields."""
     return [
-        SettingRow(name, variable_of(field).names, _shown(field.default), allowed_by(field), field.description or "")
+        SettingRow(name, variable_of(field).names, shown(field.default), allowed_by(field), field.description or "")
         for name, field in settings_class.model_fields.items()
     ]
 
@@ -46,7 +46,8 @@ def allowed_by(field: FieldInfo) -> str:
     return "a path" if longest is None else f"a text of 1..{longest} characters"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A setting's value in the words of its variable."""
     if value is None:
         return "unset"
     if isinstance(value, bool):

@@ -1,0 +1,68 @@
+"""`semblend-trt config` prints every setting with its source, in three forms."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from semblend_trt.cli.main import main
+from semblend_trt.config import Settings
+from semblend_trt.settings.environment import PREFIXES
+from semblend_trt.settings.page import settings_page
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TRTLLM_SEMBLEND_HOST_BYTES", "1024")
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "2048")
+    monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
+    monkeypatch.setenv("SEMBLEND_POLICI", "off")
+
+
+def test_a_line_a_setting(capsys) -> None:
+    assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in shown.splitlines()}
+    assert len(lines) == len(Settings.model_fields)
+    assert lines["SEMBLEND_POLICY"] == ["verified", "default"]
+    told = "TRTLLM_SEMBLEND_HOST_BYTES (SEMBLEND_HOST_BYTES set too, and not read)"
+    assert lines["SEMBLEND_HOST_BYTES"] == ["1024", told]
+    assert "hunter2" not in shown
+
+
+def test_json(capsys) -> None:
+    assert main(["config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in told["settings"]}
+    assert set(rows) == set(Settings.model_fields)
+    assert rows["host_bytes"] == {
+        "name": "host_bytes",
+        "variable": "SEMBLEND_HOST_BYTES",
+        "value": 1024,
+        "source": "TRTLLM_SEMBLEND_HOST_BYTES",
+        "ignored": ["SEMBLEND_HOST_BYTES"],
+    }
+    assert rows["enabled"]["value"] is True
+    assert rows["nats_token"]["value"] != "hunter2"
+    assert told["unknown"] == {"SEMBLEND_POLICI": "SEMBLEND_POLICY"}
+
+
+def test_markdown(capsys) -> None:
+    assert main(["config", "--markdown"]) == 0
+    assert capsys.readouterr().out == settings_page(Settings)
+
+
+def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "none")
+    assert main(["config"]) == 2
+    assert "SEMBLEND_MAX_DONORS is 'none'" in capsys.readouterr().err
+
+
+def test_one_form_at_a_time() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "--json", "--markdown"])
+    assert ended.value.code == 2
