@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+BLOCK_SIZE = 32
 FAST_PATH = "SEMBLEND_TRTLLM_TOKEN_PREFIX_FAST_PATH"
 
 
@@ -43,19 +44,19 @@ def main() -> None:
     provider = provider_module.SemBlendTensorRTProvider(max_donors=10_000, embedder_type="jaccard")
     if arm == "embedding":
         provider._get_pipeline()._embedder = KnowingEmbedder()
-    namespace = types.CacheNamespace(model="model", tokenizer="tokenizer", kv_layout="layout", block_size=32)
+    namespace = types.CacheNamespace(model="model", tokenizer="tokenizer", kv_layout="layout", block_size=BLOCK_SIZE)
     requests = [
         types.SemanticKvLookupRequest(number, tuple(tokens.tolist()), namespace, text_of(document))
         for number, (tokens, document) in enumerate(zip(case["prompts"], case["prompt_documents"], strict=True))
     ]
-    counts = case["counts"].tolist()
+    counts, blocks = case["counts"].tolist(), case["donors"].shape[1] // BLOCK_SIZE
     registered: list[float] = []
     lookups: dict[str, dict[str, Any]] = {}
     for number, (tokens, document) in enumerate(zip(case["donors"], case["donor_documents"], strict=True)):
         began = time.perf_counter()
         provider.register_completed(
             request_id=f"donor-{number}", token_ids=tokens.tolist(), prompt_text=text_of(document),
-            namespace=namespace, block_ids=[],
+            namespace=namespace, block_ids=[number * blocks + block for block in range(blocks)],
         )  # fmt: skip
         registered.append(time.perf_counter() - began)
         if number + 1 in counts:
@@ -75,14 +76,15 @@ def text_of(document: int) -> str:
 def look_up(provider: Any, requests: list[Any]) -> dict[str, Any]:
     """Seconds of every lookup, after one that counts not, whether it found a donor, and the prefix that it promises."""
     provider.lookup(requests[0])
-    times, found, prefixes = [], [], []
+    times, found, prefixes, reasons = [], [], [], []
     for request in requests:
         began = time.perf_counter()
         result = provider.lookup(request)
         times.append(time.perf_counter() - began)
         found.append(bool(result.found))
+        reasons.append(result.rejection_reason)
         prefixes.append(int(result.plan.prefix_token_count) if result.found else 0)
-    return {"times": times, "found": found, "prefixes": prefixes}
+    return {"times": times, "found": found, "prefixes": prefixes, "reasons": reasons}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,8 +69,12 @@ def test_an_interpreter_without_the_package_ends_the_program_with_its_error(
 @pytest.mark.skipif(PACKAGE_PYTHON is None, reason="SEMBLEND_PACKAGE_PYTHON names no interpreter with the package")
 @pytest.mark.parametrize("arm", ["embedding", "jaccard"])
 def test_the_package_runs(case: Case, arm: str) -> None:
-    few = replace(case, donors=case.donors[:24], donor_documents=case.donor_documents[:24])
-    told = run_package(str(PACKAGE_PYTHON), arm, few, [24])
+    told = run_package(str(PACKAGE_PYTHON), arm, case, [44])
     assert told["version"].startswith("0.3.")
-    assert f"{arm} 24" in told["lookups"]
-    assert len(told["lookups"][f"{arm} 24"]["times"]) == 6
+    assert f"{arm} 44" in told["lookups"]
+    lookups = told["lookups"][f"{arm} 44"]
+    assert len(lookups["times"]) == 6
+    if arm == "embedding":
+        # It finds a shifted document, of which no prefix can be used.
+        assert lookups["found"] == [True, True, False, True, True, False]
+        assert [prefix >= DOCUMENT_TOKENS for prefix in lookups["prefixes"]] == [False, True, False, False, True, False]
