@@ -200,6 +200,13 @@ class KvCacheConnectorManager:
             self._new_saving[request.request_id] = request
         return saving
 
+    def request_ended_paused(self, request: LlmRequest) -> None:
+        """Tells of the end of a request that has no blocks left, so that nothing can be saved from them."""
+        if self.request_finished(request, []):
+            raise ConnectorContractError(
+                "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
+            )
+
     def request_failed(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
         """The end of a request that failed: some versions tell the connector, others let it disappear."""
         if self.version.tells_failed_requests:

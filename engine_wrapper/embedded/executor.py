@@ -134,6 +134,8 @@ class Executor:
         with self._guarded():
             if request in self._waiting:
                 self._waiting.remove(request)
+                if request.is_paused and self.connector is not None:
+                    self.connector.request_ended_paused(request)
                 _complete(request, "cancelled")
             elif self._cancel_waits_for_load(request):
                 request.finish_reason = "cancelled"

@@ -91,6 +91,7 @@ class LlmRequest:
         self.reuse_report: Any = None
         self.generator: torch.Generator | None = None
         self.pending_token: int | None = None
+        self.is_paused = False
         self.generation_logits: list[torch.Tensor] = []
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
@@ -193,6 +194,7 @@ class LlmRequest:
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
         self.state = LlmRequestState.QUEUED
+        self.is_paused = True
 
 
 def _salt_id(cache_salt: str | None) -> int | None:

@@ -111,13 +111,13 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         return self._metadata_of(scheduler_output)
 
     @never_raises(lambda: False)
-    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:  # noqa: ARG002
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
         tracked = self._requests.pop(int(request.request_id))
         if tracked is None:
             return False
         try:
-            return self._finish(tracked, request)
+            return self._finish(tracked, request, len(cache_block_ids))
         except Exception:
             tracked.release_leases()
             self._cancel_intent(tracked)
@@ -290,13 +290,15 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
-    def _finish(self, tracked: TrackedRequest, request: Any) -> bool:
+    def _finish(self, tracked: TrackedRequest, request: Any, num_blocks: int) -> bool:
         self._drain()
         self._settle_outcome(tracked)
         tracked.release_leases()
         saving = False
         if tracked.intent is not None and self.library is not None and tracked.is_followed:
             tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
+            if num_blocks * self._serving()[2] < tokens:
+                tokens = 0  # it ended while it was paused: the blocks it had are somebody else's
             donor_tokens = _tokens_of(request, tokens)
             saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
         if not saving:
