@@ -1,0 +1,110 @@
+"""Says what is installed, what it fits, and what would be refused and why.
+
+It looks at the packages, TensorRT-LLM and its connector contract, the card, the settings and what they name (a NATS
+server, folders, a reuse profile), and with --model at a model. It exits with 0 when all is fine, with 1 when something
+would be refused or fails, and with 2 for bad usage. Notes stop nothing and leave the status at 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from semblend_trt.config import Settings
+    from semblend_trt.doctor.finding import Finding
+
+SUMMARY = "say what is installed, what it fits, and what would be refused"
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds what the doctor is to look at."""
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="dtype of the engine's KV cache (default: %(default)s, the model's own)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Looks and prints. Returns 1 when something would be refused or fails."""
+    from semblend_trt import __version__
+
+    findings = list(_findings(arguments.model, arguments.kv_dtype))
+    problems = sum(finding.is_problem for finding in findings)
+    if arguments.json:
+        told = {"version": __version__, "problems": problems, "findings": [_fields(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+    else:
+        sys.stdout.write(_shown(findings))
+        sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")
+    return int(problems > 0)
+
+
+def _findings(name: str | None, kv_dtype: str) -> Iterator[Finding]:
+    from semblend_trt.doctor import engine, machine, software, surroundings
+    from semblend_trt.doctor.finding import Chapter
+
+    settings, problem = _settings()
+    yield from Chapter("software").told(software.software(settings))
+    yield from Chapter("engine").told(engine.engine())
+    yield from Chapter("machine").told(machine.machine(settings))
+    yield from Chapter("settings").told(surroundings.variables(settings, problem))
+    if settings is not None:
+        yield from Chapter("fleet").told(surroundings.nats(settings))
+        yield from Chapter("files").told(surroundings.disk(settings))
+        yield from Chapter("files").told(surroundings.audit(settings))
+    yield from Chapter("model").told(_of_model(name, kv_dtype, settings))
+
+
+def _of_model(name: str | None, kv_dtype: str, settings: Settings | None) -> Iterator[Finding]:
+    from semblend_trt.doctor import model, profile
+    from semblend_trt.doctor.finding import Finding
+
+    known = None if name is None else model.known_model(name, kv_dtype)
+    if isinstance(known, Finding):
+        yield known
+        return
+    if known is not None:
+        yield from model.model(known, settings)
+    if settings is not None:
+        yield from profile.profile(settings, known)
+
+
+def _settings() -> tuple[Settings | None, str | None]:
+    from semblend_trt.config import load_settings
+    from semblend_trt.errors import ConfigurationError
+
+    try:
+        return load_settings(), None
+    except ConfigurationError as error:
+        return None, str(error)
+
+
+def _fields(finding: Finding) -> dict[str, object]:
+    return {
+        "area": finding.area,
+        "status": finding.status.value,
+        "reason": finding.reason,
+        "text": finding.text,
+        "details": finding.details,
+    }
+
+
+def _shown(findings: list[Finding]) -> str:
+    lines, area = [], ""
+    for finding in findings:
+        if finding.area != area:
+            area = finding.area
+            lines.append(area)
+        reason = "" if finding.reason is None else f"{finding.reason}: "
+        lines.append(f"  {finding.status.value:<7}  {reason}{finding.text}")
+    return "".join(line + "\n" for line in lines)

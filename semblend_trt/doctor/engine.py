@@ -1,0 +1,121 @@
+"""The TensorRT-LLM that is installed, and which version of the connector contract it keeps."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.doctor.finding import Chapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from semblend_trt.connector.contract_versions import ContractVersion
+    from semblend_trt.doctor.finding import Finding
+
+_chapter = Chapter("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class ContractMatch:
+    """The version of the contract that a connector module is most like, and what the module has otherwise."""
+
+    version: ContractVersion
+    differences: tuple[str, ...]
+
+
+def engine() -> Iterator[Finding]:
+    """Imports TensorRT-LLM where it is installed, which may take a while, and compares it with our contract."""
+    from semblend_trt.connector.contract_versions import EMBEDDED
+
+    if find_spec("tensorrt_llm") is None:
+        yield _chapter.note(
+            f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
+            contract=EMBEDDED.name,
+        )
+        return
+    release = _release()
+    module = _connector_module()
+    if module is None:
+        yield _chapter.failed(f"TensorRT-LLM {release} has no KV cache connector; 1.1 or later is needed")
+        return
+    match = match_of(module)
+    details = {"tensorrt_llm": release, "module": module.__name__, "contract": match.version.name}
+    told = f"TensorRT-LLM {release} keeps the connector contract {match.version.name!r} ({module.__name__})"
+    if match.differences:
+        told += f", but for {'; '.join(match.differences)}"
+        yield _chapter.note(told, differences=match.differences, **details)
+    else:
+        yield _chapter.ok(told, **details)
+    yield _ours()
+
+
+def match_of(module: ModuleType) -> ContractMatch:
+    """The known version that `module`, TensorRT-LLM's connector module, differs from in the fewest places.
+
+    Compared are its path, the fields of RequestData and the methods of the base classes, because releases are matched
+    to versions of the contract by what they have and not by their number.
+    """
+    from semblend_trt.connector.contract_versions import MAIN, V11, V12, V13
+
+    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    return min(matches, key=lambda match: len(match.differences))
+
+
+def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
+    from semblend_trt.connector.contract_versions import MAIN
+
+    found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
+    has = {each.name for each in fields(module.RequestData)}
+    found += _told("field RequestData", has, set(version.request_fields))
+    for base, ours, known in (
+        ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
+        ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
+    ):
+        kind = getattr(module, base)
+        has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
+        found += _told(f"method {base}", has, set(ours))
+    return tuple(found)
+
+
+def _told(what: str, has: set[str], expected: set[str]) -> list[str]:
+    missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
+    return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
+
+
+def _ours() -> Finding:
+    """TensorRT-LLM makes both classes, which needs every method that its base classes ask for."""
+    from semblend_trt import connector
+
+    classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
+    missing = [f"{kind.__name__}.{name}" for kind in classes for name in sorted(kind.__abstractmethods__)]
+    if missing:
+        return _chapter.failed(
+            f"TensorRT-LLM cannot make our connector, which lacks {', '.join(missing)}; use a known version",
+            missing=missing,
+        )
+    return _chapter.ok("our connector has every method that it asks for")
+
+
+def _release() -> str:
+    try:
+        return metadata.version("tensorrt-llm")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _connector_module() -> ModuleType | None:
+    from semblend_trt.connector.contract_versions import NEW_MODULE, OLD_MODULE
+
+    for path in (NEW_MODULE, OLD_MODULE):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            # A module of theirs that is missing is another version; one of somebody else's is a broken installation.
+            if not (error.name or "").startswith("tensorrt_llm"):
+                raise
+    return None

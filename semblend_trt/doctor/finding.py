@@ -1,0 +1,62 @@
+"""One thing that the doctor found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class Status(str, Enum):
+    """`NOTE` is worth knowing and stops nothing; `REFUSED` and `FAILED` do."""
+
+    OK = "ok"
+    NOTE = "note"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`text` is a sentence for people, `details` the same for programs. `reason` is the name under which requests that
+    are refused for it are counted."""
+
+    area: str
+    status: Status
+    text: str
+    reason: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_problem(self) -> bool:
+        return self.status in (Status.REFUSED, Status.FAILED)
+
+
+class Chapter:
+    """Findings of one area, in the words of their status."""
+
+    def __init__(self, area: str) -> None:
+        self.area = area
+
+    def ok(self, text: str, **details: Any) -> Finding:
+        return Finding(self.area, Status.OK, text, details=details)
+
+    def note(self, text: str, reason: str | None = None, **details: Any) -> Finding:
+        return Finding(self.area, Status.NOTE, text, reason, details)
+
+    def refused(self, reason: str, text: str, **details: Any) -> Finding:
+        return Finding(self.area, Status.REFUSED, text, reason, details)
+
+    def failed(self, text: str, **details: Any) -> Finding:
+        return Finding(self.area, Status.FAILED, text, details=details)
+
+    def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """`findings`, and what ended them early as one that failed: a broken package must not end the others' check."""
+        try:
+            yield from findings
+        except Exception as error:
+            first_line = str(error).strip().split("\n", 1)[0]
+            yield self.failed(f"cannot be checked: {type(error).__name__}: {first_line}"[:500])

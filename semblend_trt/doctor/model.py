@@ -1,0 +1,153 @@
+"""What is known of a model, what of it would be refused, and whether the settings suit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.layout import SUPPORTED_DTYPES, KvGeometry
+from semblend_trt.connector.model_facts import ModelFacts, model_facts, namespace_for
+from semblend_trt.connector.model_files import is_local
+from semblend_trt.doctor.finding import Chapter
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.namespace import CacheNamespace, is_unknown
+from semblend_trt.policy import ReusePolicy, terms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from semblend_trt.config import Settings
+    from semblend_trt.doctor.finding import Finding
+
+AUTO = "auto"
+_chapter = Chapter("model")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that is not refused. `dtype` is that of its KV, None where nothing says it."""
+
+    name: str
+    facts: ModelFacts
+    dtype: torch.dtype | None
+
+    def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
+        """One rank's sizes, in blocks of one token."""
+        kv_heads = max(1, self.facts.kv_heads // tensor_parallel_size)
+        return KvGeometry(self.facts.num_layers, kv_heads, self.facts.head_dim, 1)
+
+    def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
+        """The namespace of an engine that serves the model with these `arguments`; what they leave out is unknown."""
+        llm_args = SimpleNamespace(model=self.name, **arguments)
+        return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
+
+
+def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
+    """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for the model's own.
+
+    What an engine would refuse comes back as a finding with its reason.
+    """
+    try:
+        facts = model_facts(name)
+    except UnsupportedModelError as error:
+        return _chapter.refused(error.reason, str(error))
+    except ConfigurationError as error:
+        return _chapter.refused("configuration", str(error))
+    except Exception as error:
+        return _chapter.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
+    dtype = _own_dtype(name) if kv_dtype == AUTO else getattr(torch, kv_dtype, None)
+    if dtype not in SUPPORTED_DTYPES and (kv_dtype != AUTO or dtype is not None):
+        told = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
+        return _chapter.refused("pool_layout", f"a KV cache of {told} is not taken; float32, bfloat16 and float16 are")
+    return KnownModel(name, facts, dtype)
+
+
+def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
+    """Geometry, rotation and size of its KV, and what of the settings does not suit it."""
+    yield from _described(known.facts)
+    if known.dtype is None:
+        yield _chapter.note("its configuration names no dtype; give that of the KV cache with --kv-dtype")
+    elif settings is not None:
+        yield _size(known, known.dtype, settings)
+    if settings is not None:
+        yield from _policy(known.facts, settings)
+        yield from _identity(known, settings)
+
+
+def _described(facts: ModelFacts) -> Iterator[Finding]:
+    yield _chapter.ok(
+        f"{facts.model_type}: {facts.num_layers} layers, {facts.num_heads} query and {facts.kv_heads} KV heads of "
+        f"{facts.head_dim} channels, {facts.max_positions} positions",
+        num_layers=facts.num_layers,
+        num_heads=facts.num_heads,
+        kv_heads=facts.kv_heads,
+        head_dim=facts.head_dim,
+        max_positions=facts.max_positions,
+    )
+    rotation, parameters = facts.rotation, dict(facts.rope_parameters)
+    yield _chapter.ok(
+        f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
+        f"{rotation.rotary_dim} of {facts.head_dim} channels: its KV can be moved to other positions",
+        rotary_dim=rotation.rotary_dim,
+        rope_parameters=parameters,
+    )
+    if facts.quantization is not None:
+        yield _chapter.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
+
+
+def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
+    per_token = known.geometry().bytes_per_token(dtype)
+    told = str(dtype).removeprefix("torch.")
+    tokens = {
+        tier: size // per_token
+        for tier, size in (
+            ("device", settings.device_bytes),
+            ("host", settings.host_bytes),
+            ("disk", settings.disk_bytes),
+        )
+    }
+    held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
+    text = f"{per_token} bytes of KV a token in {told}, on one rank; room for donors: {held or 'none'}"
+    if tokens["host"] < settings.min_donor_tokens and tokens["device"] < settings.min_donor_tokens:
+        return _chapter.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
+    return _chapter.ok(text, bytes_per_token=per_token, tokens=tokens)
+
+
+def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
+    """What the policy alone makes of every request."""
+    try:
+        terms = terms_of(settings.policy, settings, facts.num_layers)
+    except ConfigurationError as error:
+        yield _chapter.refused("configuration", str(error))
+        return
+    reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
+    if reason:
+        yield _chapter.note(
+            f"policy {settings.policy.value} needs the wrapper; a stock engine reuses identical text from position 0",
+            reason,
+        )
+
+
+def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
+    """Parts of the namespace that the model's files should tell and do not."""
+    namespace = known.namespace(settings)
+    for told, value, variable in (
+        ("weights", namespace.model_revision, "SEMBLEND_MODEL_REVISION"),
+        ("tokenizer", namespace.tokenizer_revision, "SEMBLEND_TOKENIZER_REVISION"),
+    ):
+        if is_unknown(value):
+            yield _chapter.note(
+                f"its {told} are not on this machine, or cannot be read: where they are not on the engine's either, "
+                f"no reuse profile holds and donors on disk are not found again; {variable} can name them"
+            )
+
+
+def _own_dtype(name: str) -> torch.dtype | None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,0 +1,99 @@
+"""The packages that are installed, and the extras that are complete."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+from semblend_trt.discovery.embedder import EmbedderKind
+from semblend_trt.doctor.finding import Chapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from semblend_trt.config import Settings
+    from semblend_trt.doctor.finding import Finding
+
+DISTRIBUTION = "semblend-trt"
+_EXTRA_OF_EMBEDDER = {
+    EmbedderKind.MINILM: "embedder",
+    EmbedderKind.ONNX: "onnx",
+    EmbedderKind.ONNX_GPU: "onnx-gpu",
+}
+_chapter = Chapter("software")
+
+
+def software(settings: Settings | None) -> Iterator[Finding]:
+    """Python, our own packages' needs and each extra; an extra that the settings need has to be complete."""
+    yield _chapter.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    try:
+        ours = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        yield _chapter.note(f"{DISTRIBUTION} is not installed as a package, so that its extras are not known")
+        return
+    needs = [Requirement(line) for line in ours.requires or ()]
+    yield _base(ours.version, needs)
+    for extra in sorted(set(ours.metadata.get_all("Provides-Extra") or ()) - {"dev"}):
+        yield _extra(extra, needs, _user_of(extra, settings))
+
+
+def _base(version: str, needs: list[Requirement]) -> Finding:
+    wanted = [need for need in needs if _applies(need, "")]
+    if missing := _missing(wanted):
+        return _chapter.failed(f"{DISTRIBUTION} {version} cannot work: {', '.join(missing)}", missing=missing)
+    versions = _versions(wanted)
+    told = ", ".join(f"{name} {found}" for name, found in versions.items())
+    return _chapter.ok(f"{DISTRIBUTION} {version} with {told}", versions={DISTRIBUTION: version, **versions})
+
+
+def _extra(extra: str, needs: list[Requirement], user: str | None) -> Finding:
+    wanted = [need for need in needs if _applies(need, extra) and not _applies(need, "")]
+    versions = _versions(wanted)
+    if missing := _missing(wanted):
+        told = f"extra {extra} is not complete: {', '.join(missing)}"
+        if user is None:
+            return _chapter.note(told, extra=extra, missing=missing, versions=versions)
+        told += f"; {user} needs it, install {DISTRIBUTION}[{extra}]"
+        return _chapter.failed(told, extra=extra, missing=missing, versions=versions)
+    told = ", ".join(f"{name} {found}" for name, found in versions.items())
+    return _chapter.ok(f"extra {extra} is complete: {told}", extra=extra, versions=versions)
+
+
+def _user_of(extra: str, settings: Settings | None) -> str | None:
+    """The setting that does not work without the extra; None when none does."""
+    if settings is None or not settings.enabled:
+        return None
+    if extra == "nats" and settings.nats_url is not None:
+        return "SEMBLEND_NATS_URL"
+    if extra == _EXTRA_OF_EMBEDDER.get(settings.embedder):
+        return f"SEMBLEND_EMBEDDER={settings.embedder.value}"
+    return None
+
+
+def _applies(need: Requirement, extra: str) -> bool:
+    return need.marker is None or need.marker.evaluate({"extra": extra})
+
+
+def _versions(needs: list[Requirement]) -> dict[str, str]:
+    return {need.name: found for need in needs if (found := _installed(need.name)) is not None}
+
+
+def _missing(needs: list[Requirement]) -> list[str]:
+    told = []
+    for need in needs:
+        found = _installed(need.name)
+        if found is None:
+            told.append(f"{need.name}{need.specifier} is missing")
+        elif not need.specifier.contains(found, prereleases=True):
+            told.append(f"{need.name} is {found}, needed is {need.specifier}")
+    return told
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,60 @@
+"""`semblend-trt doctor` ends with a status that scripts can use, and tells people and programs why."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.cli.main import main
+from semblend_trt.settings.environment import PREFIXES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+        monkeypatch.delenv(name)
+
+
+def test_all_is_fine(tiny_qwen2_path: Path, capsys) -> None:
+    assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 0
+    shown = capsys.readouterr().out
+    areas = [line for line in shown.splitlines() if line and not line.startswith(" ")]
+    assert areas == ["software", "engine", "machine", "settings", "model", "profile", "no problems"]
+    assert "  note     no_profile: SEMBLEND_PROFILE is not set" in shown
+
+
+def test_a_refusal_is_named(tiny_qwen2_path: Path, capsys) -> None:
+    assert main(["doctor", "--model", str(tiny_qwen2_path), "--kv-dtype", "fp8"]) == 1
+    shown = capsys.readouterr().out
+    assert "  refused  pool_layout: a KV cache of fp8 is not taken" in shown
+    assert shown.endswith("\n1 problem\n")
+
+
+def test_json(tiny_qwen2_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "off")
+    assert main(["doctor", "--json", "--model", str(tiny_qwen2_path)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 1
+    (refused,) = [finding for finding in told["findings"] if finding["status"] == "refused"]
+    assert (refused["area"], refused["reason"]) == ("settings", "policy_off")
+    assert all(set(finding) == {"area", "status", "reason", "text", "details"} for finding in told["findings"])
+
+
+def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "0")
+    assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "  failed   SEMBLEND_MIN_SPAN is '0'; allowed is 1..1048576" in shown
+    assert "3 layers" in shown
+
+
+def test_bad_usage_ends_with_two() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--kv-dtype", "int3"])
+    assert ended.value.code == 2

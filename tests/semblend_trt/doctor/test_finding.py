@@ -1,0 +1,32 @@
+"""A check that breaks tells what it had found, and that it broke."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from semblend_trt.doctor.finding import Chapter, Finding, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def test_what_ends_a_check_is_a_finding_that_failed() -> None:
+    chapter = Chapter("engine")
+
+    def check() -> Iterator[Finding]:
+        yield chapter.ok("first")
+        raise OSError("libnothing.so: cannot open\nand more")
+
+    first, second = chapter.told(check())
+    assert (first.status, first.is_problem) == (Status.OK, False)
+    assert second == Finding(
+        "engine", Status.FAILED, "cannot be checked: OSError: libnothing.so: cannot open", None, {}
+    )
+    assert second.is_problem
+
+
+def test_notes_are_no_problem_and_refusals_are() -> None:
+    chapter = Chapter("model")
+    assert not chapter.note("so", "no_profile").is_problem
+    refused = chapter.refused("mla", "latent", layers=3)
+    assert (refused.is_problem, refused.reason, refused.details) == (True, "mla", {"layers": 3})

@@ -1,0 +1,119 @@
+"""Servers, folders and files that settings name are tried, and left as they were found."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.config import load_settings
+from semblend_trt.doctor.finding import Status
+from semblend_trt.doctor.surroundings import audit, disk, nats, variables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 1 << 30
+
+
+def test_every_variable_is_read_or_told(monkeypatch) -> None:
+    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
+    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "7")
+    monkeypatch.setenv("SEMBLEND_MAX_DONOR", "7")
+    unknown, ignored, given, short = variables(load_settings(), None)
+    assert (unknown.status, unknown.text) == (
+        Status.FAILED,
+        "SEMBLEND_MAX_DONOR is not read; did you mean SEMBLEND_MAX_DONORS?",
+    )
+    assert (ignored.status, ignored.text.split(" is ")[0]) == (Status.NOTE, "SEMBLEND_MIN_SPAN")
+    assert given.status is Status.OK
+    assert given.text.startswith("2 of ")
+    assert (short.status, "SEMBLEND_MAX_DONORS" in short.text) == (Status.NOTE, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"enabled": False}, "disabled"), ({"policy": "off"}, "policy_off"), ({}, None)]
+)
+def test_what_is_switched_off_is_refused(settings, reason: str | None) -> None:
+    assert [each.reason for each in variables(load_settings(**settings), None) if each.is_problem] == [
+        reason for reason in [reason] if reason
+    ]
+
+
+def test_settings_that_cannot_be_read() -> None:
+    (failed,) = variables(None, "SEMBLEND_POLICY: policy 'x' is not known")
+    assert (failed.status, failed.text) == (Status.FAILED, "SEMBLEND_POLICY: policy 'x' is not known")
+
+
+def test_nats_answers(nats_server) -> None:
+    (answer,) = nats(load_settings(nats_url=nats_server.url, nats_stream="donors"))
+    assert answer.status is Status.OK
+    assert answer.details["server_version"].count(".") == 2
+
+
+def test_nats_is_out_of_reach(make_nats_server) -> None:
+    server = make_nats_server()
+    server.kill()
+    (failed,) = nats(load_settings(nats_url=server.url.replace("//", "//alice:hunter2@")))
+    assert failed.status is Status.FAILED
+    assert "hunter2" not in failed.text
+
+
+def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path) -> None:
+    failed, *_ = nats(load_settings(nats_url=nats_server.url, nats_tls_ca=str(tmp_path / "ca.pem")))
+    assert (failed.status, "SEMBLEND_NATS_TLS_CA" in failed.text) == (Status.FAILED, True)
+
+
+def test_without_an_address_nobody_is_asked() -> None:
+    assert list(nats(load_settings())) == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_that_can_be_written(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "donors"
+    if is_there:
+        (folder / "semblend-donors").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    (found,) = disk(load_settings(disk_bytes=1, disk_path=str(folder)))
+    assert (found.status, sorted(tmp_path.rglob("*"))) == (Status.OK, before)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (failed,) = disk(load_settings(disk_bytes=1, disk_path=str(tmp_path / "file")))
+    assert (failed.status, "SEMBLEND_DISK_PATH" in failed.text) == (Status.FAILED, True)
+
+
+def test_a_folder_that_an_engine_uses_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "semblend-donors"
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        note, found = disk(load_settings(disk_bytes=1, disk_path=str(tmp_path)))
+    assert (note.status, found.status) == (Status.NOTE, Status.OK)
+    assert "in use" in note.text
+    (found,) = disk(load_settings(disk_bytes=1, disk_path=str(tmp_path)))
+    assert found.status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [({"disk_bytes": 1}, [Status.FAILED]), ({"disk_path": "somewhere"}, [Status.NOTE]), ({}, [])],
+)
+def test_half_a_disk_tier(settings, status: list[Status]) -> None:
+    assert [found.status for found in disk(load_settings(**settings))] == status
+
+
+def test_a_disk_with_too_little_room(tmp_path: Path) -> None:
+    (note,) = disk(load_settings(disk_bytes=1 << 50, disk_path=str(tmp_path)))
+    assert (note.status, note.text.endswith("what is in it counts too")) == (Status.NOTE, True)
+
+
+def test_the_audit_log(tmp_path: Path) -> None:
+    (fine,) = audit(load_settings(audit_path=str(tmp_path / "audit.jsonl")))
+    (failed,) = audit(load_settings(audit_path=str(tmp_path)))
+    assert (fine.status, failed.status) == (Status.OK, Status.FAILED)
+    assert list(tmp_path.iterdir()) == []
+    assert list(audit(load_settings())) == []
