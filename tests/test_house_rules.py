@@ -22,7 +22,7 @@ URL_HOSTS = {
 
 MODULES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 TEXTS = MODULES + sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.md"))
-TEXTS += [ROOT / name for name in PRODUCT_TEXTS]
+TEXTS += [ROOT / name for name in PRODUCT_TEXTS] + sorted((ROOT / "docs").glob("*.md"))
 
 
 def relative(path: Path) -> str:
