@@ -1,68 +1,85 @@
 """The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
 
-With it attached the engine computes only holes and suffix, and blocks that hold approximate KV are never published.
-Where the engine offers no place to attach, the connector stays as it is on a stock engine.
+With it attached, blocks that hold approximate KV are never published, and where the engine's decoder can be hooked it
+computes only holes and suffix. Where the engine offers no place to attach, the connector stays as it is on a stock
+engine.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.publication import PublicationGuard
-from semblend_trt.connector import SemBlendKvConnectorScheduler
+from engine_wrapper.attach import Attachment, attach, attach_to_caller
+from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
-from semblend_trt.runtime import EngineMode, Runtime
+from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.errors import SemBlendError
+from semblend_trt.runtime import EngineMode
 
 if TYPE_CHECKING:
     import torch
 
-    from semblend_trt.evidence import CheckEvidence
-
 logger = logging.getLogger(__name__)
 
-__all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
+__all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker", "attach"]
+
+
+class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
+    """The stock scheduler, which on TensorRT-LLM saves nothing of a request that holds approximate KV.
+
+    Its executor stores the blocks of a request that is being saved in the reuse tree and holds them by that alone; a
+    guarded request is not stored.
+    """
+
+    @never_raises(lambda: False)
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """As the stock scheduler's."""
+        tracked = self._requests.get(int(request.request_id))
+        plan = None if tracked is None else tracked.plan
+        if tracked is not None and self._runtime.engine is None and plan is not None and not plan.is_exact:
+            self._cancel_intent(tracked)
+            tracked.intent = None
+        return super().request_finished(request, cache_block_ids)
 
 
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
-    """The stock worker, which attaches to its engine once the caches are registered."""
+    """The stock worker, which attaches to its engine once the caches are registered.
+
+    `attachment` says what was attached to TensorRT-LLM's executor; it is None with the embedded engine.
+    """
 
     # They do nothing, so an engine may replay CUDA graphs, which cannot call them.
     uses_layer_hooks = False
 
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self.attachment: Attachment | None = None
+
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         super().register_kv_caches(kv_cache_tensor)
-        attach(self._runtime)
+        if self._runtime.engine is not None:
+            attach(self._runtime)
+            return
+        self.attachment = attach_to_caller(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
 
+    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
+        """Ends this iteration's loads.
 
-def attach(runtime: Runtime) -> bool:
-    """Attaches plan execution and the publication guard to the runtime's engine; False leaves it untouched.
+        Raises SemBlendError when TensorRT-LLM has run a forward past a plan: it skipped what the plan would compute.
+        """
+        super().wait_for_save(stream)
+        forward = None if self.attachment is None else self.attachment.forward
+        if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
+            return
+        self._runtime.faults["plan_not_executed"] += 1
+        self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
+        raise SemBlendError("the engine ran a forward without asking for its plans; nothing is reused from now on")
 
-    Nothing is attached where the worker refused the caches. An engine can be attached to when it has a model runner
-    with a `plan_source` and a block manager with a `publication`, as the embedded engine has. A runner with a
-    `readiness` waits for loads layer by layer; for any other one `start_load_kv` orders them before the forward. One
-    with an `evidence_sink` says what its checks found.
-    """
-    runner: Any = getattr(runtime.engine, "model_runner", None)
-    blocks: Any = getattr(runtime.engine, "block_manager", None)
-    if runtime.pool is None or not hasattr(runner, "plan_source") or not hasattr(blocks, "publication"):
-        logger.warning("the engine offers no place to attach; only identical text from position 0 is reused")
-        return False
-    runner.plan_source = runtime.active_plans.take
-    if hasattr(runner, "readiness"):
-        runner.readiness = runtime.readiness
-        runtime.readiness.is_awaited = True
-    if hasattr(runner, "evidence_sink"):
-        runner.evidence_sink = partial(_note, runtime)
-    blocks.publication = PublicationGuard(runtime.active_plans, runtime.pool.geometry.block_size)
-    runtime.publication_guard = True
-    runtime.mode = EngineMode.WRAPPER
-    return True
-
-
-def _note(runtime: Runtime, evidence: CheckEvidence) -> None:
-    """Keeps evidence for the scheduler. What a dropped plan had placed is written over: nothing approximate is left."""
-    runtime.evidence.append(evidence)
-    if evidence.is_dropped:
-        runtime.active_plans.computed_whole(evidence.request_id)
+    def close(self) -> None:
+        """As the stock worker; the engine is left as it was found."""
+        if self.attachment is not None:
+            self.attachment.remove()
+            self.attachment = None
+            self._runtime.publication_guard, self._runtime.mode = False, EngineMode.STOCK
+        super().close()

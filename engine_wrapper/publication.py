@@ -1,4 +1,7 @@
-"""Blocks that hold approximate KV never become reusable."""
+"""Blocks that hold approximate KV never become reusable.
+
+The embedded engine asks how much it may publish; for TensorRT-LLM's managers `trtllm.manager_guard` does.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,10 @@ class PublicationGuard:
         if exact is None:
             return tokens
         return min(tokens, exact - exact % self._block_size)
+
+    def withholds(self, request_id: int) -> bool:
+        """True when some of the request's KV may not be published: for cache managers that publish all or nothing."""
+        return self._active_plans.publishable_tokens(request_id) is not None
 
     def released(self, request_id: int) -> None:
         """To be called once the blocks of the request are freed: the id may then be used again."""

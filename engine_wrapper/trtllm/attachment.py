@@ -1,0 +1,107 @@
+"""Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plans in its decoder where those can run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.publication import PublicationGuard
+from engine_wrapper.trtllm.execution_refusal import execution_refusal
+from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
+from engine_wrapper.trtllm.planned_forward import PlannedForward
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_wrapper.sparse_forward import EvidenceSink
+    from engine_wrapper.trtllm.executor_parts import ExecutorParts
+    from engine_wrapper.trtllm.manager_guard import ManagerGuard
+    from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What was attached; where something was not, `guard_refusal` or `execution_refusal` says why.
+
+    Without a guard nothing is attached at all. `forward` executes plans once its self-check has passed.
+    """
+
+    guard: ManagerGuard | None
+    forward: PlannedForward | None
+    guard_refusal: str | None = None
+    execution_refusal: str | None = None
+
+    def remove(self) -> None:
+        """Leaves the engine as it was found."""
+        for part in (self.forward, self.guard):
+            if part is not None:
+                part.remove()
+
+
+def attach_to_executor(
+    parts: ExecutorParts | None, llm_args: Any, facts: ModelFacts | None, runtime: Runtime,
+    pool: torch.Tensor, sink: EvidenceSink,
+) -> Attachment:  # fmt: skip
+    """Attaches what can be attached, on every rank or on none. Never raises."""
+    reason = _on_all_ranks(parts, _guard_refusal(parts, runtime))
+    if reason is not None or parts is None or facts is None:
+        reason = reason or "caches_refused"
+        logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
+        return Attachment(None, None, reason, reason)
+    guard = guard_for(parts.manager, PublicationGuard(runtime.active_plans))
+    guard.install()
+    runtime.publication_guard = True
+    forward, refused = _plans(parts, llm_args, facts, runtime, pool, sink)
+    if refused is not None:
+        logger.warning(
+            "plans are not executed on this engine (%s); it can only skip what is reused from the left", refused
+        )
+    return Attachment(guard, forward, None, refused)
+
+
+def _guard_refusal(parts: ExecutorParts | None, runtime: Runtime) -> str | None:
+    if runtime.pool is None:
+        return runtime.refusal or "caches_refused"
+    if parts is None:
+        return "executor_unknown"
+    if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
+        # Whoever receives a request's KV would publish it.
+        return "disaggregated"
+    try:
+        return guard_refusal(parts.manager)
+    except Exception:
+        logger.exception("the engine's cache manager cannot be examined")
+        return "probe_failed"
+
+
+def _on_all_ranks(parts: ExecutorParts | None, reason: str | None) -> str | None:
+    """The reason of any rank: one that publishes what the others withhold would give its requests other prefixes.
+
+    Every rank registers its caches at the same place, so that all of them meet here.
+    """
+    dist = None if parts is None else parts.dist
+    if int(getattr(dist, "tp_size", 1) or 1) == 1:
+        return reason
+    gather = getattr(dist, "tp_allgather", None)
+    if not callable(gather):
+        return reason or "ranks_unknown"
+    return next((each for each in gather(reason) if each is not None), None)
+
+
+def _plans(
+    parts: ExecutorParts, llm_args: Any, facts: ModelFacts, runtime: Runtime, pool: torch.Tensor, sink: EvidenceSink
+) -> tuple[PlannedForward | None, str | None]:
+    try:
+        reason = execution_refusal(parts, llm_args, facts)
+        if reason is not None:
+            return None, reason
+        forward = PlannedForward(parts, runtime, pool, facts.rotation, sink)
+        forward.install()
+    except Exception:
+        logger.exception("the engine's decoder cannot be hooked")
+        return None, "probe_failed"
+    return forward, None

@@ -1,0 +1,84 @@
+"""What one forward of TensorRT-LLM's engine runs, read from what it hands to the model.
+
+Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
+`_torch/attention/backends/interface.py` (main): sequences stand in one row of tokens, those in context first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.trtllm.layout_error import LayoutError
+from kernels.sparse_prefill.rows import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from semblend_trt.plan import SemanticKvPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of one forward, by index: request id, first position and tokens of each; `contexts` come first.
+
+    `input_ids`: [tokens], on the engine's device; only there are the newest tokens known.
+    """
+
+    request_ids: tuple[int, ...]
+    begins: tuple[int, ...]
+    lengths: tuple[int, ...]
+    contexts: int
+    input_ids: torch.Tensor
+
+    @classmethod
+    def of_call(cls, options: Mapping[str, Any]) -> Batch:
+        """The batch of a call of the decoder's forward. Raises LayoutError when it cannot be read, or asks for more."""
+        for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
+            value = options.get(name)
+            if value is not None and value != {}:
+                raise LayoutError("model_call", f"the model was called with {name}, which plans cannot follow")
+        metadata, input_ids = options.get("attn_metadata"), options.get("input_ids")
+        try:
+            lengths = tuple(map(int, metadata.seq_lens.tolist()))  # type: ignore[union-attr]
+            begins = tuple(map(int, metadata.kv_cache_params.num_cached_tokens_per_seq))  # type: ignore[union-attr]
+            ids = tuple(map(int, metadata.request_ids))  # type: ignore[union-attr]
+            contexts = int(metadata.num_contexts)  # type: ignore[union-attr]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise LayoutError("model_call", f"the attention metadata cannot be read: {error}") from error
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 1 or len(input_ids) != sum(lengths):
+            raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata speaks of")
+        if not len(ids) == len(begins) == len(lengths) or contexts > len(ids):
+            raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
+        return cls(ids, begins, lengths, contexts, input_ids)
+
+    def schedule(
+        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], block_size: int, num_layers: int
+    ) -> LayerSchedule:
+        """The layer schedule, on the engine's device. `plans` by request id; `blocks`: every request's block ids.
+
+        Raises PlanError when a plan does not fit its request, and ValueError when a block is missing.
+        """
+        slices = [
+            self._slice(index, plans.get(request_id), blocks[index], block_size)
+            for index, request_id in enumerate(self.request_ids)
+        ]
+        schedule = build_schedule(slices, num_layers)
+        # Rows of the engine's own tokens: the last ones of each sequence in layer 0.
+        ends = np.cumsum([rows.count for rows in schedule.stages[0].sequences])
+        own = [np.arange(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        device = self.input_ids.device
+        schedule = schedule.to(device)
+        tokens = schedule.token_ids.to(self.input_ids.dtype)
+        tokens[to_device(torch.from_numpy(np.concatenate(own)), device)] = self.input_ids
+        return replace(schedule, token_ids=tokens)
+
+    def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
+        begin, length = self.begins[index], self.lengths[index]
+        needed = -(-(begin + length) // block_size)
+        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length])
+        return SequenceSlice(self.request_ids[index], begin, tokens, tuple(blocks[:needed]), plan)

@@ -1,0 +1,120 @@
+"""Whether plans can be executed in an engine's decoder: everything that is known to be needed, and to be in the way.
+
+Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
+`_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
+`_torch/modules/attention.py`; `llmapi/llm_args.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_wrapper.trtllm.executor_parts import ExecutorParts
+    from semblend_trt.connector.model_facts import ModelFacts
+
+_MISSING = object()
+# Settings that must be off, each with the name of its refusal. One that is missing is not known to be off.
+_OFF = {
+    "torch_compile_config": "compiled_prefill",
+    "cuda_graph_config": "cuda_graphs",
+    "lora_config": "lora",
+    "speculative_config": "speculative_decoding",
+    "sparse_attention_config": "sparse_attention",
+}
+# Settings that older versions do not have.
+_OPTIONAL = ("sparse_attention_config",)
+_NORMAL_ROPE = ("default", "linear", "llama3")
+
+
+def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
+    """Why no plan can be executed, None when nothing is known against it. Nothing is changed."""
+    return (
+        _refused_settings(llm_args)
+        or _refused_executor(parts)
+        or _refused_engine(parts.model_engine)
+        or _refused_model(parts, facts)
+    )
+
+
+def _refused_settings(llm_args: Any) -> str | None:
+    for name, reason in _OFF.items():
+        value = getattr(llm_args, name, None if name in _OPTIONAL else _MISSING)
+        if value is _MISSING:
+            return "settings_unknown"
+        if value is not None:
+            return reason
+    if getattr(llm_args, "enable_lora", False):
+        return "lora"
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
+            return name
+    # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
+    return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
+
+
+def _refused_executor(parts: ExecutorParts) -> str | None:
+    if type(parts.manager).__name__ != "KVCacheManager":
+        return "cache_manager_v2"
+    if not callable(getattr(parts.manager, "get_batch_cache_indices", None)):
+        return "cache_manager_unknown"
+    if getattr(parts.executor, "drafter", None) is not None:
+        return "speculative_decoding"
+    return None
+
+
+def _refused_engine(model_engine: Any) -> str | None:
+    holder = _graph_holder(model_engine)
+    if holder is None:
+        return "engine_layout"
+    for name in ("cuda_graph_runner", "breakable_cuda_graph_runner"):
+        if getattr(getattr(holder, name, None), "enabled", False):
+            return "cuda_graphs"
+    compiled = getattr(model_engine, "_torch_compile_enabled", False)
+    return "compiled_prefill" if compiled or getattr(holder, "_torch_compile_backend", None) else None
+
+
+def _graph_holder(model_engine: Any) -> Any:
+    """What holds the graph runner: the engine up to 1.3, a runner of the engine on main; None for another layout."""
+    held = getattr(model_engine, "__dict__", None) or {}
+    if "cuda_graph_runner" in held:
+        return model_engine
+    runners = [each for each in held.values() if "cuda_graph_runner" in (getattr(each, "__dict__", None) or {})]
+    return runners[0] if len(runners) == 1 else None
+
+
+def _refused_model(parts: ExecutorParts, facts: ModelFacts) -> str | None:
+    decoder = parts.decoder
+    layers = getattr(decoder, "layers", None)
+    if layers is None or not callable(getattr(decoder, "forward", None)) or len(layers) != facts.num_layers:
+        return "model_layout"
+    if "forward" in vars(decoder):
+        return "model_patched"
+    if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
+        return "layer_offsets"
+    for index, layer in enumerate(layers):
+        refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _refused_attention(attention: Any, index: int, facts: ModelFacts) -> str | None:
+    if type(attention).__name__ == "MLA" or hasattr(attention, "kv_lora_rank"):
+        return "mla"
+    backend = getattr(attention, "attn", None)
+    if not callable(getattr(backend, "forward", None)) or getattr(attention, "layer_idx", None) != index:
+        return "model_layout"
+    if "forward" in (getattr(backend, "__dict__", None) or {}):
+        return "model_patched"
+    sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
+    wanted = (facts.head_dim, facts.num_heads * facts.head_dim, facts.kv_heads * facts.head_dim)
+    if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
+        return "model_layout"
+    if getattr(attention, "has_quant_scale", False):
+        return "quantized_attention"
+    if getattr(attention, "attn_output_gate", None) or getattr(attention, "q_scaling", None) not in (None, 1, 1.0):
+        return "attention_scaling"
+    # Other types also scale cos and sin, which the kernel here does not know.
+    rope = facts.rope_parameters.get("rope_type", "default")
+    return "rope_fused" if attention.rope_fusion and rope not in _NORMAL_ROPE else None

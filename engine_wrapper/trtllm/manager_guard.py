@@ -1,0 +1,186 @@
+"""Keeps approximate KV out of the reuse trees of TensorRT-LLM's own cache managers.
+
+V1 is the C++ manager behind `KVCacheManager`: it stores blocks under the request's tokens after every context step, at
+release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks from `try_commit_blocks`. Neither has a
+switch for one request, so these methods are replaced on the one manager, for flagged requests only. A block hash is
+never consulted: it names a block as exact KV, whatever the block holds.
+
+Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main) and
+`_torch/pyexecutor/kv_cache_manager_v2.py` (main).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine_wrapper.trtllm.code_names import names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine_wrapper.publication import PublicationGuard
+
+logger = logging.getLogger(__name__)
+
+# The whole of V1's release: anything else in it would be lost for a flagged request.
+_V1_RELEASE = frozenset({"impl", "remove_sequence", "py_request_id"})
+_V1_CALLS = {
+    "update_resources": {"impl", "store_context_blocks", "context_requests"},
+    "free_resources": set(_V1_RELEASE),
+    "store_blocks_for_reuse": {"impl", "store_blocks_for_reuse"},
+    "unpin_blocks_by_id": {"impl", "unpin_blocks_by_id"},
+}
+_V2_CALLS = {
+    "update_context_resources": {"try_commit_blocks"},
+    "try_commit_blocks": {"commit", "stop_committing", "kv_cache_map", "context_remaining_length"},
+    "free_resources": {"kv_cache_map", "close"},
+}
+_V2_SILENT = ("update_context_resources", "update_resources", "free_resources")
+
+
+class ManagerGuard(Protocol):
+    """A guard on one manager."""
+
+    def install(self) -> None:
+        """Replaces the manager's methods."""
+
+    def remove(self) -> None:
+        """Puts them back."""
+
+
+def guard_refusal(manager: Any) -> str | None:
+    """Why `manager` cannot be guarded, None when it can. Nothing of it is changed.
+
+    cache_manager_unknown: neither V1 nor V2, or a subclass; sliding_window: windows that differ by layer;
+    publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations.
+    """
+    kind = type(manager).__name__
+    if kind not in _GUARDS:
+        return "cache_manager_unknown"
+    if getattr(manager, "is_vswa", False):
+        return "sliding_window"
+    calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
+    if any(not wanted <= names_in(manager, method) for method, wanted in calls.items()):
+        return "publication_unknown"
+    if kind == "KVCacheManager":
+        return None if names_in(manager, "free_resources") <= _V1_RELEASE else "publication_unknown"
+    if any("commit" in names_in(manager, method) for method in _V2_SILENT):
+        return "publication_unknown"
+    return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
+
+
+def guard_for(manager: Any, publication: PublicationGuard) -> ManagerGuard:
+    """The guard of a manager that `guard_refusal` has nothing against; it does nothing until it is installed."""
+    return _GUARDS[type(manager).__name__](manager, publication)
+
+
+class V1Guard:
+    """Of a flagged request nothing is stored: not its exact part either, because V1 stores all of it or nothing."""
+
+    def __init__(self, manager: Any, publication: PublicationGuard) -> None:
+        self._manager = manager
+        self._publication = publication
+        self._stock = _Methods(manager, tuple(_V1_CALLS))
+
+    def install(self) -> None:
+        self._stock.replace_by(self)
+
+    def remove(self) -> None:
+        self._stock.restore()
+
+    def update_resources(self, scheduled_batch: Any, *arguments: Any, **options: Any) -> Any:
+        """Stores the blocks of the unflagged context requests."""
+        requests = scheduled_batch.context_requests
+        exact = [each for each in requests if not self._publication.withholds(each.py_request_id)]
+        batch = scheduled_batch if len(exact) == len(requests) else _BatchView(scheduled_batch, exact)
+        return self._stock["update_resources"](batch, *arguments, **options)
+
+    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
+        """Frees the request's blocks; without the request itself, the C++ manager has nothing to store them under."""
+        request_id = request.py_request_id
+        if self._publication.withholds(request_id):
+            freed = self._manager.impl.remove_sequence(request_id, None, pin_on_release)
+        else:
+            freed = self._stock["free_resources"](request, pin_on_release)
+        self._publication.released(request_id)
+        return freed
+
+    def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
+        """Stores the blocks of an unflagged request for an asynchronous save; None, and nothing, for a flagged one."""
+        if self._publication.withholds(request.py_request_id):
+            return None
+        return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
+
+    def unpin_blocks_by_id(self, kv_cache_block_id: Any) -> Any:
+        """Nothing was pinned for a flagged request."""
+        return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
+
+
+class V2Guard:
+    """A flagged request keeps what it shares with the tree and commits nothing more, as if reuse were off."""
+
+    def __init__(self, manager: Any, publication: PublicationGuard) -> None:
+        self._manager = manager
+        self._publication = publication
+        self._stock = _Methods(manager, ("try_commit_blocks", "free_resources"))
+
+    def install(self) -> None:
+        self._stock.replace_by(self)
+
+    def remove(self) -> None:
+        self._stock.restore()
+
+    def try_commit_blocks(self, request: Any, *arguments: Any) -> Any:
+        """Moves a flagged request's history on without committing; its decode tokens are not committed anyway."""
+        if not self._publication.withholds(request.py_request_id):
+            return self._stock["try_commit_blocks"](request, *arguments)
+        cache = self._manager.kv_cache_map.get(request.py_request_id)
+        if cache is None:
+            return None
+        if not cache.resize(None, request.context_current_position):
+            logger.warning("request %d: its history could not be moved on", request.py_request_id)
+        if request.context_remaining_length == 0:
+            cache.stop_committing()
+        return None
+
+    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
+        freed = self._stock["free_resources"](request, pin_on_release)
+        self._publication.released(request.py_request_id)
+        return freed
+
+
+class _BatchView:
+    """A scheduled batch with some of its context requests left out."""
+
+    def __init__(self, batch: Any, context_requests: list[Any]) -> None:
+        self._batch = batch
+        self.context_requests = context_requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+
+class _Methods:
+    """Methods of an object's class, that can be shadowed on the object and given back."""
+
+    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
+        self._owner = owner
+        self._methods: dict[str, Callable[..., Any]] = {name: getattr(owner, name) for name in names}
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self._methods[name]
+
+    def replace_by(self, guard: object) -> None:
+        for name in self._methods:
+            setattr(self._owner, name, getattr(guard, name))
+
+    def restore(self) -> None:
+        for name in self._methods:
+            delattr(self._owner, name)
+
+
+_GUARDS: dict[str, Callable[[Any, PublicationGuard], ManagerGuard]] = {
+    "KVCacheManager": V1Guard,
+    "KVCacheManagerV2": V2Guard,
+}

@@ -1,0 +1,116 @@
+"""Proves on the engine's own first prompt that plans can be executed there, before any plan is made.
+
+What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own: once whole,
+and once by a plan whose span is that very KV. Hidden rows and KV must agree with the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_wrapper.trtllm.batch import Batch
+from engine_wrapper.trtllm.layout_error import LayoutError
+from engine_wrapper.trtllm.planned_rows import PlannedRows, run_rows
+from kernels.layout import pool_view
+from semblend_trt.plan import (
+    AttentionMode,
+    EngineExecution,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    PublicationPolicy,
+    SemanticKvPlan,
+    SpanCheck,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kernels.layout import KvGeometry
+    from kernels.rope import RopeRotation
+
+# Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
+MIN_TOKENS, MAX_TOKENS = 64, 512
+# Of ||ours - engine's|| / ||engine's||: above what rounding in another order gives, below what a wrong rotation does.
+_BOUNDS = {torch.float32: 1e-3}
+_HALF_BOUND = 0.05
+_KEEP_ALL = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """`forward` is the decoder's own, hooked; `pool` the engine's."""
+
+    forward: Callable[..., torch.Tensor]
+    pool: torch.Tensor
+    geometry: KvGeometry
+    rotation: RopeRotation
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the first sequence of the batch is a prompt that was computed from position 0, and long enough."""
+        return batch.contexts > 0 and batch.begins[0] == 0 and batch.lengths[0] >= MIN_TOKENS
+
+    def run(self, batch: Batch, options: dict[str, Any], hidden: torch.Tensor, block_ids: list[int]) -> None:
+        """`hidden`: what the engine computed for the batch, [tokens, hidden], in the request's `block_ids`.
+
+        Raises LayoutError `self_check` with what differs.
+        """
+        tokens = min(batch.lengths[0], MAX_TOKENS)
+        positions = options["position_ids"].flatten()[:tokens]
+        if not torch.equal(positions, torch.arange(tokens, dtype=positions.dtype, device=positions.device)):
+            raise LayoutError("self_check", "the engine counts positions in another way")
+        blocks = self.geometry.blocks_for(tokens)
+        scratch = self.pool.new_zeros(blocks, *self.pool.shape[1:])
+        ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
+        _compare("hidden rows", self._rows(Batch((0,), (0,), (tokens,), 1, ids), {}, options, scratch), engine_rows)
+        for layer in range(self.geometry.num_layers):
+            theirs = self._kv(self.pool, block_ids[:blocks], layer, tokens)
+            _compare(f"KV of layer {layer}", self._kv(scratch, list(range(blocks)), layer, tokens), theirs)
+        plan = self._plan(ids.tolist())
+        rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
+        planned = self._rows(rest, {0: plan}, options, scratch)
+        _compare("hidden rows of a plan", planned, engine_rows[plan.prefix_end :])
+
+    def _rows(
+        self, batch: Batch, plans: Mapping[int, SemanticKvPlan], options: dict[str, Any], scratch: torch.Tensor
+    ) -> torch.Tensor:
+        blocks = list(range(scratch.shape[0]))
+        schedule = batch.schedule(plans, [blocks], self.geometry.block_size, self.geometry.num_layers)
+        rows = PlannedRows(schedule, scratch, self.geometry, self.rotation)
+        return run_rows(self.forward, options, schedule, rows)
+
+    def _kv(self, pool: torch.Tensor, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
+        """K and V, [2, kv_heads, tokens, head_dim]."""
+        chosen = pool_view(pool, self.geometry)[block_ids, layer]
+        return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
+
+    def _plan(self, tokens: list[int]) -> SemanticKvPlan:
+        """A checked plan: a hole, a span that keeps its place, of which nothing deviates, and a suffix."""
+        start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, self.geometry.num_layers
+        check = SpanCheck(0, _KEEP_ALL)  # the lowest layer, so that every other one runs on some of the rows
+        execution = EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, layers, end, check=check)
+        return SemanticKvPlan(
+            request_id=0,
+            namespace_key="",
+            kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
+            publication=PublicationPolicy.REQUEST_LOCAL,
+            spans=(PlanSpan("", start, start, end - start),),
+            prompt_token_ids=tokens,
+            num_computed_tokens=0,
+            matched_tokens=end,
+            block_size=self.geometry.block_size,
+            execution=execution,
+        )
+
+
+def _compare(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    bound = _BOUNDS.get(theirs.dtype, _HALF_BOUND)
+    if ours.shape != theirs.shape:
+        raise LayoutError("self_check", f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}")
+    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    # Written so that NaN fails.
+    if not difference <= bound:
+        raise LayoutError("self_check", f"{what} differ from the engine's by {difference:.3g}, above {bound:g}")

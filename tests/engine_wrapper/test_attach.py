@@ -1,0 +1,286 @@
+"""Attaching to TensorRT-LLM's executor: all that is needed, or nothing and a reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.errors import SemBlendError
+from semblend_trt.outcome import Outcome
+from semblend_trt.runtime import EngineMode, runtime_for
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManagerV2, LlmRequest
+from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+class Site:
+    """An executor, a worker that registers with it, and every attribute of what could be attached to."""
+
+    def __init__(self, path: Path, change: Callable[[PyExecutor, LlmArgs], None] | None = None, **options: Any) -> None:
+        self.args = LlmArgs(path)
+        self.worker = SemBlendKvConnectorWorker(self.args)
+        self.executor = executor_of(path, self.worker, **options)
+        if change is not None:
+            change(self.executor, self.args)
+        self.runtime = runtime_for(self.args)
+        self.before = self.attributes()
+
+    def attach(self) -> Any:
+        self.executor._maybe_init_kv_connector_manager()
+        return self.worker.attachment
+
+    def attributes(self) -> list[dict[str, Any]]:
+        engine = self.executor.model_engine
+        owners: list[Any] = [self.executor, self.executor.kv_cache_manager, engine, engine.model]
+        decoder = getattr(engine.model, "model", None)
+        owners.append(decoder)
+        for layer in getattr(decoder, "layers", ()):
+            owners += [layer, layer.self_attn, getattr(layer.self_attn, "attn", None)]
+        kept = [dict(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
+        return [{**each, "_forward_pre_hooks": dict(each.get("_forward_pre_hooks") or {})} for each in kept]
+
+
+@pytest.fixture
+def site(tiny_qwen2_path: Path) -> Iterator[Site]:
+    site = Site(tiny_qwen2_path)
+    yield site
+    site.worker.close()
+
+
+@pytest.mark.parametrize("style", ["1.2", "main"])
+def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_qwen2_path: Path, style: str) -> None:
+    site = Site(tiny_qwen2_path, style=style)
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, None)
+    assert site.runtime.publication_guard
+    assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
+    assert site.attributes() != site.before
+    site.worker.close()
+    assert site.attributes() == site.before
+    assert not site.runtime.publication_guard
+
+
+def attention(executor: PyExecutor) -> Any:
+    return executor.model_engine.model.model.layers[1].self_attn
+
+
+def set_on(pick: Callable[[PyExecutor, LlmArgs], Any], **values: Any) -> Callable[[PyExecutor, LlmArgs], None]:
+    return lambda executor, args: vars(pick(executor, args)).update(values)
+
+
+def args_of(_executor: PyExecutor, args: LlmArgs) -> LlmArgs:
+    return args
+
+
+def forget(name: str) -> Callable[[PyExecutor, LlmArgs], None]:
+    return lambda _executor, args: delattr(args, name)
+
+
+GRAPHS = SimpleNamespace(enabled=True)
+NO_EXECUTION = {
+    "torch.compile": (set_on(args_of, torch_compile_config=object()), "compiled_prefill"),
+    "compiled engine": (set_on(lambda e, _: e.model_engine, _torch_compile_enabled=True), "compiled_prefill"),
+    "CUDA graphs": (set_on(args_of, cuda_graph_config=object()), "cuda_graphs"),
+    "graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=GRAPHS), "cuda_graphs"),
+    "LoRA": (set_on(args_of, lora_config=object()), "lora"),
+    "LoRA switch": (set_on(args_of, enable_lora=True), "lora"),
+    "speculation": (set_on(args_of, speculative_config=object()), "speculative_decoding"),
+    "drafter": (set_on(lambda e, _: e, drafter=object()), "speculative_decoding"),
+    "sparse attention": (set_on(args_of, sparse_attention_config=object()), "sparse_attention"),
+    "context parallel": (set_on(args_of, context_parallel_size=2), "context_parallel"),
+    "FlashInfer": (set_on(args_of, attn_backend="FLASHINFER"), "attention_backend"),
+    "plain attention": (set_on(args_of, attn_backend="VANILLA"), "attention_backend"),
+    "unknown settings": (forget("cuda_graph_config"), "settings_unknown"),
+    "unknown engine": (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
+    "unknown model": (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
+    "a layer less": (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
+    "another wrapper": (set_on(lambda e, _: e.model_engine.model.model, forward=print), "model_patched"),
+    "another attention": (set_on(lambda e, _: attention(e).attn, forward=print), "model_patched"),
+    "MLA": (set_on(lambda e, _: attention(e), kv_lora_rank=512), "mla"),
+    "gated attention": (set_on(lambda e, _: attention(e), attn_output_gate=True), "attention_scaling"),
+    "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
+    "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),
+    "layer offsets": (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
+}
+
+
+@pytest.mark.parametrize("case", NO_EXECUTION)
+def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path: Path, case: str) -> None:
+    change, reason = NO_EXECUTION[case]
+    site = Site(tiny_qwen2_path, change)
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, reason)
+    assert attachment.forward is None
+    assert site.runtime.publication_guard
+    assert site.runtime.mode is EngineMode.STOCK
+    manager = 1  # of the attributes; nothing else may differ
+    after = site.attributes()
+    assert after[:manager] + after[manager + 1 :] == site.before[:manager] + site.before[manager + 1 :]
+    site.worker.close()
+    assert site.attributes() == site.before
+
+
+NOTHING = {
+    "windows by layer": (set_on(lambda e, _: e.kv_cache_manager, is_vswa=True), "sliding_window"),
+    "disaggregated": (set_on(lambda e, _: e, kv_cache_transceiver=object()), "disaggregated"),
+    "ranks that cannot agree": (set_on(lambda e, _: e, dist=SimpleNamespace(tp_size=2)), "ranks_unknown"),
+    "another rank refuses": (
+        set_on(
+            lambda e, _: e, dist=SimpleNamespace(tp_size=2, tp_allgather=lambda mine: [mine, "publication_unknown"])
+        ),
+        "publication_unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path: Path, case: str) -> None:
+    change, reason = NOTHING[case]
+    site = Site(tiny_qwen2_path, change)
+    attachment = site.attach()
+    assert attachment.guard_refusal == reason
+    assert site.attributes() == site.before
+    assert (site.runtime.mode, site.runtime.publication_guard) == (EngineMode.STOCK, False)
+    site.worker.close()
+
+
+def test_the_ranks_agree_before_anything_is_attached(tiny_qwen2_path: Path) -> None:
+    told: list[Any] = []
+    dist = SimpleNamespace(tp_size=2, tp_allgather=lambda mine: told.append(mine) or [mine, mine])
+    site = Site(tiny_qwen2_path, set_on(lambda e, _: e, dist=dist))
+    site.args.tensor_parallel_size = 1  # the stand-in's pool holds every head
+    assert site.attach().guard_refusal is None
+    assert told == [None]
+    site.worker.close()
+
+
+def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
+    stock, manager = site.executor.kv_cache_manager, KVCacheManagerV2()
+    manager.get_unique_primary_pool = stock.get_unique_primary_pool  # type: ignore[attr-defined]
+    site.executor.kv_cache_manager = manager
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, "cache_manager_v2")
+
+
+def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site) -> None:
+    site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+    assert site.worker.attachment is not None
+    assert site.worker.attachment.guard_refusal == "executor_unknown"
+    assert site.attributes() == site.before
+
+
+def test_a_refused_pool_attaches_nothing(site: Site) -> None:
+    manager = site.executor.kv_cache_manager
+    manager.pool = manager.pool[:, :, :1].clone()
+    assert site.attach().guard_refusal == "pool_layout"
+    assert not site.runtime.publication_guard
+
+
+def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(site: Site, make_plan: Any) -> None:
+    site.attach()
+    site.runtime.mode = EngineMode.WRAPPER
+    site.worker.wait_for_save(None)
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    with pytest.raises(SemBlendError, match="without asking for its plans"):
+        site.worker.wait_for_save(None)
+    assert site.runtime.refusal == "plan_not_executed"
+
+
+class Service:
+    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.args = LlmArgs(path)
+        self.scheduler = SemBlendKvConnectorScheduler(self.args)
+        self.worker = SemBlendKvConnectorWorker(self.args)
+        self.executor = executor_of(path, self.worker, self.scheduler)
+        self.executor._maybe_init_kv_connector_manager()
+        self.manager = self.executor.kv_cache_manager
+
+    def serve(self, request: LlmRequest) -> torch.Tensor:
+        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert not is_async
+        self.manager.add_sequence(request)
+        self.scheduler.update_state_after_alloc(request, request.blocks)
+        data = SimpleNamespace(
+            request_id=request.request_id,
+            new_tokens=request.tokens,
+            new_block_ids=request.blocks,
+            computed_position=0,
+            num_scheduled_tokens=len(request.tokens) - matched,
+        )
+        self.bind(new_requests=[data], cached_requests=[])
+        self.worker.start_load_kv(None)
+        request.context_current_position = matched
+        logits = self.executor.prefill(request)
+        self.worker.wait_for_save(None)
+        if self.scheduler.request_finished(request, request.blocks):
+            done: list[int] = self.worker.get_finished([request.request_id], [])[0]
+            while not done:
+                done = self.worker.get_finished([], [])[0]
+        self.manager.free_resources(request)
+        self.bind(new_requests=[], cached_requests=[])
+        return logits
+
+    def bind(self, **scheduled: Any) -> None:
+        metadata = self.scheduler.build_connector_meta(SimpleNamespace(**scheduled))
+        assert isinstance(metadata, SemBlendConnectorMetadata)
+        self.worker.bind_connector_meta(metadata)
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def text(seed: int, length: int) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture
+def service(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("SEMBLEND_POLICY", "boundary")
+    monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "3")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
+    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
+    service = Service(tiny_qwen2_path)
+    yield service
+    service.close()
+
+
+def test_documents_at_other_places_are_reused_and_never_published(service: Service) -> None:
+    first, second = text(1, 90), text(2, 80)
+    service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
+    assert service.worker._runtime.mode is EngineMode.WRAPPER, "the first prompt has proven it"
+    published = set(service.manager.impl.tree)
+    shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
+    logits = service.serve(shuffled)
+    report = service.scheduler.reuse_of(2)
+    assert report is not None
+    assert report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE.value
+    assert report.offered_tokens == 170
+    assert service.manager.impl.tree == published
+    assert sorted(service.manager.impl.free) == list(range(96))
+    # With the boundary above the last layer everything is computed again: the very logits of a cold run.
+    again = LlmRequest(3, list(shuffled.tokens))
+    service.manager.add_sequence(again)
+    cold = service.executor.prefill(again)
+    torch.testing.assert_close(logits, cold, atol=1e-3, rtol=0)
+
+
+def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    held = len(service.worker.store)  # type: ignore[arg-type]
+    # Its exact part alone would be long enough; saving it would store the rest in the reuse tree as well.
+    service.serve(LlmRequest(2, [*text(5, 70), *document, *text(7, 9)]))
+    assert len(service.worker.store) == held  # type: ignore[arg-type]
+    service.serve(LlmRequest(3, text(8, 100)))
+    assert len(service.worker.store) == held + 1  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""Nothing of a flagged request enters a reuse tree, and unflagged requests are published as ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_wrapper.publication import PublicationGuard
+from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
+from kernels.layout import KvGeometry
+from semblend_trt.active_plans import ActivePlans
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
+
+GEOMETRY = KvGeometry(2, 1, 8, BLOCK)
+FLAGGED, EXACT = 1, 2
+
+
+@pytest.fixture
+def plans(make_plan: Any) -> ActivePlans:
+    plans = ActivePlans()
+    plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, block_size=BLOCK, request_id=FLAGGED, shift=3))
+    return plans
+
+
+def requests() -> tuple[LlmRequest, LlmRequest]:
+    return LlmRequest(FLAGGED, list(range(40))), LlmRequest(EXACT, list(range(100, 140)))
+
+
+def v1() -> KVCacheManager:
+    return KVCacheManager(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
+
+
+def batch(*context: LlmRequest, generation: tuple[LlmRequest, ...] = ()) -> Any:
+    return SimpleNamespace(context_requests=list(context), generation_requests=list(generation))
+
+
+def starts(tree: set[tuple[int, ...]]) -> set[int]:
+    return {prefix[0] for prefix in tree}
+
+
+def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans: ActivePlans) -> None:
+    manager = v1()
+    guard_for(manager, PublicationGuard(plans)).install()
+    flagged, exact = requests()
+    for request in (flagged, exact):
+        manager.add_sequence(request)
+        request.context_current_position = 40
+    manager.update_resources(batch(flagged, exact, generation=(exact,)), None, kv_cache_dtype_byte_size=2.0)
+    assert starts(manager.impl.tree) == {100}
+    assert manager.rewound == [EXACT]
+    assert manager.store_blocks_for_reuse(flagged, True) is None
+    manager.unpin_blocks_by_id(None)
+    block = manager.store_blocks_for_reuse(exact, True)
+    manager.unpin_blocks_by_id(block)
+    for request in (flagged, exact):
+        manager.free_resources(request)
+    assert starts(manager.impl.tree) == {100}
+    assert manager.impl.pinned == []
+    assert sorted(manager.impl.free) == list(range(32))
+
+
+def test_without_the_guard_the_stand_in_publishes_all_of_it(plans: ActivePlans) -> None:
+    manager = v1()
+    flagged, _ = requests()
+    manager.add_sequence(flagged)
+    manager.free_resources(flagged)
+    assert starts(manager.impl.tree) == {0}
+
+
+def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans: ActivePlans) -> None:
+    manager = v1()
+    guard_for(manager, PublicationGuard(plans)).install()
+    for expected in (set(), {0}):
+        request, _ = requests()
+        manager.add_sequence(request)
+        request.context_current_position = 40
+        manager.update_resources(batch(request))
+        manager.free_resources(request, False)
+        assert starts(manager.impl.tree) == expected
+
+
+def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> None:
+    manager = KVCacheManagerV2()
+    guard_for(manager, PublicationGuard(plans)).install()
+    flagged, exact = requests()
+    cache, other = manager.add(flagged), manager.add(exact)
+    cache.commit(flagged.tokens[:BLOCK])  # what it shares with the tree
+    for position in (24, 40):
+        flagged.context_current_position = exact.context_current_position = position
+        manager.update_context_resources(batch(flagged, exact))
+        assert (cache.num_committed_tokens, cache.history) == (BLOCK, position)
+    assert not cache.is_committing
+    assert other.num_committed_tokens == 40
+    assert tuple(flagged.tokens[: 2 * BLOCK]) not in manager.tree
+    manager.free_resources(flagged)
+    assert not cache.is_open
+    assert plans.publishable_tokens(FLAGGED) is None
+
+
+def test_v2_ignores_a_flagged_request_without_a_cache(plans: ActivePlans) -> None:
+    manager = KVCacheManagerV2()
+    guard_for(manager, PublicationGuard(plans)).install()
+    flagged, _ = requests()
+    manager.try_commit_blocks(flagged)
+    assert manager.tree == set()
+
+
+@pytest.mark.parametrize("build", [v1, KVCacheManagerV2])
+def test_removal_leaves_the_manager_as_it_was_found(build: Any, plans: ActivePlans) -> None:
+    manager = build()
+    before = dict(vars(manager))
+    assert guard_refusal(manager) is None
+    assert vars(manager) == before
+    guard = guard_for(manager, PublicationGuard(plans))
+    assert vars(manager) == before
+    guard.install()
+    assert vars(manager) != before
+    guard.remove()
+    assert vars(manager) == before
+
+
+class Stores(KVCacheManager):
+    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
+        self.impl.announce(request)
+        return self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
+
+
+class Silent(KVCacheManager):
+    def update_resources(self, scheduled_batch: Any, attn_metadata: Any = None, size: Any = None) -> None:
+        self.impl.publish(scheduled_batch)
+
+
+class CommitsAtRelease(KVCacheManagerV2):
+    """As `kv_cache_manager_v2.py` did in early 1.3 release candidates."""
+
+    def free_resources(self, request: Any, pin_on_release: bool = False) -> None:
+        kv_cache = self.kv_cache_map.pop(request.py_request_id)
+        kv_cache.commit(request.get_tokens(0))
+        kv_cache.close()
+
+
+class MambaHybridCacheManager(KVCacheManager):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "reason"),
+    [
+        (Stores, KVCacheManager, "publication_unknown"),
+        (Silent, KVCacheManager, "publication_unknown"),
+        (CommitsAtRelease, KVCacheManagerV2, "publication_unknown"),
+        (MambaHybridCacheManager, None, "cache_manager_unknown"),
+    ],
+)
+def test_a_manager_that_publishes_in_another_way_is_refused(kind: Any, base: Any, reason: str) -> None:
+    # Under the known name, only what its methods do can tell it from the known ones.
+    named = kind if base is None else type(base.__name__, (kind,), {})
+    manager = named() if base is KVCacheManagerV2 else named(torch.zeros(4, 2, 2, GEOMETRY.row_elements), GEOMETRY)
+    before = dict(vars(manager))
+    assert guard_refusal(manager) == reason
+    assert vars(manager) == before
+
+
+def test_windows_that_differ_by_layer_and_conversations_are_refused() -> None:
+    first, second = v1(), KVCacheManagerV2()
+    first.is_vswa = True
+    second.conversation_manager = object()
+    assert guard_refusal(first) == "sliding_window"
+    assert guard_refusal(second) == "conversation_manager"
+    assert guard_refusal(object()) == "cache_manager_unknown"

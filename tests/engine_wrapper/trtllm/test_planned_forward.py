@@ -1,0 +1,223 @@
+"""Plans run in TensorRT-LLM's decoder give what they give in ours, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.trtllm.executor_parts import ExecutorParts
+from engine_wrapper.trtllm.layout_error import LayoutError
+from engine_wrapper.trtllm.planned_forward import PlannedForward
+from kernels.layout import pool_view
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.plan import SpanCheck
+from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, LlmRequest
+from tests.engine_wrapper.trtllm.executor_stand_ins import PyExecutor, executor_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.evidence import CheckEvidence
+
+LAYERS = 3
+SPANS = [(10, 30), (36, 58)]
+TERMS = {
+    "position_fix": {},
+    "boundary": {"boundary": 2},
+    "head": {"head": 5},
+    "check keeps": {"check": SpanCheck(1, 1e9)},
+    "check drops": {"check": SpanCheck(0, 0.0)},
+    "check some": {"check": SpanCheck(1, largest_share=0.3)},
+    "check in the last layer": {"check": SpanCheck(LAYERS - 1, largest_share=0.5)},
+    "check below a boundary": {"check": SpanCheck(0, largest_share=0.5), "boundary": 2},
+}
+
+
+class Bench:
+    """A stand-in executor with plans attached, and ours over the same weights and a pool of the same content."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path, facts = path, model_facts(path)
+        self.executor: PyExecutor = executor_of(path, None, **options)
+        manager = self.executor.kv_cache_manager
+        self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
+        parts = ExecutorParts(self.executor, manager, self.executor.model_engine, None)
+        self.evidence: list[CheckEvidence] = []
+        self.forward = PlannedForward(parts, self.runtime, manager.pool, facts.rotation, self.evidence.append)
+        self.forward.install()
+
+    def request(self, request_id: int, length: int) -> LlmRequest:
+        generator = torch.Generator().manual_seed(request_id)
+        request = LlmRequest(request_id, torch.randint(0, 256, (length,), generator=generator).tolist())
+        self.executor.kv_cache_manager.add_sequence(request)
+        return request
+
+    def prove(self) -> None:
+        self.executor.prefill(self.request(99, 80))
+        assert self.runtime.mode is EngineMode.WRAPPER
+
+    def scatter(self, request: LlmRequest, spans: list[tuple[int, int]]) -> None:
+        """Random KV in the places of the spans, as a donor of another context would leave it."""
+        view = pool_view(self.executor.kv_cache_manager.pool, self.executor.kv_cache_manager.geometry)
+        generator = torch.Generator().manual_seed(7)
+        for start, end in spans:
+            for position in range(start, end):
+                cell = view[request.blocks[position // BLOCK], :, :, :, position % BLOCK]
+                cell.copy_(torch.randn(cell.shape, generator=generator))
+
+    def ours(self, *slices: SequenceSlice) -> torch.Tensor:
+        """Logits of each slice's last token by our own forward, over a copy of the pool."""
+        manager = self.executor.kv_cache_manager
+        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        forward = SparseForward(model, manager.pool.clone(), manager.geometry)
+        schedule = build_schedule(slices, LAYERS).last_rows([len(each.token_ids) for each in slices])
+        return forward.logits(forward(schedule))
+
+
+@pytest.fixture(params=[("qwen2", True, "1.2"), ("llama", False, "main")], ids=["qwen2-1.2", "llama-main"])
+def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
+    family, fused, style = request.param
+    return Bench(tiny_model_paths[family], fused=fused, style=style)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs().max().item()
+    assert difference < 1e-3, f"largest difference {difference}"
+
+
+def test_the_first_cold_prompt_proves_that_plans_can_run(bench: Bench) -> None:
+    short = bench.executor.prefill(bench.request(1, 40))
+    assert bench.runtime.mode is EngineMode.STOCK, "40 tokens prove nothing"
+    assert torch.isfinite(short).all()
+    bench.prove()
+    assert not bench.runtime.faults
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan: Any, terms: str) -> None:
+    bench.prove()
+    planned, cold, running = bench.request(1, 70), bench.request(2, 33), bench.request(3, 21)
+    bench.executor.prefill(running)
+    running.tokens.append(77)
+    bench.scatter(planned, SPANS)
+    plan = make_plan(planned.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, prefix_end=60, shift=3, **TERMS[terms])
+    slices = (
+        SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
+        SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
+        SequenceSlice(3, 21, (77,), tuple(running.blocks)),
+    )
+    expected = bench.ours(*slices)
+    bench.runtime.active_plans.put(plan)
+    tokens = planned.tokens[60:] + cold.tokens + [77]
+    logits = bench.executor.forward([(1, 60, 10), (2, 0, 33), (3, 21, 1)], tokens, 2)
+    assert_close(logits, expected)
+    assert len(bench.runtime.active_plans) == 0
+    assert len(bench.evidence) == (1 if plan.is_checked else 0)
+
+
+def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> None:
+    bench.prove()
+    first, second = bench.request(1, 70), bench.request(2, 64)
+    plans = []
+    for request, spans, terms in ((first, SPANS, {"check": SpanCheck(0, 0.0)}), (second, [(5, 50)], {"boundary": 1})):
+        bench.scatter(request, spans)
+        plans.append(
+            make_plan(
+                request.tokens, spans, num_layers=LAYERS, block_size=BLOCK, shift=1, request_id=request.request_id,
+                prefix_end=60, **terms,
+            )
+        )  # fmt: skip
+    expected = bench.ours(
+        *(
+            SequenceSlice(each.request_id, 60, tuple(each.tokens[60:]), tuple(each.blocks), plan)
+            for each, plan in zip((first, second), plans, strict=True)
+        )
+    )
+    for plan in plans:
+        bench.runtime.active_plans.put(plan)
+    logits = bench.executor.forward([(1, 60, 10), (2, 60, 4)], first.tokens[60:] + second.tokens[60:], 2)
+    assert_close(logits, expected)
+
+
+def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Bench, make_plan: Any) -> None:
+    bench.prove()
+    donor, request = bench.request(1, 70), bench.request(2, 70)
+    request.tokens = list(donor.tokens)
+    cold = bench.executor.prefill(donor)
+    pool = bench.executor.kv_cache_manager.pool
+    pool[request.blocks[:8]] = pool[donor.blocks[:8]]
+    shared = pool[request.blocks[:2]].clone()
+    plan = make_plan(
+        request.tokens,
+        [(20, 60)],
+        num_layers=LAYERS,
+        block_size=BLOCK,
+        request_id=2,
+        num_computed=2 * BLOCK,
+        boundary=1,
+    )
+    bench.runtime.active_plans.put(plan)
+    logits = bench.executor.forward([(2, 60, 10)], request.tokens[60:], 1)
+    # The span holds what a cold run computes, so that the whole is a cold run.
+    assert_close(logits[0], cold)
+    assert torch.equal(pool[request.blocks[:2]], shared)
+
+
+def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, make_plan: Any) -> None:
+    bench.prove()
+    request = bench.request(1, 70)
+    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK))
+    with pytest.raises(ValueError, match="the slice begins at 50"):
+        bench.executor.forward([(1, 50, 20)], request.tokens[50:], 1)
+    assert bench.runtime.refusal == "planned_forward"
+    assert bench.runtime.faults == {"planned_forward": 1}
+
+
+def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_plan: Any) -> None:
+    bench.prove()
+    request = bench.request(1, 70)
+    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK))
+    with pytest.raises(LayoutError, match="inputs_embeds"):
+        bench.executor.model_engine.model.model(
+            attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64)
+        )
+
+
+class _Metadata:
+    def __init__(self, request_ids: list[int], cached: list[int], lengths: list[int]) -> None:
+        self.request_ids, self.num_contexts, self.seq_lens = request_ids, 1, torch.tensor(lengths)
+
+
+def _wrong_rotation(bench: Bench) -> None:
+    for layer in bench.executor.model_engine.model.model.layers:
+        layer.self_attn.rope_fusion = not layer.self_attn.rope_fusion
+
+
+def _sees_all(bench: Bench) -> None:
+    layer = bench.executor.model_engine.model.model.layers[1]
+    layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(0, keepdim=True))
+
+
+def _windowed(bench: Bench) -> None:
+    bench.executor.model_engine.model.model.layers[2].self_attn.asks["attention_window_size"] = 128
+
+
+@pytest.mark.parametrize("spoil", [_wrong_rotation, _sees_all, _windowed], ids=["rotation", "rows mix", "window"])
+def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench: Bench, spoil: Any) -> None:
+    decoder = bench.executor.model_engine.model.model
+    spoil(bench)
+    logits = bench.executor.prefill(bench.request(1, 80))
+    assert torch.isfinite(logits).all(), "the engine's own forward goes on"
+    assert bench.runtime.mode is EngineMode.STOCK
+    assert bench.runtime.faults == {"self_check": 1}
+    assert "forward" not in vars(decoder)
+    for layer in decoder.layers:
+        assert not layer._forward_pre_hooks
+        assert "forward" not in vars(layer.self_attn.attn)
