@@ -14,8 +14,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.news import TierEvent
 from semblend_trt.discovery.neighbour import EVENTS
+from semblend_trt.donors.news import TierEvent
 from semblend_trt.outcome import OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
@@ -69,10 +69,6 @@ class Metrics:
         """Counts how one request ended."""
         self._try(lambda series: series.settled(report, exact_prefix_tokens))
 
-    def tier_event(self, event: TierEvent) -> None:
-        """Counts what happened to a donor on its way between memory and disk, or up."""
-        self._try(lambda series: series.tier_events.labels(event.value).inc())
-
     def neighbours_found(self, nearest: tuple[Neighbour, ...]) -> None:
         """Counts how near the nearest donor of a request is, where one is near at all."""
         if nearest:
@@ -81,6 +77,10 @@ class Metrics:
     def neighbours_counted(self, event: str) -> None:
         """Counts what became of one text that was to be embedded, one of EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
+
+    def tier_event(self, event: TierEvent) -> None:
+        """Counts what happened to a donor on its way between memory and disk, or up."""
+        self._try(lambda series: series.tier_events.labels(event.value).inc())
 
     def watch(self, library: HoldsDonors) -> None:
         """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
@@ -127,9 +127,6 @@ class Series:
             buckets=_DEVIATION_BUCKETS,
             registry=registry,
         )
-        self.tier_events = Counter(
-            "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
-        )
         self.texts = Counter(
             "semblend_neighbour_texts", "Texts embedded beside serving, or not.", ["event"], registry=registry
         )
@@ -138,6 +135,9 @@ class Series:
             "Similarity of the nearest donor, of each request that has one near.",
             buckets=_SIMILARITY_BUCKETS,
             registry=registry,
+        )
+        self.tier_events = Counter(
+            "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
         )
         self.donors = DonorGauges()
         registry.register(self.donors)
@@ -148,10 +148,10 @@ class Series:
             self._requests.labels(outcome.value)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
-        for event in EVENTS:
-            self.texts.labels(event)
         for tier_event in TierEvent:
             self.tier_events.labels(tier_event.value)
+        for event in EVENTS:
+            self.texts.labels(event)
 
     def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
         self._requests.labels(report.outcome).inc()

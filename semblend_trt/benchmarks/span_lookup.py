@@ -25,7 +25,7 @@ import numpy as np
 from kernels.benchmarks.rows import Results, parser, say
 from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, Corpus, read_corpus
 from semblend_trt.benchmarks.span_truth import RUN_TOKENS, reusable_tokens
-from semblend_trt.config import Settings
+from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
 from semblend_trt.plan import EngineMode
@@ -189,7 +189,7 @@ def add_crowded(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> N
 
 def add_planning(rows: Rows, index: SpanIndex, prompts: list[TokenArray], sizes: Sizes) -> None:
     """From prompt to plan: lookup, cover with every other donor on the card, plan and its diagnostics."""
-    settings = Settings(policy=ReusePolicy.POSITION_FIX, min_reuse_ratio=0)
+    settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_reuse_ratio=0)
     planner = Planner(index, settings, settings.policy, 28, lambda donor_id: donor_id[-1] in "02468")
     requests = [LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True) for prompt in prompts]
     times = np.array([[seconds(planner.plan, each) for each in requests] for _ in range(sizes.rounds)]).min(axis=0)

@@ -15,9 +15,7 @@ from semblend_trt.settings.environment import SettingsGroup, Variable
 
 def _checked_subject(subject: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", subject):
-        raise ConfigurationError(
-            f"subject {subject[:80]!r} is not of letters, digits, _ and -, with dots in between"
-        )
+        raise ConfigurationError(f"subject {subject[:80]!r} is not of letters, digits, _ and -, with dots in between")
     return subject
 
 
