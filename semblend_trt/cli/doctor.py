@@ -1,15 +1,16 @@
 """Says what is installed, what it fits, and what would be refused and why.
 
 It looks at the packages, TensorRT-LLM and its connector contract, the card, the settings and what they name (a NATS
-server, folders, a reuse profile), and with --model at a model. It exits with 0 when all is fine, with 1 when something
-would be refused or fails, and with 2 for bad usage. Notes stop nothing and leave the status at 0.
+server, folders, a reuse profile), with --model at a model, and with --engine-options at those of an engine. It exits
+with 0 when all is fine, with 1 when something would be refused or fails, and with 2 for bad usage. Notes stop nothing
+and leave the status at 0.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
 
 SUMMARY = "say what is installed, what it fits, and what would be refused"
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
+AUTO = "auto"
+KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,17 +30,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
-        default="auto",
-        help="dtype of the engine's KV cache (default: %(default)s, the model's own)",
+        default=AUTO,
+        help="dtype of the engine's KV cache (default: that of the engine's options, or the model's own)",
+    )
+    parser.add_argument(
+        "--engine-options", metavar="FILE", help="the YAML file that trtllm-serve gets as --extra_llm_api_options"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Looks and prints. Returns 1 when something would be refused or fails."""
+    """Looks and prints. Returns 1 when something would be refused or fails. Raises ConfigurationError when there are no
+    options in the file that is named."""
     from semblend_trt import __version__
+    from semblend_trt.doctor.options import read_options
 
-    findings = list(_findings(arguments.model, arguments.kv_dtype))
+    llm_args = None if arguments.engine_options is None else read_options(arguments.engine_options)
+    findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args))
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
         told = {"version": __version__, "problems": problems, "findings": [_fields(finding) for finding in findings]}
@@ -49,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _findings(name: str | None, kv_dtype: str) -> Iterator[Finding]:
-    from semblend_trt.doctor import engine, machine, software, surroundings
+def _findings(name: str | None, kv_dtype: str, llm_args: Any) -> Iterator[Finding]:
+    from semblend_trt.doctor import engine, machine, options, software, surroundings
     from semblend_trt.doctor.finding import Chapter
 
     settings, problem = _settings()
@@ -62,6 +70,9 @@ def _findings(name: str | None, kv_dtype: str) -> Iterator[Finding]:
         yield from Chapter("fleet").told(surroundings.nats(settings))
         yield from Chapter("files").told(surroundings.disk(settings))
         yield from Chapter("files").told(surroundings.audit(settings))
+    if llm_args is not None:
+        yield from Chapter("options").told(options.options(llm_args, settings))
+        kv_dtype = options.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
     yield from Chapter("model").told(_of_model(name, kv_dtype, settings))
 
 

@@ -58,3 +58,17 @@ def test_bad_usage_ends_with_two() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--kv-dtype", "int3"])
     assert ended.value.code == 2
+
+
+def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("{kv_cache_config: {dtype: fp8}, kv_connector_config: {connector_module: semblend_trt.connector}}")
+    assert main(["doctor", "--json", "--model", str(tiny_qwen2_path), "--engine-options", str(file)]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    problems = [(each["area"], each["reason"]) for each in found if each["status"] in ("failed", "refused")]
+    assert problems == [("options", None), ("model", "pool_layout")]
+
+
+def test_options_that_cannot_be_read_are_bad_usage(tmp_path: Path, capsys) -> None:
+    assert main(["doctor", "--engine-options", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "nowhere.yaml cannot be read" in capsys.readouterr().err

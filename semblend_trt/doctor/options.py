@@ -1,0 +1,86 @@
+"""The engine's options, as the file that `trtllm-serve` is given has them, and which of them keep it from reuse."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from semblend_trt.doctor.finding import Chapter
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from semblend_trt.config import Settings
+    from semblend_trt.doctor.finding import Finding
+
+OUR_MODULES = ("semblend_trt.connector", "engine_wrapper.connector")
+# The only capacity policy with which TensorRT-LLM lets a connector in.
+CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
+MAX_BYTES = 1 << 20
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+_chapter = Chapter("options")
+
+
+def read_options(path: str | Path) -> SimpleNamespace:
+    """The options as attributes, as an engine hands them to a connector. Raises ConfigurationError for a file that
+    holds none."""
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        options = None if len(content) > MAX_BYTES else yaml.safe_load(content)
+    except OSError as error:
+        raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"engine options {path} are not YAML: {error}".replace("\n", " ")) from error
+    if not isinstance(options, dict):
+        raise ConfigurationError(f"engine options {path} are not names with values; give the YAML file of the engine")
+    attributes: SimpleNamespace = _attributes(options)
+    return attributes
+
+
+def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
+    """What of the options is refused by us, by TensorRT-LLM, or leaves the connector out."""
+    from semblend_trt.connector.eligibility import engine_refusal
+
+    yield _connector(getattr(llm_args, "kv_connector_config", None))
+    refusal = engine_refusal(llm_args)
+    if refusal is not None:
+        yield _chapter.refused(refusal, f"the engine uses {refusal}, with which block contents cannot be trusted")
+    cache = getattr(llm_args, "kv_cache_config", None)
+    if getattr(cache, "enable_block_reuse", True) is False:
+        yield _chapter.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
+    policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
+    if policy != CAPACITY_POLICY:
+        yield _chapter.failed(f"TensorRT-LLM lets no connector in with {policy}; use {CAPACITY_POLICY}")
+    ranks = [name for name in _RANKS if int(getattr(llm_args, name, None) or 1) > 1]
+    if settings is not None and settings.disk_bytes and ranks:
+        yield _chapter.note(f"the disk tier serves engines of one rank: with {', '.join(ranks)} it stays closed")
+
+
+def kv_dtype_of(llm_args: Any) -> str:
+    """The dtype of the KV cache that the options ask for, "auto" where they leave it to the engine."""
+    return str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or "auto").lower()
+
+
+def _connector(config: Any) -> Finding:
+    if config is None:
+        return _chapter.failed("there is no kv_connector_config: the engine has no connector")
+    name = getattr(config, "connector_module", None)
+    if name not in OUR_MODULES:
+        return _chapter.failed(f"connector_module is {name!r}; ours are {' and '.join(OUR_MODULES)}")
+    module = importlib.import_module(name)
+    for role in ("connector_scheduler_class", "connector_worker_class"):
+        if not hasattr(module, str(getattr(config, role, None))):
+            return _chapter.failed(f"{role} is {getattr(config, role, None)!r}, which {name} does not have")
+    return _chapter.ok(f"the connector is {name}")
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{str(name): _attributes(item) for name, item in value.items()})
+    return [_attributes(item) for item in value] if isinstance(value, list) else value
