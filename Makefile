@@ -23,10 +23,10 @@ GPU_EXTRA := gpu$(comma)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env validate quality calibrate test gpu-test bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env validate quality calibrate test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
 $(BIN)/python:
@@ -65,6 +65,12 @@ card:
 gpu-test: card env ## run the tests of kernels and engine, compiled, on this machine's card
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("This machine has a card, but torch sees none.")'
 	env -u TRITON_INTERPRET $(RUN) -m pytest tests/kernels tests/engine_wrapper $(ARGS)
+
+# With the interpreter that has tensorrt_llm and our wheel, outside of this folder: the workers import what is installed.
+trtllm-check: ## smoke, exactness and validation inside TensorRT-LLM; PYTHON is the interpreter that has it
+	@$(PYTHON) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("tensorrt_llm") is None)' || \
+	  { echo "tensorrt_llm is not importable by '$(PYTHON)': name the interpreter that has it, as PYTHON=..." >&2; exit 1; }
+	cd "$${TMPDIR:-/tmp}" && $(PYTHON) -m validation.trtllm_check $(ARGS)
 
 KERNEL_BENCHMARKS := ceilings kv_move deviation sparse_prefill layer_ops
 
