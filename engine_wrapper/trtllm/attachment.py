@@ -89,7 +89,11 @@ def _on_all_ranks(parts: ExecutorParts | None, reason: str | None) -> str | None
     gather = getattr(dist, "tp_allgather", None)
     if not callable(gather):
         return reason or "ranks_unknown"
-    return next((each for each in gather(reason) if each is not None), None)
+    try:
+        return next((each for each in gather(reason) if each is not None), None)
+    except Exception:
+        logger.exception("the ranks could not tell one another what they found")
+        return reason or "ranks_unknown"
 
 
 def _plans(

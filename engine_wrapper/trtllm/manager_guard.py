@@ -177,7 +177,7 @@ class _Methods:
 
     def restore(self) -> None:
         for name in self._methods:
-            delattr(self._owner, name)
+            vars(self._owner).pop(name, None)
 
 
 _GUARDS: dict[str, Callable[[Any, PublicationGuard], ManagerGuard]] = {

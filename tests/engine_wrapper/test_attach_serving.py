@@ -1,0 +1,141 @@
+"""What TensorRT-LLM's executor serves through scheduler, worker and attachment, in its order of calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.outcome import Outcome
+from semblend_trt.runtime import EngineMode, runtime_for
+from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
+from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, executor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Service:
+    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.args = LlmArgs(path, **settings)
+        self.scheduler = SemBlendKvConnectorScheduler(self.args)
+        self.worker = SemBlendKvConnectorWorker(self.args)
+        self.executor = executor_of(path, self.worker, self.scheduler)
+        self.executor._maybe_init_kv_connector_manager()
+        self.manager = self.executor.kv_cache_manager
+
+    def serve(self, request: LlmRequest) -> torch.Tensor:
+        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert not is_async
+        self.manager.add_sequence(request)
+        self.scheduler.update_state_after_alloc(request, request.blocks)
+        data = SimpleNamespace(
+            request_id=request.request_id,
+            new_tokens=request.tokens,
+            new_block_ids=request.blocks,
+            computed_position=0,
+            num_scheduled_tokens=len(request.tokens) - matched,
+        )
+        self.bind(new_requests=[data], cached_requests=[])
+        self.worker.start_load_kv(None)
+        request.context_current_position = matched
+        logits = self.executor.prefill(request)
+        self.worker.wait_for_save(None)
+        if self.scheduler.request_finished(request, request.blocks):
+            done: list[int] = self.worker.get_finished([request.request_id], [])[0]
+            while not done:
+                done = self.worker.get_finished([], [])[0]
+        self.manager.free_resources(request)
+        self.bind(new_requests=[], cached_requests=[])
+        return logits
+
+    def bind(self, **scheduled: Any) -> None:
+        metadata = self.scheduler.build_connector_meta(SimpleNamespace(**scheduled))
+        assert isinstance(metadata, SemBlendConnectorMetadata)
+        self.worker.bind_connector_meta(metadata)
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def text(seed: int, length: int) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "boundary")
+    monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "3")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
+    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
+
+
+@pytest.fixture
+def service(tiny_qwen2_path: Path) -> Iterator[Service]:
+    service = Service(tiny_qwen2_path)
+    yield service
+    service.close()
+
+
+def test_documents_at_other_places_are_reused_and_never_published(service: Service) -> None:
+    first, second = text(1, 90), text(2, 80)
+    service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
+    assert service.worker._runtime.mode is EngineMode.WRAPPER, "the first prompt has proven it"
+    published = set(service.manager.impl.tree)
+    shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
+    logits = service.serve(shuffled)
+    report = service.scheduler.reuse_of(2)
+    assert report is not None
+    assert report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE.value
+    assert report.offered_tokens == 170
+    assert service.manager.impl.tree == published
+    assert sorted(service.manager.impl.free) == list(range(96))
+    # With the boundary above the last layer everything is computed again: the very logits of a cold run.
+    again = LlmRequest(3, list(shuffled.tokens))
+    service.manager.add_sequence(again)
+    cold = service.executor.prefill(again)
+    torch.testing.assert_close(logits, cold, atol=1e-3, rtol=0)
+
+
+def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    held = len(service.worker.store)  # type: ignore[arg-type]
+    # Its exact part alone would be long enough; saving it would store the rest in the reuse tree as well.
+    service.serve(LlmRequest(2, [*text(5, 70), *document, *text(7, 9)]))
+    assert len(service.worker.store) == held  # type: ignore[arg-type]
+    service.serve(LlmRequest(3, text(8, 100)))
+    assert len(service.worker.store) == held + 1  # type: ignore[arg-type]
+
+
+def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    service = Service(tiny_qwen2_path, cuda_graph_config=object())
+    assert service.worker.attachment is not None
+    assert service.worker.attachment.execution_refusal == "cuda_graphs"
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    published = set(service.manager.impl.tree)
+    logits = service.serve(LlmRequest(2, [*document, *text(7, 9)]))
+    assert torch.isfinite(logits).all()
+    assert runtime_for(service.args).mode is EngineMode.STOCK
+    report = service.scheduler.reuse_of(2)
+    assert report is not None
+    assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
+    assert service.manager.impl.tree == published
+    # Holes need a decoder that computes them.
+    service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
+    report = service.scheduler.reuse_of(3)
+    assert report is not None
+    assert report.reason == "hole_needs_wrapper"
+    service.close()
