@@ -1,8 +1,8 @@
 """The active rows of a forward through TensorRT-LLM's own layers, given to them in the place of attention metadata.
 
-The layers pass their metadata on to the attention backend and read nothing of it but `num_tokens`. Where it is these
-rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that lies
-there: the same as in `engine_wrapper.plain_rows`, over other layers. Facts: NVIDIA/TensorRT-LLM,
+The layers pass their metadata on to the attention backend and read nothing of it but the number of its tokens. Where it
+is these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
+lies there: the same as in `engine_wrapper.plain_rows`, over other layers. Facts: NVIDIA/TensorRT-LLM,
 `_torch/modules/attention.py`, `Attention.forward` and `Attention._attn_impl` (1.1 to main).
 """
 
@@ -44,6 +44,9 @@ class PlannedRows:
     `schedule` has its tensors on the pool's device. `evidence_sink` is told what each check found; the host waits for
     the device at checkpoints only.
     """
+
+    # The engine pads rows for graphs only.
+    padded_num_tokens = None
 
     def __init__(
         self,

@@ -135,8 +135,27 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
+class FusedNormLayer(DecoderLayer):
+    """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm, the last
+    with the model's, so that only the lowest begins with a norm."""
+
+    next_layer_layernorm: RMSNorm
+
+    def forward(
+        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = self.self_attn(
+            position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
+        )
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.next_layer_layernorm(self.mlp(hidden_states), residual)
+
+
 class DecoderModel(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenModel (1.2 @3277953). `calls` are the rows that each layer was given."""
+    """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953)."""
 
     def __init__(self, source: Any, *, fused: bool, style: str) -> None:
         super().__init__()
@@ -148,10 +167,15 @@ class DecoderModel(nn.Module):
             return [each * cos + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sin for each in parts]
 
         self.embed_tokens, self.norm = source.embed_tokens, RMSNorm(source.norm)
+        self.has_fused_norms = source.config.model_type == "llama"
+        kind = FusedNormLayer if self.has_fused_norms else DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(each, Attention(each.self_attn, index, rotate, fused=fused, style=style))
+            kind(each, Attention(each.self_attn, index, rotate, fused=fused, style=style))
             for index, each in enumerate(source.layers)
         )
+        norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
+        for layer, norm in zip(self.layers, norms, strict=True):
+            layer.next_layer_layernorm = norm
 
     def forward(
         self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
@@ -162,8 +186,7 @@ class DecoderModel(nn.Module):
             hidden_states, residual = layer(
                 position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, residual=residual
             )
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
+        return hidden_states if self.has_fused_norms else self.norm(hidden_states, residual)[0]
 
 
 class CausalModel(nn.Module):
