@@ -42,7 +42,6 @@ def served(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int,
     api.KvCacheConfig, api.KvCacheConnectorConfig = kv_cache_config, embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
-    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
     seen: list[tuple[Workload, dict[str, Served]]] = []
     judge = trtllm_check.judge
 
