@@ -33,6 +33,7 @@ MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
+_MAX_HEAD_TOKENS = 1 << 20
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 
 # Field of the profile: what the sentences call it.
@@ -83,8 +84,9 @@ class ProfileGeometry(_Part):
 class ReuseProfile(_Part):
     """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
 
-    Policy verified needs a check and may have a boundary, boundary needs a boundary of at least 1, exact and
-    position_fix have neither. `figures` is free: what was measured. Build one with `made_for`.
+    Policy verified needs a check and may have a boundary and `head_tokens`, the first tokens of every run, which are
+    computed whatever the check says; boundary needs a boundary of at least 1; exact and position_fix have none of them.
+    `figures` is free: what was measured. Build one with `made_for`.
     """
 
     schema_version: Literal[1] = 1
@@ -94,6 +96,7 @@ class ReuseProfile(_Part):
     policy: Literal["exact", "verified", "boundary", "position_fix"]
     check: ProfileCheck | None = None
     boundary: Annotated[int, Field(ge=0, le=_MAX_LAYERS)] = 0
+    head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
     figures: list[JsonValue] = Field(default_factory=list)
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
     versions: dict[str, str] = Field(default_factory=dict)
@@ -121,6 +124,8 @@ class ReuseProfile(_Part):
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
         if (self.policy == "verified") != (self.check is not None):
             raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
+        if self.head_tokens and self.policy != "verified":
+            raise ValueError(f"policy {self.policy} has head_tokens {self.head_tokens}; only verified may have some")
         if self.policy == "boundary" and not self.boundary:
             raise ValueError(f"policy boundary has boundary 0; allowed is 1..{layers}")
         if self.policy in ("exact", "position_fix") and self.boundary:
@@ -136,6 +141,7 @@ class ReuseProfile(_Part):
         policy: ReusePolicy | str,
         check: ProfileCheck | None = None,
         boundary: int = 0,
+        head_tokens: int = 0,
         figures: list[JsonValue] | None = None,
         versions: Mapping[str, str] | None = None,
         command: str = "",
@@ -160,6 +166,7 @@ class ReuseProfile(_Part):
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
                 check=check,
                 boundary=boundary,
+                head_tokens=head_tokens,
                 figures=figures or [],
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                 versions=dict(versions or {}),
@@ -214,7 +221,7 @@ class ReuseProfile(_Part):
         if self.policy == "exact":
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
-        return ReuseTerms(boundary=self.boundary, check=check)
+        return ReuseTerms(boundary=self.boundary, check=check, head_tokens=self.head_tokens)
 
 
 def _bound_fields(namespace: CacheNamespace) -> dict[str, JsonValue]:

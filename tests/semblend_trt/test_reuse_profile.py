@@ -175,6 +175,10 @@ def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
         ({"policy": "position_fix", "check": None}, ReuseTerms()),
         ({"policy": ReusePolicy.BOUNDARY, "check": None, "boundary": 12}, ReuseTerms(boundary=12)),
         ({}, ReuseTerms(check=SpanCheck(2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1))),
+        (
+            {"head_tokens": 8},
+            ReuseTerms(check=SpanCheck(2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1), head_tokens=8),
+        ),
     ],
 )
 def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
@@ -185,6 +189,8 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
     ("fields", "told"),
     [
         ({"check": None}, "verified, and only it, has one"),
+        ({"policy": "position_fix", "check": None, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
+        ({"head_tokens": -1}, "head_tokens"),
         ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
         ({"policy": "boundary", "check": None, "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
         ({"policy": "position_fix"}, "verified, and only it, has one"),

@@ -28,6 +28,9 @@ MIN_SAVED_SHARE = 0.1
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 # Thresholds closer to each other than this factor decide alike.
 _SAME = 1.1
+# A token right behind one that differs is bound to it by what lower layers hardly show: the second digit of a number to
+# the first. So a check is tried alone and with this many first tokens of every span computed.
+_HEADS = (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Candidate:
     trap_share: float
     boundary: int = 0
     check: ProfileCheck | None = None
+    head_tokens: int = 0
 
     @property
     def full_layers(self) -> int:
@@ -49,14 +53,16 @@ class Candidate:
     @property
     def name(self) -> str:
         if self.check is not None:
-            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}"
+            head = f" head {self.head_tokens}" if self.head_tokens else ""
+            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{head}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
 
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int
 ) -> list[Candidate]:
-    """Everything worth trying, by computed share: position_fix, every boundary, and checks in every layer but 0."""
+    """Everything worth trying, by computed share: position_fix, every boundary, and checks in every layer but 0, with
+    and without heads of spans computed."""
     found = [Candidate("position_fix", 0.0, 0.0)]
     found += [Candidate("boundary", b / num_layers, b / num_layers, boundary=b) for b in range(1, num_layers)]
     for layer in range(1, num_layers):
@@ -64,8 +70,9 @@ def candidates(
             check = ProfileCheck(
                 layer=layer, threshold=threshold, max_span_share=MAX_SPAN_SHARE, min_saved_share=MIN_SAVED_SHARE
             )
-            ours, theirs = (computed_share(check, prompts, num_layers) for prompts in (harmless, traps))
-            found.append(Candidate("verified", ours, theirs, check=check))
+            for head in _HEADS:
+                ours, theirs = (computed_share(check, head, prompts, num_layers) for prompts in (harmless, traps))
+                found.append(Candidate("verified", ours, theirs, check=check, head_tokens=head))
     return sorted((each for each in found if each.computed_share < 1.0), key=lambda each: each.computed_share)
 
 
@@ -87,14 +94,18 @@ def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDevia
     return kept
 
 
-def computed_share(check: ProfileCheck, prompts: Sequence[PromptDeviations], num_layers: int) -> float:
-    """Tokens times layers that the check has computed, as a share of all that the plans offer; 1.0 of nothing."""
+def computed_share(
+    check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations], num_layers: int
+) -> float:
+    """Tokens times layers that the check and the heads have computed, as a share of all that the plans offer; 1.0 of
+    nothing."""
     rule = SpanCheck(**check.model_dump())
     offered = sum(prompt.values.shape[1] for prompt in prompts)
-    kept = sum(
-        choose(rule, prompt.values[check.layer], prompt.lengths, prompt.exact_tokens, prompt.promised).kept_tokens
-        for prompt in prompts
-    )
+    kept = 0
+    for prompt in (prompt.behind(head_tokens) for prompt in prompts):
+        if prompt.lengths:
+            deviations = prompt.values[check.layer]
+            kept += choose(rule, deviations, prompt.lengths, prompt.exact_tokens, prompt.promised).kept_tokens
     return 1.0 - kept / offered * (1.0 - check.layer / num_layers) if offered else 1.0
 
 

@@ -67,6 +67,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             policy="exact" if candidate is None else candidate.policy,
             check=None if candidate is None else candidate.check,
             boundary=0 if candidate is None else candidate.boundary,
+            head_tokens=0 if candidate is None else candidate.head_tokens,
             figures=[] if found is None else figures_of(found, settings.min_span),
             versions=machine.versions(),
             command=command,

@@ -6,7 +6,7 @@ cold runs, of the donor and of the prompt, show every layer at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,14 @@ class PromptDeviations:
         sums = np.add.reduceat(self.values[layer].astype(np.float64), np.cumsum(lengths) - lengths)
         means: npt.NDArray[np.float64] = sums / lengths
         return means
+
+    def behind(self, head_tokens: int) -> PromptDeviations:
+        """The same plan when the first tokens of every span are computed and not checked."""
+        if not head_tokens:
+            return self
+        kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
+        lengths = tuple(length - head_tokens for length in self.lengths if length > head_tokens)
+        return replace(self, values=self.values[:, kept], lengths=lengths)
 
 
 class DeviationCollector:

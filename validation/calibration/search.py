@@ -72,6 +72,8 @@ class Search:
             path, layers = self.written(candidate), candidate.full_layers
             screened = self.screening.judge(path, layers, families, strict=False)
             if not self._told(found, candidate, "screen", screened):
+                # What one candidate failed at, the next is likely to fail at too.
+                families.sort(key=lambda name: name != screened.inferior)
                 continue
             verdict = self.fresh(confirmations).judge(path, layers, families, strict=True)
             confirmations += 1

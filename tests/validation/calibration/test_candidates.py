@@ -49,12 +49,25 @@ def test_thresholds_beyond_a_profile_are_left_out() -> None:
 @pytest.mark.parametrize(("threshold", "layer", "share"), [(0.1, 1, 0.25), (0.1, 3, 0.75), (0.0, 1, 1.0)])
 def test_the_computed_share_is_that_of_the_layers_and_tokens(threshold: float, layer: int, share: float) -> None:
     check = ProfileCheck(layer=layer, threshold=threshold)
-    assert computed_share(check, HARMLESS, LAYERS) == pytest.approx(share)
+    assert computed_share(check, 0, HARMLESS, LAYERS) == pytest.approx(share)
 
 
 def test_a_deviating_span_is_computed_and_the_other_reused() -> None:
     check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5)
-    assert computed_share(check, TRAPS, LAYERS) == pytest.approx(1 - 0.5 * 0.5)
+    assert computed_share(check, 0, TRAPS, LAYERS) == pytest.approx(1 - 0.5 * 0.5)
+
+
+def test_heads_of_spans_are_computed_whatever_the_check_finds() -> None:
+    check = ProfileCheck(layer=2, threshold=0.1)
+    assert computed_share(check, 8, HARMLESS, LAYERS) == pytest.approx(1 - 0.5 * (100 - 8) / 100)
+    assert computed_share(check, 100, HARMLESS, LAYERS) == 1.0
+
+
+def test_what_lies_behind_the_heads_keeps_its_spans() -> None:
+    values = np.arange(6, dtype=np.float32)[None]
+    behind = PromptDeviations("f", values, (1, 2, 3), 4, 9).behind(1)
+    assert (behind.values.tolist(), behind.lengths) == ([[2.0, 4.0, 5.0]], (1, 2))
+    assert (behind.exact_tokens, behind.promised) == (4, 9)
 
 
 def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
@@ -64,7 +77,9 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
     assert shares == sorted(shares)
     assert shares[-1] < 1.0
     assert {each.boundary for each in found if each.policy == "boundary"} == {1, 2, 3}
-    assert {each.check.layer for each in found if each.check is not None} == {1, 2, 3}
+    assert {(each.check.layer, each.head_tokens) for each in found if each.check is not None} == {
+        (layer, head) for layer in (1, 2, 3) for head in (0, 8)
+    }
     assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
 
 
