@@ -207,7 +207,8 @@ def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "a/b/c", "", "../x"])
-def test_an_unknown_path_is_one_clear_sentence(model: str) -> None:
+def test_an_unknown_path_is_one_clear_sentence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # nothing lies beside it
     with pytest.raises(ConfigurationError, match="neither a directory that exists nor a hub id") as refused:
         model_facts(model)
     assert repr(model) in str(refused.value)
