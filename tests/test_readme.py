@@ -68,7 +68,7 @@ def test_every_setting_that_is_named_exists() -> None:
 
 
 def test_commands_and_paths_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)) <= targets
     paths = re.findall(r"`([\w./]+/[\w./]*)`", README)
     assert [path for path in paths if not (ROOT / path).exists()] == []
