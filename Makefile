@@ -55,8 +55,9 @@ quality: $(VENV)/.installed-validation-$(KIND) ## compare answers at scale: JSON
 calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse, and write its reuse profile
 	$(RUN) -m validation calibrate $(ARGS)
 
+# One process a core, each with one thread; ARGS='-n 0' runs them in one.
 test: env ## run the tests
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
 
 card:
 	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }
