@@ -11,8 +11,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import validation
+from semblend_trt.reuse_profile import ReuseProfile
 from validation import documents, prompts
 from validation.assets.recipe import evaluate
+from validation.models import PROFILE_NAME
+from validation.noninferiority import MARGIN
 
 ASSETS = Path(validation.__file__).parent / "assets"
 MODEL = ASSETS / "model"
@@ -25,6 +28,15 @@ def loaded() -> tuple[Any, Any]:
 
 def test_model_directory_is_at_most_ten_megabytes() -> None:
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 10_000_000
+
+
+def test_its_profile_is_of_confirmed_figures() -> None:
+    profile = ReuseProfile.read(MODEL / PROFILE_NAME)
+    confirmed = [each for each in profile.figures if isinstance(each, dict) and each["what"] == "confirmed"]
+    bounds = [each[name] for each in confirmed for name in ("exact_match_vs_cold", "log_likelihood_vs_cold")]
+    assert profile.policy == "verified"
+    assert {"header_trap", "near_duplicates", "reordered", "prose"} <= {str(each["family"]) for each in confirmed}
+    assert all(bound["lower"] >= -MARGIN for bound in bounds if bound is not None)
 
 
 def test_weights_are_stored_in_bfloat16() -> None:
