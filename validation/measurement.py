@@ -122,7 +122,7 @@ class Measurement:
         )
         engine = open_engine(arm, settings, self._runner, None if audit_path is None else str(audit_path))
         stack.callback(engine.shutdown)
-        return Server(engine, self._tokeniser, self._settings.max_tokens)
+        return Server(engine, self._tokeniser)
 
     def _pool_tokens(self) -> int:
         """Room for one group's donors and two of its requests; 128 covers the last block of a request."""

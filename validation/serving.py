@@ -43,8 +43,8 @@ class Served:
 class Server:
     """Serves one request after the other and waits after each until everything it leaves behind can be found."""
 
-    def __init__(self, engine: LLM, tokeniser: Tokeniser, max_tokens: int) -> None:
-        self._engine, self._tokeniser, self._max_tokens = engine, tokeniser, max_tokens
+    def __init__(self, engine: LLM, tokeniser: Tokeniser) -> None:
+        self._engine, self._tokeniser = engine, tokeniser
 
     def serve_donors(self, donors: tuple[list[int], ...], salt: str | None) -> list[ServedDonor]:
         served = []
@@ -56,14 +56,7 @@ class Server:
 
     def serve(self, prompt: list[int], salt: str | None, forced: tuple[int, ...] | None = None) -> Served:
         """Answers greedily, or with the `forced` tokens. Raises SemBlendError when the engine gives no answer."""
-        if forced is None:
-            stop = self._tokeniser.stop_token_ids
-            params = SamplingParams(max_tokens=self._max_tokens, stop_token_ids=stop, return_generation_logits=True)
-        else:
-            params = SamplingParams(
-                max_tokens=len(forced), forced_token_ids=forced, ignore_eos=True, return_generation_logits=True
-            )
-        [output] = self._engine.generate([prompt], params, cache_salt=salt)
+        [output] = self._engine.generate([prompt], self._tokeniser.sampling(forced), cache_salt=salt)
         self._engine.settle()
         [completion] = output.outputs
         if completion.generation_logits is None or output.time_to_first_token is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError
 from validation import jsonl, prompts
 
@@ -43,6 +44,7 @@ class Tokeniser:
         """`max_tokens`: the longest answer, for which room is kept in the model's context."""
         self._tokenizer: Any = runner.tokenizer
         self._context = runner.facts.max_positions
+        self._max_tokens = max_tokens
         self._answer_room = max(max_tokens, MAX_FORCED_TOKENS)
         end = self._tokenizer.get_vocab().get(prompts.END_MARK)
         self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
@@ -56,6 +58,16 @@ class Tokeniser:
         for number, donor in enumerate(donors, start=1):
             self._check(case, f"donor {number}", donor, 1)
         return tokens
+
+    def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
+        """How an answer is taken: greedily up to the longest one, or `forced` token by token; with its logits."""
+        if forced is None:
+            return SamplingParams(
+                max_tokens=self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True
+            )
+        return SamplingParams(
+            max_tokens=len(forced), forced_token_ids=tuple(forced), ignore_eos=True, return_generation_logits=True
+        )
 
     def text(self, tokens: Sequence[int]) -> str:
         """An answer's text without the mark that ends it and without space around it."""

@@ -84,19 +84,11 @@ class BatchServer:
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
             salts = [case.group if arm.isolated else None for case in cases]
-            outputs = engine.generate(
-                [self._tokens[case.id].prompt for case in cases], [self._params(case) for case in cases], salts
-            )
+            params = [self._tokeniser.sampling(self._forced(case)) for case in cases]
+            outputs = engine.generate([self._tokens[case.id].prompt for case in cases], params, salts)
             engine.settle()
             for case, output in zip(cases, outputs, strict=True):
                 yield self._answer(engine, case, output)
-
-    def _params(self, case: Case) -> SamplingParams:
-        forced = self._forced(case)
-        if forced is None:
-            stop = self._tokeniser.stop_token_ids
-            return SamplingParams(self._settings.max_tokens, stop_token_ids=stop, return_generation_logits=True)
-        return SamplingParams(len(forced), forced_token_ids=forced, ignore_eos=True, return_generation_logits=True)
 
     def _forced(self, case: Case) -> tuple[int, ...] | None:
         """The reference of a text without one right answer: it is scored, not answered."""
