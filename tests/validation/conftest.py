@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from validation.cli import main
 from validation.results import Measured
 from validation.samples import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _SAMPLE: dict[str, Any] = {
     "case_id": "case",
@@ -50,6 +52,25 @@ _SAMPLE: dict[str, Any] = {
 def make_sample() -> Callable[..., Sample]:
     """Builds a sample of a reused prompt; keywords change its fields."""
     return lambda **changes: Sample(**(_SAMPLE | changes))
+
+
+@pytest.fixture
+def check_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str], str], None]:
+    """Checks that a command line is bad usage: one sentence that holds the one given, and nothing written."""
+
+    def check(arguments: list[str], sentence: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("validation: ")
+        assert captured.err.count("\n") == 1
+        assert sentence in captured.err
+        assert list(tmp_path.rglob("*")) == []
+
+    return check
 
 
 @pytest.fixture(scope="session")

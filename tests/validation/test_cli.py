@@ -13,6 +13,7 @@ from validation import results
 from validation.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "boundary")  # of a model without a reuse profile
@@ -39,10 +40,6 @@ def command(tiny_model_paths: dict[str, Path], prompts: Path) -> list[str]:
         *("--model", str(tiny_model_paths["qwen2"]), "--prompts", str(prompts), "--device", "cpu"),
         *("--max-tokens", "4", "--min-speedup", "0", "--min-rouge1", "0", "--min-token-f1", "0"),
     ]
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_run_measures_every_case_in_every_arm(
@@ -138,21 +135,9 @@ def test_a_judge_and_a_second_model_score_the_answers(
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    command: list[str],
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*command, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("validation: ")
-    assert captured.err.count("\n") == 1
-    assert sentence in captured.err
-    assert files_in(tmp_path) == []
+    check_refused([*command, *arguments], sentence)
 
 
 def test_a_bad_line_is_refused_by_its_number(

@@ -11,6 +11,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SHORT = ["--groups", "2", "--screening-groups", "2", "--questions", "1", "--tokens", "512"]
@@ -82,16 +83,6 @@ def test_own_prompts_need_references_and_donors(
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert sentence in captured.err
-    assert list(tmp_path.rglob("*")) == []
+    check_refused(["calibrate", *arguments], sentence)

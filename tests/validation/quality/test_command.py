@@ -11,6 +11,7 @@ from validation import results
 from validation.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
@@ -60,17 +61,6 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["quality", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("validation: ")
-    assert captured.err.count("\n") == 1
-    assert sentence in captured.err
-    assert list(tmp_path.rglob("*")) == []
+    check_refused(["quality", *arguments], sentence)
