@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers import AutoModelForCausalLM
 
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +48,7 @@ def load_model(
     """
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
     facts = _supported_facts(model, revision)
-    words = _load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    words = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
     weights = _load_weights(str(model), target_dtype, revision)
     weights.to(target_device).eval().requires_grad_(False)
     return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device)
@@ -109,38 +108,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def _load_tokenizer(name: str, revision: str | None) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        if _breaks_own_rules(tokenizer, name, revision):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise ConfigurationError(f"tokenizer {name} cannot be read: {_reason(error)}") from error
-    # Without its files Transformers makes an empty tokenizer of the model's type.
-    if not tokenizer.encode("a", add_special_tokens=False):
-        raise ConfigurationError(f"tokenizer {name} has no vocabulary; the folder lacks its tokenizer files")
-    return tokenizer
-
-
-def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
-    """Whether `tokenizer` normalises or splits text otherwise than the tokenizer.json of `name` says.
-
-    Transformers builds some tokenizers (Qwen2's, for one) from the model's type, and takes from the file the
-    vocabulary only. A model trained with a tokenizer of its own would then read other tokens than it knows.
-    """
-    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
-    used = getattr(tokenizer, "backend_tokenizer", None)
-    if path is None or used is None:
-        return False
-    written = Tokenizer.from_file(path)
-    return _rules(used) != _rules(written)
-
-
-def _rules(tokenizer: Tokenizer) -> list[bytes | None]:
-    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
-    return [None if part is None else part.__getstate__() for part in parts]
-
-
 def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) -> Any:
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +118,7 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
             ignore_mismatched_sizes=True,  # reported below, with their names
         )
     except Exception as error:  # safetensors, hub and torch each raise their own types
-        raise ConfigurationError(f"model {name}: its weights cannot be read: {_reason(error)}") from error
+        raise ConfigurationError(f"model {name}: its weights cannot be read: {reason_of(error)}") from error
     for problem, keys in (("missing", loading["missing_keys"]), ("of another shape", loading["mismatched_keys"])):
         names = sorted(key if isinstance(key, str) else key[0] for key in keys)
         if names:
@@ -159,8 +126,3 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
                 f"model {name}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
     return model
-
-
-def _reason(error: Exception) -> str:
-    """The first line of a library's message: the others are advice to its own users."""
-    return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,53 @@
+"""The tokenizer of a model, read by the rules that its own files state; engine and router read prompts with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The Transformers tokenizer of a folder or a hub id. Raises ConfigurationError when there is none to be read."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        if _breaks_own_rules(tokenizer, name, revision):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ConfigurationError(f"tokenizer {name} cannot be read: {reason_of(error)}") from error
+    # Without its files Transformers makes an empty tokenizer of the model's type.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ConfigurationError(f"tokenizer {name} has no vocabulary; the folder lacks its tokenizer files")
+    return tokenizer
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of a library's message: the others are advice to its own users."""
+    return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
+    """Whether `tokenizer` normalises or splits text otherwise than the tokenizer.json of `name` says.
+
+    Transformers builds some tokenizers (Qwen2's, for one) from the model's type, and takes from the file the
+    vocabulary only. A model trained with a tokenizer of its own would then read other tokens than it knows.
+    """
+    from tokenizers import Tokenizer
+    from transformers.utils import cached_file
+
+    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    used = getattr(tokenizer, "backend_tokenizer", None)
+    if path is None or used is None:
+        return False
+    written = Tokenizer.from_file(path)
+    return _rules(used) != _rules(written)
+
+
+def _rules(tokenizer: Tokenizer) -> list[bytes | None]:
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    return [None if part is None else part.__getstate__() for part in parts]
