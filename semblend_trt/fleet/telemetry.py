@@ -14,7 +14,7 @@ from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 MAX_LINE_BYTES = 16 << 20
 MAX_BLOCKS = 1 << 17
@@ -90,16 +90,31 @@ class TraceLine(_Part):
         return self.model_dump_json(exclude_none=True)
 
 
-def read_trace(lines: Iterable[str | bytes]) -> Iterator[TraceLine]:
-    """Reads a trace, line by line; empty lines are passed over. Raises TraceError naming the line and what is wrong."""
+def read_trace(
+    lines: Iterable[str | bytes], on_bad_line: Callable[[TraceError], None] | None = None
+) -> Iterator[TraceLine]:
+    """Reads a trace, line by line; empty lines are passed over.
+
+    A line that is not a request is told to `on_bad_line` and passed over as well. Without that, raises TraceError
+    naming the line and what is wrong.
+    """
     for number, line in enumerate(lines, 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise TraceError(f"line {number} has {len(line)} bytes; at most {MAX_LINE_BYTES} are read")
-        if not line.strip():
+        if len(line) <= MAX_LINE_BYTES and not line.strip():
             continue
         try:
-            yield TraceLine.model_validate_json(line)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None
+            yield _read_line(line, number)
+        except TraceError as error:
+            if on_bad_line is None:
+                raise
+            on_bad_line(error)
+
+
+def _read_line(line: str | bytes, number: int) -> TraceLine:
+    if len(line) > MAX_LINE_BYTES:
+        raise TraceError(f"line {number} has {len(line)} bytes; at most {MAX_LINE_BYTES} are read")
+    try:
+        return TraceLine.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None

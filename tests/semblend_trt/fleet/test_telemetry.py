@@ -71,3 +71,10 @@ def test_kinds_have_either_systems_names(name: str, kind: BlockKind) -> None:
 def test_what_is_no_line_is_named(line: str, problem: str) -> None:
     with pytest.raises(TraceError, match="^" + problem.replace(".", r"\.")):
         list(read_trace(["", line]))
+
+
+def test_bad_lines_can_be_passed_over() -> None:
+    good = TraceLine(request_id="a", timestamp_ms=1, blocks=[])
+    problems: list[TraceError] = []
+    assert list(read_trace(["{", good.to_json(), "[]"], problems.append)) == [good]
+    assert [str(problem).split(" is")[0] for problem in problems] == ["line 1", "line 3"]
