@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.deviation import eager
+from kernels.deviation.eager import relative
 from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
 from kernels.kv_move.move import Move, tensor_of
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from kernels.rope import RopeRotation
 
-__all__ = ["FreshRows", "Move", "deviation"]
+__all__ = ["FreshRows", "Move", "deviation", "relative", "squares"]
 
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
@@ -31,15 +32,34 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     allocated, and the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
     """
     if not spans:
-        device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
-        return torch.empty(2, 0, device=device)
+        return torch.empty(2, 0, device=_tensors(fresh)[0].device)
     check_spans(spans, fresh, layer, rotation)
-    tensors = _tensors(fresh)
-    if triton_serves(tensors[0], (*tensors[1:], *(tensor_of(span.source) for span in spans))):
+    if _triton_serves(spans, fresh):
         from kernels.deviation import triton_deviation
 
         return triton_deviation.deviation(spans, fresh, layer, rotation)
     return eager.deviation(spans, fresh, layer, rotation)
+
+
+def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """The two sums behind `deviation`: of the squares of fresh - donor and of the donor, over heads and channels.
+
+    float32 [2, kv_factor, tokens]; added over the ranks that share a model's heads they give, by `relative`, the
+    deviation over all heads. Everything else is as in `deviation`.
+    """
+    if not spans:
+        return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
+    check_spans(spans, fresh, layer, rotation)
+    if _triton_serves(spans, fresh):
+        from kernels.deviation import triton_deviation
+
+        return triton_deviation.squares(spans, fresh, layer, rotation)
+    return eager.squares(spans, fresh, layer, rotation)
+
+
+def _triton_serves(spans: Sequence[Move], fresh: Fresh) -> bool:
+    tensors = _tensors(fresh)
+    return triton_serves(tensors[0], (*tensors[1:], *(tensor_of(span.source) for span in spans)))
 
 
 def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:

@@ -19,9 +19,20 @@ _CHUNK = 1024
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `kernels.deviation.deviation`; the spans were checked."""
+    return relative(squares(spans, fresh, layer, rotation))
+
+
+def relative(squares: torch.Tensor) -> torch.Tensor:
+    """The relative deviation, float32 [kv_factor, tokens], from what `kernels.deviation.squares` returns."""
+    difference, norm = squares
+    return torch.where(difference == 0, 0, (difference / norm).sqrt())
+
+
+def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """As `kernels.deviation.squares`; the spans were checked."""
     device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
     kv_factor = sizes_of(spans[0].source)[1]
-    output = torch.empty(kv_factor, sum(span.length for span in spans), device=device)
+    output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
     column = 0
     for span in spans:
         for first in range(0, span.length, _CHUNK):
@@ -31,16 +42,10 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
                 if kind == 0:
                     donor = rotate_keys(donor, span.shift, rotation)
                 rows = _fresh_rows(fresh, kind, layer, span.target_start + first, length).float()
-                output[kind, column : column + length] = _relative(rows, donor)
+                output[0, kind, column : column + length] = (rows - donor).square().sum(dim=(0, 2))
+                output[1, kind, column : column + length] = donor.square().sum(dim=(0, 2))
             column += length
     return output
-
-
-def _relative(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
-    """Both [kv_heads, tokens, head_dim]; returns [tokens]."""
-    difference = (fresh - donor).square().sum(dim=(0, 2))
-    norm = donor.square().sum(dim=(0, 2))
-    return torch.where(difference == 0, 0, (difference / norm).sqrt())
 
 
 def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:

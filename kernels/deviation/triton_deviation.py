@@ -39,15 +39,38 @@ def deviation(
     spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling = DEFAULT
 ) -> torch.Tensor:
     """As `kernels.deviation.deviation`; the spans were checked, and `triton_serves` them all."""
-    base = fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
-    sizes = sizes_of(spans[0].source)
-    output = torch.empty(sizes[1], sum(span.length for span in spans), dtype=torch.float32, device=base.device)
+    output = _output(spans, fresh)
+    _fill(output, spans, fresh, layer, rotation, tiling)
+    return output
+
+
+def squares(
+    spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling = DEFAULT
+) -> torch.Tensor:
+    """As `kernels.deviation.squares`; the spans were checked, and `triton_serves` them all."""
+    output = _output(spans, fresh, 2)
+    _fill(output, spans, fresh, layer, rotation, tiling)
+    return output
+
+
+def _output(spans: Sequence[Move], fresh: Fresh, *sums: int) -> torch.Tensor:
+    shape = (*sums, sizes_of(spans[0].source)[1], sum(span.length for span in spans))
+    return torch.empty(shape, dtype=torch.float32, device=_base_of(fresh).device)
+
+
+def _fill(
+    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling
+) -> None:
+    base, sizes = _base_of(fresh), sizes_of(spans[0].source)
     spans = [span for span in spans if span.length]
     if spans:
         table = table_of(spans, fresh, rotation, tiling)
         launch(table, base, output, layer, sizes, rotation, tiling)
         keep_until_read([tensor_of(span.source) for span in spans], base)
-    return output
+
+
+def _base_of(fresh: Fresh) -> torch.Tensor:
+    return fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
 
 
 def table_of(spans: Sequence[Move], fresh: Fresh, rotation: RopeRotation, tiling: Tiling) -> SpanTable:
@@ -69,7 +92,8 @@ def launch(
     rotation: RopeRotation,
     tiling: Tiling,
 ) -> None:
-    """Launches the kernel on the current stream; `sizes`: layers, kv_factor, kv_heads, head_dim."""
+    """Launches the kernel on the current stream; `sizes`: layers, kv_factor, kv_heads, head_dim. `output` has three
+    axes for the squares and two for the deviation."""
     _, kv_factor, kv_heads, head_dim = sizes
     with torch.cuda.device_of(base):
         deviation_kernel[(table.num_tiles, kv_factor)](
@@ -78,11 +102,12 @@ def launch(
             output,
             table.tiles_at,
             table.factors_at,
-            output.shape[1],
+            output.shape[-1],
             layer,
             **constants(table, base.dtype, head_dim, rotation),
             TOKENS=tiling.tokens(head_dim, base.dtype),
             HEADS=kv_heads,
+            KINDS=kv_factor if output.ndim == 3 else 0,
             num_warps=tiling.warps,
         )
 
@@ -129,8 +154,12 @@ def deviation_kernel(
     PAD_AFTER: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    KINDS: tl.constexpr,
 ):
-    """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record."""
+    """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record.
+
+    With KINDS, of which there are so many, the sums of squares are stored, without them the deviation.
+    """
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
     record = table + 16 * kind
@@ -171,5 +200,9 @@ def deviation_kernel(
             part = _compare_part(fresh, donor, to_rows, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
             difference += part[0]
             norm += part[1]
-    relative = tl.where(difference == 0.0, 0.0, tl.sqrt(difference / norm))
-    tl.store(output + kind * total + tl.load(span + 12) + tokens, relative, mask=live)
+    to_tokens = output + kind * total + tl.load(span + 12) + tokens
+    if KINDS > 0:
+        tl.store(to_tokens, difference, mask=live)
+        tl.store(to_tokens + KINDS * total, norm, mask=live)
+    else:
+        tl.store(to_tokens, tl.where(difference == 0.0, 0.0, tl.sqrt(difference / norm)), mask=live)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, Move, deviation, naive
+from kernels.deviation import FreshRows, Move, deviation, naive, relative, squares
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation, rotate_keys
@@ -86,6 +86,21 @@ def assert_matches_naive(
     assert not bool(expected.isnan().any())
     assert float((actual - expected).norm() / expected.norm()) <= tolerance
     return actual
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_squares_of_shared_heads_add_up_to_the_deviation_over_all(kinds: int, device: str) -> None:
+    donor, fresh = contiguous(seed=1, kv_heads=4, kinds=kinds), contiguous(seed=2, kv_heads=4, kinds=kinds)
+    fresh.tensor[:, 0, :, 7] = donor.tensor[:, 0, :, 4]  # with a shift of 0 below, nothing of K deviates there
+    parts = []
+    for heads in ((0, 1), (2, 3)):
+        own, theirs = (on(ContiguousKv(kv.tensor[:, :, heads]), device) for kv in (donor, fresh))
+        parts.append(squares([Move(own, 2, 5, 9, turn=0)], theirs, 1, rotation_of(8)).cpu())
+    assert parts[0].shape == (2, kinds, 9)
+    expected = naive.deviation([Move(donor, 2, 5, 9, turn=0)], fresh, 1, rotation_of(8))
+    assert float(expected[0, 2]) == 0.0
+    torch.testing.assert_close(relative(parts[0] + parts[1]), expected, rtol=1e-5, atol=0)
+    assert squares([], on(fresh, device), 1, rotation_of(8)).shape == (2, 2, 0)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 2])
