@@ -20,6 +20,8 @@ from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, f
 from semblend_trt.fleet.keyed_hash import keyed, sampled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from semblend_trt.discovery.fingerprint import TokenArray
@@ -115,11 +117,20 @@ def sketch_of_donor(tokens: TokenArray, key: bytes, max_entries: int = DEFAULT_E
 
 def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
     """Anchors of a prompt (integers [n]) for `overlap`; one call serves all sketches of one key. Raises ValueError."""
+    return fingerprints_of(tokens, [key])[0]
+
+
+def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:
+    """`prompt_fingerprints` under each of `keys`; the prompt is read once for all of them. Raises ValueError."""
     prompt = as_token_array(tokens)
-    values = keyed(fingerprint(prompt).hashes, *_halves(key))
-    levels = _leading_zeros(values)
-    counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
-    return PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt))
+    hashes = fingerprint(prompt).hashes
+    found = []
+    for key in keys:
+        values = keyed(hashes, *_halves(key))
+        levels = _leading_zeros(values)
+        counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
+        found.append(PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt)))
+    return found
 
 
 def overlap(sketch: Sketch, prompt: PromptFingerprints) -> float:

@@ -1,0 +1,305 @@
+"""Directory: which worker of the fleet holds how much of a prompt, as the workers' events tell.
+
+Whatever comes in is checked, bounded and counted; a wrong or forged event can misplace requests for a while and
+nothing else. Only this reader's own clocks are used: a worker is gone when nothing that follows was heard of it for
+some of its heartbeats, and then any generation is believed, so that no forged one blinds a reader for longer than it
+is kept up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semblend_trt.errors import NamespaceError
+from semblend_trt.fleet.continuity import Continuity, Verdict
+from semblend_trt.fleet.events import (
+    DonorEvicted,
+    DonorRegistered,
+    DonorRelocated,
+    DonorsPurged,
+    EventError,
+    ProviderGenerationReset,
+    ProviderHeartbeat,
+    UnknownEvent,
+)
+from semblend_trt.fleet.holder import Holder, Worker, WorkerState
+from semblend_trt.fleet.known_namespaces import KnownNamespaces
+from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
+from semblend_trt.fleet.sketch_index import SketchIndex
+from semblend_trt.fleet.wire import decode, donor_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import numpy.typing as npt
+
+    from semblend_trt.fleet.events import SemanticKvEvent
+    from semblend_trt.fleet.known_namespaces import KnownNamespace
+    from semblend_trt.fleet.sketch_index import Posting
+
+MAX_WORKERS = 1024
+MAX_DONORS = 131_072
+# Missed heartbeats after which a worker is gone, and the bounds of what it may say that a heartbeat's interval is.
+HEARTBEATS_MISSED = 3
+FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
+# A generation is a time in microseconds. One that lies further ahead of this reader's own time is not believed.
+MOST_AHEAD_US = 86_400_000_000
+_EXPIRY_SECONDS = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Donor:
+    tier: str
+    namespace: KnownNamespace | None = None
+    posting: Posting | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A worker: its number in the index, when it was believed last, and its donors with their `state_digest`."""
+
+    number: int
+    seen_at: float
+    interval: float = FIRST_INTERVAL
+    donors: dict[str, _Donor] = field(default_factory=dict)
+    digest: int = 0
+    asked_at: float = float("-inf")
+    wants_resync: bool = False
+    # True when donors were left out for want of room: heartbeats then cannot be compared.
+    is_partial: bool = False
+
+
+class Directory:
+    """Feed it messages with `observe`, or events with `apply`; ask it with `holders`. Thread safe; raises nothing
+    but what `holders` says.
+
+    `clock` (seconds, monotonic) times expiry and requests for a resync, `wall_clock` (seconds since 1970) bounds
+    generations. Only workers in `accepted` are followed, where it is given. `counts` tells what became of messages.
+    """
+
+    def __init__(
+        self,
+        *,
+        accepted: Collection[Worker] | None = None,
+        max_workers: int = MAX_WORKERS,
+        max_donors: int = MAX_DONORS,
+        resync_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._accepted = None if accepted is None else frozenset(accepted)
+        self._max_donors, self._resync_seconds = max_donors, resync_seconds
+        self._clock, self._wall_clock = clock, wall_clock
+        self._lock = threading.Lock()
+        self._continuity = Continuity(max_workers)
+        self._workers: dict[Worker, _Followed] = {}
+        self._by_number: list[Worker | None] = []
+        self._namespaces = KnownNamespaces()
+        self._index = SketchIndex(DEFAULT_ENTRIES * max_donors)
+        self._donors = 0
+        self._expire_at = float("-inf")
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, payload: bytes) -> Verdict | None:
+        """Takes one message; None for one that is no event."""
+        try:
+            event = decode(payload)
+        except EventError as error:
+            with self._lock:
+                self.counts[error.reason] += 1
+            return None
+        return self.apply(event)
+
+    def apply(self, event: SemanticKvEvent) -> Verdict:
+        """Takes one event and says what it was to this reader."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            verdict = self._judged(event)
+            self.counts[verdict.value] += 1
+            if verdict.is_to_apply:
+                self._take(event, verdict, now)
+            self._index.tidy()
+        return verdict
+
+    def holders(
+        self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None, model: str | None = None
+    ) -> tuple[Holder, ...]:
+        """The workers that hold text of a prompt (integers [n]), the largest share first.
+
+        A worker's `tokens` are estimated over all its donors of one namespace together: what two of them hold counts
+        once. Only donors of requests with the same `tenant_salt` (raw; None is no salt) are looked at, and where
+        `model` is given only those whose namespace names it. Raises ValueError for bad tokens, NamespaceError for a
+        bad salt.
+        """
+        with self._lock:
+            self._expire(self._clock())
+            met = self._namespaces.met_by(tenant_salt, model)
+        if not met:
+            return ()
+        prompts = fingerprints_of(token_ids, [sketch_key(each.key, tenant_salt) for each in met])
+        with self._lock:
+            shares = np.zeros(len(self._by_number))
+            for each, prompt in zip(met, prompts, strict=True):
+                np.maximum(shares, self._index.search(each.number, len(shares), prompt), out=shares)
+            tokens = np.rint(shares * prompts[0].tokens).astype(int)
+            found = [(worker, int(count)) for worker, count in zip(self._by_number, tokens, strict=True) if count]
+        held = [Holder(worker, count) for worker, count in found if worker is not None]
+        return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
+
+    def workers(self) -> tuple[WorkerState, ...]:
+        """The workers that are followed, by id."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            return tuple(
+                WorkerState(
+                    worker, self._continuity.is_synced(worker), len(followed.donors), max(0.0, now - followed.seen_at)
+                )
+                for worker, followed in sorted(self._workers.items())
+            )
+
+    def resyncs_due(self) -> tuple[Worker, ...]:
+        """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            due = []
+            for worker, followed in self._workers.items():
+                is_needed = followed.wants_resync or not self._continuity.is_synced(worker)
+                if is_needed and now - followed.asked_at >= self._resync_seconds:
+                    followed.asked_at, followed.wants_resync = now, False
+                    due.append(worker)
+            return tuple(due)
+
+    # -- all below with the lock held ------------------------------------------------------------------------------
+
+    def _judged(self, event: SemanticKvEvent) -> Verdict:
+        worker = (event.worker_id, event.dp_rank)
+        if self._accepted is not None and worker not in self._accepted:
+            self.counts["unknown_worker"] += 1
+            return Verdict.REFUSED
+        generation, known = event.generation, self._continuity.generation(worker)
+        if generation is not None and generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
+            self.counts["future_generation"] += 1
+            return Verdict.REFUSED
+        is_reset = isinstance(event.data, ProviderGenerationReset)
+        if known is not None and generation is not None and generation > known and not is_reset:
+            # A restarted worker, whose reset was missed, answers with one; whoever forged this does not have to.
+            self._workers[worker].wants_resync = True
+            self.counts["unproven_generation"] += 1
+            return Verdict.REFUSED
+        return self._continuity.observe(event)
+
+    def _take(self, event: SemanticKvEvent, verdict: Verdict, now: float) -> None:
+        worker, data = (event.worker_id, event.dp_rank), event.data
+        followed = self._workers.get(worker)
+        if followed is None:
+            followed = self._workers[worker] = _Followed(self._number_for(worker), now)
+        followed.seen_at = now
+        if isinstance(data, (ProviderGenerationReset, DonorsPurged)):
+            self._clear(followed)
+            followed.is_partial &= verdict is not Verdict.RESET
+        elif isinstance(data, DonorRegistered):
+            self._register(followed, data)
+        elif isinstance(data, DonorEvicted):
+            self._evict(followed, data)
+        elif isinstance(data, DonorRelocated):
+            self._relocate(followed, data)
+        elif isinstance(data, ProviderHeartbeat):
+            self._check(worker, followed, data)
+        elif isinstance(data, UnknownEvent):
+            self.counts["unknown_kind"] += 1
+
+    def _register(self, followed: _Followed, data: DonorRegistered) -> None:
+        self._drop(followed, data.donor_id)
+        if self._donors >= self._max_donors:
+            self.counts["too_many_donors"] += 1
+            followed.is_partial = True
+            return
+        donor = followed.donors[data.donor_id] = _Donor(data.location.tier)
+        followed.digest ^= donor_digest(data.donor_id, donor.tier)
+        self._donors += 1
+        try:
+            sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
+            donor.namespace = self._namespaces.enter(data.namespace)
+        except NamespaceError:
+            self.counts["bad_namespace"] += 1
+        except ValueError:
+            self.counts["no_sketch"] += 1
+        else:
+            donor.posting = self._index.add(donor.namespace.number, followed.number, sketch)
+            self.counts["index_full"] += donor.posting is None
+
+    def _evict(self, followed: _Followed, data: DonorEvicted) -> None:
+        if data.segments is None:
+            self._drop(followed, data.donor_id)
+        elif data.donor_id in followed.donors:  # what is left of it cannot be told from what is gone
+            self._take_back(followed.donors[data.donor_id])
+
+    def _relocate(self, followed: _Followed, data: DonorRelocated) -> None:
+        donor = followed.donors.get(data.donor_id)
+        if donor is not None:
+            followed.digest ^= donor_digest(data.donor_id, donor.tier)
+            donor.tier = data.new_location.tier
+            followed.digest ^= donor_digest(data.donor_id, donor.tier)
+
+    def _check(self, worker: Worker, followed: _Followed, heartbeat: ProviderHeartbeat) -> None:
+        followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        known = (len(followed.donors), followed.digest)
+        if (
+            self._continuity.is_synced(worker)
+            and not followed.is_partial
+            and known != (heartbeat.donor_count, heartbeat.state_digest)
+        ):
+            self.counts["wrong_state"] += 1
+            self._continuity.distrust(worker)
+
+    def _drop(self, followed: _Followed, donor_id: str) -> None:
+        donor = followed.donors.pop(donor_id, None)
+        if donor is not None:
+            self._take_back(donor)
+            followed.digest ^= donor_digest(donor_id, donor.tier)
+            self._donors -= 1
+
+    def _take_back(self, donor: _Donor) -> None:
+        if donor.posting is not None:
+            self._index.remove(donor.posting)
+        if donor.namespace is not None:
+            self._namespaces.leave(donor.namespace)
+        donor.posting = donor.namespace = None
+
+    def _clear(self, followed: _Followed) -> None:
+        self._index.forget(followed.number)
+        for donor in followed.donors.values():
+            if donor.namespace is not None:
+                self._namespaces.leave(donor.namespace)
+        self._donors -= len(followed.donors)
+        followed.donors, followed.digest = {}, 0
+
+    def _number_for(self, worker: Worker) -> int:
+        if None in self._by_number:
+            number = self._by_number.index(None)
+            self._by_number[number] = worker
+            return number
+        self._by_number.append(worker)
+        return len(self._by_number) - 1
+
+    def _expire(self, now: float) -> None:
+        """Lets silent workers go, looking for them from time to time."""
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRY_SECONDS
+        for worker, followed in list(self._workers.items()):
+            if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
+                self._clear(followed)
+                self._by_number[followed.number] = None
+                self._continuity.forget(worker)
+                del self._workers[worker]
+                self.counts["expired"] += 1
