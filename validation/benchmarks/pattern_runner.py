@@ -1,0 +1,154 @@
+"""A model runner that computes nothing: the KV that it writes says whose it is, so that a stale byte shows.
+
+The number of a row is drawn from the numbers of all rows before it, from its token, and from who owns it. It stands in
+every channel of the row's K and V, and the next token follows from it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from kernels.layout import pool_view
+from semblend_trt.plan import PlanKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from engine_wrapper.embedded.radix_tree import RootKey
+    from engine_wrapper.embedded.request import LlmRequest
+    from engine_wrapper.layer_schedule import SequenceSlice
+    from kernels.layout import KvGeometry
+    from semblend_trt.plan import PlanSpan, SemanticKvPlan
+
+# Rotated keys keep their length but for rounding.
+_LENGTH_TOLERANCE = 1e-4
+
+
+def owner_number(owner: RootKey) -> int:
+    """What the chains of an adapter and a salt begin with."""
+    return zlib.crc32(repr(tuple(owner)).encode()) >> 8
+
+
+def number_after(number: int, token: int) -> int:
+    """The number of `token` behind a row of `number`: 24 bits, exact in float32."""
+    return zlib.crc32(token.to_bytes(4, "little"), number) >> 8
+
+
+def chain(owner: int, tokens: Iterable[int]) -> list[int]:
+    """The numbers that a cold run writes."""
+    numbers = []
+    for token in tokens:
+        owner = number_after(owner, token)
+        numbers.append(owner)
+    return numbers
+
+
+def token_after(number: int) -> int:
+    return number % 251
+
+
+class Rows:
+    """What one request's rows hold: `numbers`, and of each row whether it was moved from another position.
+
+    `is_cold`: a cold run would hold the same.
+    """
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.moved = [False] * len(numbers)
+        self.is_cold = True
+
+    def place(self, numbers: Sequence[int], *, moved: bool) -> None:
+        self.numbers.extend(numbers)
+        self.moved.extend([moved] * len(numbers))
+
+    def compute(self, owner: int, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.place([number_after(self.numbers[-1] if self.numbers else owner, token)], moved=False)
+
+
+class PatternRunner(ModelRunner):
+    """Writes the numbers of computed rows, and refuses to run on rows that hold others.
+
+    `requests` holds every request by its id, those that donors may come from too. A request is looked up there alone.
+    """
+
+    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        self.view = pool_view(pool, geometry)
+        self._block_size = geometry.block_size
+        self.requests: dict[int, LlmRequest] = {}
+        self.rows: dict[int, Rows] = {}
+        self.started_again = 0
+
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002 - one form of two
+        """Raises AssertionError where a request would attend to rows of somebody else."""
+        logits = torch.zeros(len(slices), int(self.config.vocab_size))
+        for row, piece in enumerate(slices):
+            request = self.requests[piece.request_id]
+            if request.is_first_context_chunk and piece.begin == request.prepopulated_prompt_len:
+                self._begin(request, piece)
+            held = self.rows[piece.request_id]
+            assert len(held.numbers) == piece.begin, f"request {piece.request_id} would run past unwritten rows"
+            self.check(piece.block_ids, 0, held.numbers, held.moved)
+            held.compute(owner_number(request.root_key), piece.token_ids)
+            self._write(piece.block_ids, piece.begin, held.numbers[piece.begin :])
+            logits[row, token_after(held.numbers[-1])] = 1.0
+        return logits
+
+    def check(self, block_ids: Sequence[int], begin: int, numbers: Sequence[int], moved: Sequence[bool]) -> None:
+        """Compares the rows from position `begin` on; of moved keys, which were rotated, only their length."""
+        rows = self._at(block_ids, begin, begin + len(numbers))
+        expected = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1)
+        keys, values, rotated = rows[:, :, 0], rows[:, :, 1], torch.tensor(moved, dtype=torch.bool)
+        assert bool((values == expected).all()), "V holds stale bytes"
+        assert bool((keys[~rotated] == expected[~rotated]).all()), "K holds stale bytes"
+        lengths = keys[rotated].double().square().mean(-1, keepdim=True).sqrt()
+        assert torch.allclose(lengths, expected[rotated].double(), rtol=_LENGTH_TOLERANCE), "moved K holds stale bytes"
+
+    def _begin(self, request: LlmRequest, piece: SequenceSlice) -> None:
+        """What the request's rows hold before its first slice: its exact prefix, and what a plan has placed."""
+        self.started_again += request.request_id in self.rows
+        plan = None if self.plan_source is None else self.plan_source(piece.request_id)
+        if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
+            plan = None
+        exact = piece.begin if plan is None else plan.num_computed_tokens
+        rows = self.rows[piece.request_id] = Rows(chain(owner_number(request.root_key), request.tokens(0, exact)))
+        if plan is not None:
+            rows.is_cold = plan.is_exact
+            self._fill(rows, request, plan, piece.block_ids)
+
+    def _fill(self, rows: Rows, request: LlmRequest, plan: SemanticKvPlan, block_ids: Sequence[int]) -> None:
+        """Computes the plan's holes, and says what its spans must hold."""
+        for span in plan.spans:
+            self._fill_hole(rows, request, span.target_start, block_ids)
+            rows.place(self._donated(request, span), moved=span.shift != 0)
+        self._fill_hole(rows, request, plan.prefix_end, block_ids)
+
+    def _fill_hole(self, rows: Rows, request: LlmRequest, end: int, block_ids: Sequence[int]) -> None:
+        begin = len(rows.numbers)
+        rows.compute(owner_number(request.root_key), request.tokens(begin, end))
+        self._write(block_ids, begin, rows.numbers[begin:])
+
+    def _donated(self, request: LlmRequest, span: PlanSpan) -> list[int]:
+        """The numbers of a cold run of the donor, had it been the request's own tenant's; checked: its tokens."""
+        donor = self.requests[int(span.donor_id.rsplit("-", 1)[1])]
+        tokens = donor.tokens(0, span.donor_end)
+        assert tokens[span.donor_start :] == request.tokens(span.target_start, span.target_end), "other tokens' KV"
+        return chain(owner_number(request.root_key), tokens)[span.donor_start :]
+
+    def _at(self, block_ids: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        """[positions, layers, 2, kv_heads, head_dim]."""
+        positions = torch.arange(begin, end)
+        blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
+        return self.view[blocks, :, :, :, positions % self._block_size]
+
+    def _write(self, block_ids: Sequence[int], begin: int, numbers: Sequence[int]) -> None:
+        positions = torch.arange(begin, begin + len(numbers))
+        blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
+        values = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1, 1)
+        shape = (len(numbers), *self.view.shape[1:4], self.view.shape[5])
+        self.view[blocks, :, :, :, positions % self._block_size] = values.expand(shape)
