@@ -33,7 +33,7 @@ class DirectoryReader:
     def __init__(self, options: ConnectionOptions, directory: Directory) -> None:
         self._options, self._directory = options, directory
         self._task: asyncio.Task[None] | None = None
-        self.connections = 0
+        self.connections = self.failures = 0
 
     async def start(self) -> None:
         """Begins to read; returns before there is a connection."""
@@ -91,5 +91,7 @@ class DirectoryReader:
         try:
             self._directory.observe(message.data)
         except Exception:
-            logger.exception("a message on the event subject could not be taken")
+            self.failures += 1
+            if self.failures == 1:  # what fails once may fail with every message
+                logger.exception("a message on the event subject could not be taken")
         await asyncio.sleep(0)

@@ -51,7 +51,8 @@ def table_of(bits: int, factor: int) -> Table:
 @inner
 def _home(table: Table, word: np.uint64) -> int:
     spread = ((word >> _HALF) * table.factor) & _LOW
-    return int(spread >> table.shift)
+    home: int = np.int64(spread >> table.shift)
+    return home
 
 
 @inner
