@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from semblend_trt.connector.model_facts import model_facts
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
+_MIN_TRANSFORMERS = Version("5.0")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,6 +75,11 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> LoadedMo
 
 
 def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
+    if Version(transformers.__version__) < _MIN_TRANSFORMERS:
+        raise ConfigurationError(
+            f"Transformers {transformers.__version__} is installed; the embedded engine and the validation need "
+            f"{_MIN_TRANSFORMERS} or later. The connector alone works without"
+        )
     facts = model_facts(model, revision)
     if facts.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(

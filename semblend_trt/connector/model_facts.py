@@ -1,7 +1,7 @@
 """What must be known of a model before its KV may be moved: its geometry and its rotation.
 
-Everything is read from the model's own configuration through Transformers, whose RoPE formulas are also the model's.
-Whatever is not known to be safe is refused by name: a wrong rotation is worse than none.
+Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. Whatever is not known to
+be safe is refused by name: a wrong rotation is worse than none.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kernels.rope import RopeRotation
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_files import is_local, snapshot, weights_digest
+from semblend_trt.connector.rope_reading import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kernels.rope import RopeRotation
 
 __all__ = ["ModelFacts", "model_facts", "namespace_for", "weights_digest"]
 
@@ -39,14 +39,6 @@ _FAMILIES = {
     "phi3": _Family("Phi3ForCausalLM", partial_rotary=True),
     "qwen2": _Family("Qwen2ForCausalLM"),
     "qwen3": _Family("Qwen3ForCausalLM"),
-}
-_SCALED_ROPE = ("linear", "llama3", "yarn")
-_REFUSED_ROPE = {
-    "dynamic": "rope_dynamic",
-    "ntk": "rope_dynamic",
-    "longrope": "rope_longrope",
-    "su": "rope_longrope",
-    "mrope": "rope_multimodal",
 }
 
 
@@ -73,7 +65,14 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
     """
     raw, config = _load_config(model, revision)
     family = _FAMILIES[raw["model_type"]]
-    _refuse_attention(raw, config, family)
+    _refuse_attention(config)
+    rope = rope_parameters(raw, config)
+    if not family.partial_rotary and partial_rotary_factor(rope) != 1.0:
+        raise UnsupportedModelError(
+            "rope_partial",
+            f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {family.architecture} does not define "
+            "what it means",
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     if kv_heads < 1 or config.num_attention_heads % kv_heads or head_dim % 2:
@@ -89,8 +88,8 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rotation=_rotation(raw, config, head_dim),
-        rope_parameters=dict(config.rope_parameters),
+        rotation=rope_rotation(rope, head_dim),
+        rope_parameters=rope,
         quantization=_quantization(raw, snapshot(model, revision)),
     )
 
@@ -121,8 +120,8 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
     if any(name in raw for name in ("vision_config", "audio_config", "text_config", "thinker_config")):
         raise UnsupportedModelError("multimodal", f"model type {model_type!r} takes more than text")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if "mrope_section" in rope or rope.get("rope_type", rope.get("type")) == "mrope":
+    ropes = [raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    if any("mrope_section" in rope or "mrope" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
         raise UnsupportedModelError("rope_multimodal", f"model type {model_type!r} uses multimodal RoPE (mrope)")
     if model_type not in _FAMILIES:
         raise UnsupportedModelError(
@@ -138,7 +137,7 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_attention(raw: dict[str, Any], config: Any, family: _Family) -> None:
+def _refuse_attention(config: Any) -> None:
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if window is not None and window < config.max_position_embeddings and layer_types != {"full_attention"}:
@@ -149,47 +148,6 @@ def _refuse_attention(raw: dict[str, Any], config: Any, family: _Family) -> None
         )
     if layer_types - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError("attention_layout", f"layer types {sorted(layer_types)} are not all full attention")
-    if not family.partial_rotary and _partial_factor(raw, config) != 1.0:
-        raise UnsupportedModelError(
-            "rope_partial",
-            f"partial_rotary_factor {_partial_factor(raw, config)} is set, but {family.architecture} does not define "
-            "what it means",
-        )
-
-
-def _partial_factor(raw: dict[str, Any], config: Any) -> float:
-    factor = (config.rope_parameters or {}).get("partial_rotary_factor") or raw.get("partial_rotary_factor")
-    return 1.0 if factor is None else float(factor)
-
-
-def _rotation(raw: dict[str, Any], config: Any, head_dim: int) -> RopeRotation:
-    parameters = config.rope_parameters or {}
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(parameters)}")
-    if not parameters.get("rope_theta"):
-        raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type in _SCALED_ROPE:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        frequencies = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))[0]
-    elif rope_type == "default":
-        frequencies = _default_frequencies(parameters["rope_theta"], int(head_dim * _partial_factor(raw, config)))
-    else:
-        raise UnsupportedModelError(
-            _REFUSED_ROPE.get(rope_type, "rope_unknown"),
-            f"RoPE type {rope_type!r} cannot be moved; supported are default, {', '.join(_SCALED_ROPE)}",
-        )
-    rotary_dim = 2 * frequencies.numel()
-    if rotary_dim > head_dim or not bool(frequencies.isfinite().all()):
-        raise UnsupportedModelError("rope_unknown", f"RoPE of {rotary_dim} channels does not fit heads of {head_dim}")
-    return RopeRotation(tuple(frequencies.double().tolist()), rotary_dim, interleaved=False)
-
-
-def _default_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
-    """theta^(-2i/rotary_dim) in float32, rounded as Transformers' `compute_default_rope_parameters` rounds it."""
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
-    return 1.0 / torch.pow(theta, exponents)
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:

@@ -149,5 +149,7 @@ def _own_dtype(name: str) -> torch.dtype | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
-    dtype = getattr(config, "dtype", None)
+    # Transformers 4.53 knows it as `torch_dtype`, and leaves what a later version has written as text.
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     return dtype if isinstance(dtype, torch.dtype) else None
