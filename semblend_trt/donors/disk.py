@@ -52,7 +52,8 @@ class DiskTier:
         except OSError:
             os.close(self._lock)
             raise
-        for left in self._folder.glob("*" + _UNFINISHED):
+        self._unfinished = sorted(self._folder.glob("*" + _UNFINISHED))
+        for left in self._unfinished:
             left.unlink(missing_ok=True)
         self._tokens: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="semblend-check")
@@ -90,7 +91,9 @@ class DiskTier:
 
     def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
         """The donors whose files lie in the folder, the longest unused first. Those that cannot be used are removed,
-        and the reason is given in their place."""
+        and the reason is given in their place; those that nobody finished writing come first."""
+        for left in self._unfinished:
+            yield DonorFileError("unfinished", f"{left.name} was not written to its end")
         for path in sorted(self._folder.glob("*" + _SUFFIX), key=_last_use):
             try:
                 donor_id, text = read_text(path, self.form)

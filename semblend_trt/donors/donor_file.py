@@ -36,7 +36,7 @@ _LENGTH_BYTES = 8
 
 
 class DonorFileError(SemBlendError):
-    """A file cannot be used; `reason` is other_version, other_geometry or corrupt."""
+    """A file cannot be used; `reason` is other_version, other_geometry, corrupt, unreadable or unfinished."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

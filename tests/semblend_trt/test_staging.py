@@ -70,6 +70,27 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
     assert torch.equal(held.tensor, expected)
 
 
+@settings(max_examples=30, deadline=None)
+@given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(capacity, sizes):
+    held = HostKv(tuple(host_donor(size, seed) for seed, size in enumerate(sizes)))
+    expected, target = empty_target(), empty_target()
+    kv_move([Move(ContiguousKv(held.tensor), 0, 0, held.capacity)], expected, ROTATION)
+    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)).copy_up(held, target)
+    torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_up_and_down_again_changes_no_bit(capacity, sizes):
+    held = HostKv(tuple(host_donor(size, seed) for seed, size in enumerate(sizes)))
+    back = HostKv((ContiguousKv(torch.full_like(held.tensor, math.nan).contiguous()),))
+    writer, blocks = HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)), empty_target()
+    writer.copy_up(held, blocks)
+    writer.copy(blocks, held.capacity, back)
+    assert torch.equal(back.tensor, held.tensor)
+
+
 @given(st.integers(1, 12))
 def test_pieces_keep_order_turn_and_every_token(capacity):
     donor = host_donor(14, 1)
