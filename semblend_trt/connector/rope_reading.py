@@ -47,6 +47,8 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         # Engines take different values for one that is not named.
         understood.pop("original_max_position_embeddings", None)
         understood.update(_original_positions(raw))
+    if understood.get("partial_rotary_factor") == 1:  # only some model types name it
+        del understood["partial_rotary_factor"]
     return understood
 
 
@@ -113,7 +115,7 @@ def _one_form(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _partial(factor: float | None) -> dict[str, float]:
-    return {} if factor in (None, 1) else {"partial_rotary_factor": float(factor)}
+    return {} if factor is None else {"partial_rotary_factor": float(factor)}
 
 
 def _original_positions(raw: dict[str, Any]) -> dict[str, Any]:

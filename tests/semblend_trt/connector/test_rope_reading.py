@@ -142,6 +142,13 @@ def test_a_form_that_transformers_4_does_not_read_is_refused(kind: str) -> None:
         assert rope_parameters(raw, agreed) == raw["rope_parameters"]
 
 
+def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused() -> None:
+    raw = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None, partial_rotary_factor=1.0)
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor of RoPE is 0\.5 .* reads 1\.0"):
+        rope_parameters(raw, config)
+
+
 @given(
     kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
     values=st.dictionaries(
