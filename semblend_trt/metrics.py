@@ -3,7 +3,7 @@
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
 are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
 sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-are missing: only the process that holds the donors can count them.
+and the faults are missing: only the engine's own process can count them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend_trt.discovery.neighbour import EVENTS
 from semblend_trt.donors.news import TierEvent
+from semblend_trt.fault_counts import FaultCounts
 from semblend_trt.outcome import OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator
 
     from prometheus_client import CollectorRegistry
@@ -59,6 +61,7 @@ class Metrics:
     def __init__(self, series: Series | None) -> None:
         self._series = series
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._faults: Counter[str] | None = None
         self._has_failed = False
 
     def looked_up(self, seconds: float) -> None:
@@ -87,9 +90,17 @@ class Metrics:
         self._watched.add(library)
         self._try(lambda series: series.donors.add(library))
 
+    def watch_faults(self, faults: Counter[str]) -> None:
+        """Shows the engine's calls that could not be answered, by name, as they are counted until `close`."""
+        self._faults = faults
+        self._try(lambda series: series.faults.add(faults))
+
     def close(self) -> None:
         """Takes this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(list(self._watched)))
+        faults, self._faults = self._faults, None
+        if faults is not None:
+            self._try(lambda series: series.faults.settle(faults))
 
     def _try(self, count: Callable[[Series], None]) -> None:
         if self._series is None:
@@ -141,6 +152,8 @@ class Series:
         )
         self.donors = DonorGauges()
         registry.register(self.donors)
+        self.faults = FaultCounts()
+        registry.register(self.faults)
         self._lock = threading.Lock()
         self._reasons: set[str] = set()
         # Series that exist from the start can be told from an engine that counts nothing.

@@ -68,6 +68,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
         self._metrics = metrics_for(self._settings.metrics)
+        self._metrics.watch_faults(self._runtime.faults)
         self._news = neighbourhood_for(
             self._settings, self._refusal, llm_args, self._journal, self._metrics, announcer_for(self._settings)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import logging
+from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -117,6 +118,22 @@ def test_an_engine_that_is_gone_holds_no_donors(registry: CollectorRegistry) -> 
     del library
     gc.collect()
     assert value(registry, "donors") == 0
+
+
+def test_faults_add_up_and_never_fall(registry: CollectorRegistry) -> None:
+    engines = [metrics_for(True, registry) for _ in range(2)]
+    counted = [Counts({"metadata": 2}), Counts({"metadata": 2})]
+    for metrics, faults in zip(engines, counted, strict=True):
+        metrics.watch_faults(faults)
+    counted[1]["request_data"] += 1
+    assert value(registry, "faults_total", fault="metadata") == 4
+    assert value(registry, "faults_total", fault="request_data") == 1
+    engines[1].close()
+    engines[1].close()
+    counted[1].clear()
+    counted[0]["metadata"] += 1
+    assert value(registry, "faults_total", fault="metadata") == 5
+    assert value(registry, "faults_total", fault="request_data") == 1
 
 
 def test_they_are_in_the_registry_that_a_server_shows() -> None:

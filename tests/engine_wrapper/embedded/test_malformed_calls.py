@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
@@ -69,6 +70,9 @@ def test_requests_without_an_id(llm, request_id):
     assert scheduler.update_state_after_alloc(bare(request_id), [1]) is None
     assert scheduler.request_finished(bare(request_id), [1]) is False
     assert sum(faults.values()) == 3
+    shown = REGISTRY.get_sample_value("semblend_faults_total", {"fault": "request_finished"})
+    assert shown is not None
+    assert shown >= faults["request_finished"] == 1
     assert serves_on(llm)
 
 
