@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
     from semblend_trt.fleet.events import SemanticKvEvent
     from semblend_trt.fleet.known_namespaces import KnownNamespace
+    from semblend_trt.fleet.sketch import PromptFingerprints
     from semblend_trt.fleet.sketch_index import Posting
+
+    _Prompts = list[tuple[int, PromptFingerprints]]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
@@ -138,20 +141,8 @@ class Directory:
         `model` is given only those whose namespace names it. Raises ValueError for bad tokens, NamespaceError for a
         bad salt.
         """
-        with self._lock:
-            self._expire(self._clock())
-            met = self._namespaces.met_by(tenant_salt, model)
-        if not met:
-            return ()
-        prompts = fingerprints_of(token_ids, [sketch_key(each.key, tenant_salt) for each in met])
-        with self._lock:
-            shares = np.zeros(len(self._by_number))
-            for each, prompt in zip(met, prompts, strict=True):
-                np.maximum(shares, self._index.search(each.number, len(shares), prompt), out=shares)
-            tokens = np.rint(shares * prompts[0].tokens).astype(int)
-            found = [(worker, int(count)) for worker, count in zip(self._by_number, tokens, strict=True) if count]
-        held = [Holder(worker, count) for worker, count in found if worker is not None]
-        return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
+        prompts = self._fingerprints(token_ids, tenant_salt, model)
+        return self._holders_of(prompts) if prompts else ()
 
     def workers(self) -> tuple[WorkerState, ...]:
         """The workers that are followed, by id."""
@@ -165,6 +156,12 @@ class Directory:
                 for worker, followed in sorted(self._workers.items())
             )
 
+    def donors_of(self, worker: Worker) -> dict[str, str]:
+        """Tier by donor id, as far as is known; empty for a worker that is not followed."""
+        with self._lock:
+            followed = self._workers.get(worker)
+            return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
+
     def resyncs_due(self) -> tuple[Worker, ...]:
         """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most."""
         with self._lock:
@@ -177,6 +174,27 @@ class Directory:
                     followed.asked_at, followed.wants_resync = now, False
                     due.append(worker)
             return tuple(due)
+
+    def _fingerprints(self, token_ids: npt.ArrayLike, salt: str | None, model: str | None) -> _Prompts:
+        """The prompt's fingerprints in each namespace that it may meet, by the namespace's number."""
+        with self._lock:
+            self._expire(self._clock())
+            met = self._namespaces.met_by(salt, model)
+        prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
+        return [(each.number, prompt) for each, prompt in zip(met, prompts, strict=True)]
+
+    def _holders_of(self, prompts: _Prompts) -> tuple[Holder, ...]:
+        with self._lock:
+            shares = np.zeros(len(self._by_number))
+            for number, prompt in prompts:
+                np.maximum(shares, self._index.search(number, len(shares), prompt), out=shares)
+            tokens = np.rint(shares * prompts[0][1].tokens).astype(int).tolist()
+            held = [
+                Holder(worker, count)
+                for worker, count in zip(self._by_number, tokens, strict=True)
+                if count and worker is not None
+            ]
+        return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
 
     # -- all below with the lock held ------------------------------------------------------------------------------
 
@@ -235,7 +253,8 @@ class Directory:
             self.counts["no_sketch"] += 1
         else:
             donor.posting = self._index.add(donor.namespace.number, followed.number, sketch)
-            self.counts["index_full"] += donor.posting is None
+            if donor.posting is None:
+                self.counts["index_full"] += 1
 
     def _evict(self, followed: _Followed, data: DonorEvicted) -> None:
         if data.segments is None:

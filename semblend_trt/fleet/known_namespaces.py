@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,7 +81,7 @@ class KnownNamespaces:
 
     def _read(self, values: Mapping[str, Any]) -> CacheNamespace:
         """The namespace, read once for all donors that spell it alike."""
-        spelling = json.dumps(values, sort_keys=True)
+        spelling = repr(values)
         namespace = self._spellings.get(spelling)
         if namespace is None:
             namespace = CacheNamespace.from_dict(values)

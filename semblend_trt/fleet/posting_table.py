@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.discovery.compiled import entry, inner
+from semblend_trt.discovery.raw_memory import prefetch
 
 DEAD = -1
 _Words = npt.NDArray[np.uint64]
@@ -21,6 +22,8 @@ _Entries = npt.NDArray[np.uint32]
 _EMPTY = np.uint64(0)
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
+# Slots are fetched from memory while this many entries before them are looked up.
+_AHEAD = 12
 
 
 class Owners(NamedTuple):
@@ -56,6 +59,12 @@ def _home(table: Table, word: np.uint64) -> int:
 
 
 @inner
+def _fetch(table: Table, of_entry: np.uint32) -> None:
+    """Asks for the slot where an entry's search begins, so that it is there when it is needed."""
+    prefetch(table.slots.ctypes.data + 8 * _home(table, np.uint64(of_entry) << _HALF))
+
+
+@inner
 def _place(table: Table, word: np.uint64) -> int:
     """The slot that holds `word`, or the empty one where it belongs."""
     at, mask = _home(table, word), len(table.slots) - 1
@@ -79,9 +88,13 @@ def _take_out(table: Table, at: int) -> None:
 
 @entry
 def add(table: Table, owners: Owners, entries: _Entries, owner: int) -> None:
-    """Counts one more donor of `owner` under each of `entries` (uint32 [n], all different); there is room for them."""
-    for each in entries:
-        word = np.uint64(each) << _HALF | np.uint64(owner)
+    """Counts one more donor of `owner` under each of `entries` (uint32 [n], ascending); there is room for them."""
+    for number in range(len(entries)):
+        if number + _AHEAD < len(entries):
+            _fetch(table, entries[number + _AHEAD])
+        if number and entries[number] == entries[number - 1]:
+            continue
+        word = np.uint64(entries[number]) << _HALF | np.uint64(owner)
         at = _place(table, word)
         if table.slots[at] == _EMPTY:
             table.slots[at] = word
@@ -92,8 +105,10 @@ def add(table: Table, owners: Owners, entries: _Entries, owner: int) -> None:
 @entry
 def remove(table: Table, owners: Owners, entries: _Entries, owner: int) -> None:
     """Takes back one `add` of the same entries and owner."""
-    for each in entries:
-        at = _place(table, np.uint64(each) << _HALF | np.uint64(owner))
+    for number in range(len(entries)):
+        if number and entries[number] == entries[number - 1]:
+            continue
+        at = _place(table, np.uint64(entries[number]) << _HALF | np.uint64(owner))
         if table.slots[at] == _EMPTY:
             continue
         table.counts[at] -= np.uint32(1)
@@ -148,6 +163,8 @@ def search(
     last = np.full(len(found), -1, dtype=np.int64)
     lowest = np.zeros(len(found), dtype=np.uint8)
     for number in range(len(entries)):
+        if number + _AHEAD < len(entries):
+            _fetch(table, entries[number + _AHEAD])
         wanted = np.uint64(entries[number])
         at = _home(table, wanted << _HALF)
         while table.slots[at] != _EMPTY:

@@ -114,11 +114,11 @@ class SpanOverlap:
     one, requests stay with their text for longer while it has a queue. Of equals the session's last replica is taken.
     """
 
-    def __init__(self, load_weight: float = 1.0) -> None:
+    def __init__(self, load_weight: float = 1.0, max_sessions: int = MAX_SESSIONS) -> None:
         """Raises ValueError for a weight that is not positive."""
         if not load_weight > 0:
             raise ValueError(f"a load weight of {load_weight}; it must be above 0")
-        self._load_weight = load_weight
+        self._load_weight, self._max_sessions = load_weight, max_sessions
         self._turn = _Turn()
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str | None, str], Worker] = OrderedDict()
@@ -146,7 +146,7 @@ class SpanOverlap:
             with self._lock:
                 self._sessions[session] = worker
                 self._sessions.move_to_end(session)
-                if len(self._sessions) > MAX_SESSIONS:
+                if len(self._sessions) > self._max_sessions:
                     self._sessions.popitem(last=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ _OwnerKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Posting:
-    """A donor as it stands in the index: its owner's number and its entries, uint32 [n], each once."""
+    """A donor as it stands in the index: its owner's number and its entries, uint32 [n], ascending."""
 
     owner: int
     entries: npt.NDArray[np.uint32]
@@ -51,6 +52,7 @@ class SketchIndex:
         self._free = list(range(63, 0, -1))
         self._dead: list[int] = []
         self._swept_to = 0
+        _warm_up()
 
     def __len__(self) -> int:
         """Different (entry, worker, level) that are kept, those that wait to be swept away among them."""
@@ -58,7 +60,7 @@ class SketchIndex:
 
     def add(self, namespace: int, worker: int, sketch: Sketch) -> Posting | None:
         """Enters a donor; None when there is no room for it."""
-        entries = np.unique(sketch.entries).astype(np.uint32, copy=False)
+        entries = np.sort(sketch.entries.astype(np.uint32, copy=False))
         if not len(entries):
             return Posting(0, entries)
         if not self._make_room(len(entries)):
@@ -140,6 +142,18 @@ class SketchIndex:
             getattr(larger, name)[:before] = getattr(self._owners, name)
         self._owners = larger
         self._free = list(range(2 * before - 1, before - 1, -1))
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Compiles what the index runs, or loads it from disk, so that no event has to wait for it."""
+    table, owners = table_of(_FIRST_BITS, 1), _owners_of(2)
+    entries, levels = np.ones(1, dtype=np.uint32), np.zeros(1, dtype=np.uint8)
+    add(table, owners, entries, 1)
+    search(table, owners, DEAD, (entries, levels), np.ones(1), np.zeros(1), np.zeros(1, dtype=np.int64))
+    remove(table, owners, entries, 1)
+    copy(table, owners, table_of(_FIRST_BITS, 1))
+    sweep(table, owners, 0, 1)
 
 
 def _owners_of(count: int) -> Owners:

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
+from semblend_trt.fleet.sketch import sketch_key
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:
@@ -49,3 +53,63 @@ def text() -> Callable[[int, int], npt.NDArray[np.int32]]:
         return np.random.default_rng(seed).integers(0, 150_000, length, dtype=np.int32)
 
     return make
+
+
+class Teller:
+    """A worker that tells of donors, without a network: `news` are the messages since they were last asked for."""
+
+    def __init__(self, worker: tuple[int, int], namespace: CacheNamespace, generation: int = 7) -> None:
+        self.worker, self.generation, self._namespace = worker, generation, namespace
+        self.salts: dict[str, str | None] = {}
+        self._library = HeldDonors()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._outbox = Outbox(
+            EventWriter(Emitter(*self.worker, self.generation), EventFormat.JSON), EventCounters(enabled=False)
+        )
+        self._outbox.add(self._library)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Tier by donor id."""
+        return {donor_id: held.tier for donor_id, held in self._library.donors.items()}
+
+    def add(self, donor_id: str, tokens: npt.NDArray[np.int32], salt: str | None = None) -> None:
+        namespace = self._namespace.for_request(salt, None)
+        key = b"" if salt is None else sketch_key(namespace.key, salt)
+        self._library.donors[donor_id] = Held(namespace, key, "device", len(tokens), tokens)
+        self.salts[donor_id] = salt
+        self._note(donor_id)
+
+    def move(self, donor_id: str) -> None:
+        if donor_id in self._library.donors:
+            self._library.donors[donor_id].tier = "host"
+            self._note(donor_id)
+
+    def remove(self, donor_id: str) -> None:
+        if self._library.donors.pop(donor_id, None) is not None:
+            del self.salts[donor_id]
+            self._note(donor_id)
+
+    def restart(self) -> None:
+        """The process ends and comes back with what it kept."""
+        self.generation += 1000
+        self._begin()
+
+    def resync(self) -> None:
+        self._outbox.resync()
+
+    def news(self, heartbeat: bool = False) -> list[bytes]:
+        self._outbox.absorb(1 << 20)
+        payloads = [notice.payload for notice in self._outbox.take(1 << 20)]
+        return [*payloads, self._outbox.heartbeat(10.0).payload] if heartbeat else payloads
+
+    def _note(self, donor_id: str) -> None:
+        self._outbox.changes.append((self._library, donor_id))
+
+
+@pytest.fixture(scope="session")
+def make_teller(base_namespace: CacheNamespace) -> Callable[..., Teller]:
+    """make_teller(worker, generation=7): a worker of the engine's namespace."""
+    return lambda worker, generation=7: Teller(worker, base_namespace, generation)

@@ -1,0 +1,377 @@
+"""The directory: what workers told, in whatever order and however incompletely it came."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend_trt.errors import NamespaceError
+from semblend_trt.fleet.continuity import Verdict
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, LONGEST_INTERVAL, Directory
+from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
+from semblend_trt.fleet.holder import Holder
+from semblend_trt.fleet.sketch import overlap, prompt_fingerprints, sketch_key, sketch_of
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+
+WORKER, OTHER = (3, 0), (4, 1)
+NOW_S = 1_000_000.0
+
+
+class Clock:
+    """A clock that tests turn."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def directory(clock):
+    return Directory(clock=clock, wall_clock=lambda: NOW_S)
+
+
+def feed(directory, payloads):
+    return [directory.observe(payload) for payload in payloads]
+
+
+def changed(payload: bytes, **data) -> bytes:
+    """The message with other values in its envelope, or where they stand there, in its data."""
+    message = json.loads(payload)
+    for name, value in data.items():
+        (message if name in message else message["data"])[name] = value
+    return json.dumps(message).encode()
+
+
+def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory, make_teller, text) -> None:
+    document, half = text(1, 3000), text(2, 3000)
+    first, second = make_teller(WORKER), make_teller(OTHER)
+    first.add("a", document)
+    second.add("b", np.concatenate([text(3, 500), half]))
+    feed(directory, first.news() + second.news())
+    prompt = np.concatenate([text(4, 300), document, half[:1500], text(5, 200)])
+    found = directory.holders(prompt)
+    assert [holder.worker for holder in found] == [WORKER, OTHER]
+    assert found[0].tokens == pytest.approx(3000, rel=0.15)
+    assert found[1].tokens == pytest.approx(1500, rel=0.3)
+    assert directory.holders(prompt.tolist()) == found
+    assert directory.holders(text(6, 2000)) == ()
+
+
+def test_a_lone_donors_estimate_is_that_of_its_sketch(directory, make_teller, namespace, text) -> None:
+    teller, key = make_teller(WORKER), sketch_key(namespace.key, None)
+    teller.add("a", text(1, 20_000))
+    feed(directory, teller.news())
+    prompt = np.concatenate([text(1, 20_000)[3000:11_000], text(2, 4000)])
+    share = overlap(sketch_of(text(1, 20_000), key), prompt_fingerprints(prompt, key))
+    assert directory.holders(prompt) == (Holder(WORKER, round(share * len(prompt))),)
+
+
+def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory, make_teller, text) -> None:
+    teller, parts = make_teller(WORKER), [text(seed, 1500) for seed in range(3)]
+    teller.add("a", np.concatenate(parts[:2]))
+    teller.add("b", np.concatenate(parts[1:]))
+    feed(directory, teller.news())
+    (holder,) = directory.holders(np.concatenate(parts))
+    assert holder.tokens == pytest.approx(4500, rel=0.1)
+
+
+def test_donors_that_are_gone_are_not_found(directory, make_teller, text) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    for name in ("a", "b"):
+        teller.add(name, document)
+    feed(directory, teller.news())
+    teller.remove("a")
+    feed(directory, teller.news())
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    teller.remove("b")
+    feed(directory, teller.news())
+    assert directory.holders(document) == ()
+    assert directory.donors_of(WORKER) == {}
+    assert not len(directory._index)
+    assert not len(directory._namespaces)
+
+
+def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory, make_teller, text) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    *news, registered = teller.news()
+    teller.remove("a")
+    (evicted,) = teller.news()
+    message = json.loads(evicted)
+    message["data"]["segments"] = [0]
+    feed(directory, [*news, registered, json.dumps(message).encode()])
+    assert directory.holders(document) == ()
+    assert directory.donors_of(WORKER) == {"a": "device"}
+
+
+def test_tenants_and_models_never_meet(directory, make_teller, text) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    for number, salt in enumerate((None, "acme", "acme ", "")):
+        teller.add(f"donor-{number}", document, salt)
+    teller.remove("donor-2")
+    feed(directory, teller.news())
+    held = (Holder(WORKER, 1000),)
+    for salt in (None, "acme", ""):
+        assert directory.holders(document, tenant_salt=salt) == held
+    for salt in ("acme ", "Acme", "another"):
+        assert directory.holders(document, tenant_salt=salt) == ()
+    assert directory.holders(document, model="tiny") == held
+    assert directory.holders(document, model="huge") == ()
+    teller.remove("donor-1")
+    feed(directory, teller.news())
+    assert directory.holders(document, tenant_salt="acme") == ()
+    assert directory.holders(document) == held
+
+
+def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(
+    directory, make_teller, base_namespace, text
+) -> None:
+    """Whoever repeats a tenant's namespace, which stands on the subject, cannot draw that tenant's requests."""
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document, "acme")
+    reset, registered = teller.news()
+    guess = sketch_of(document, sketch_key(base_namespace.for_request("acme", None).key, None)).to_bytes()
+    message = json.loads(registered)
+    message["data"]["segments"][0]["provider_metadata"] = list(guess)
+    feed(directory, [reset, json.dumps(message).encode()])
+    assert directory.donors_of(WORKER) == {"a": "device"}
+    assert directory.holders(document, tenant_salt="acme") == ()
+
+
+def test_bad_questions_are_refused(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 100))
+    feed(directory, teller.news())
+    with pytest.raises(ValueError, match="one dimension"):
+        directory.holders([[1, 2]])
+    with pytest.raises(NamespaceError, match="salt"):
+        directory.holders([1, 2], tenant_salt="a" * 5000)
+    assert directory.holders([]) == ()
+
+
+def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, make_teller, clock, text) -> None:
+    teller = make_teller(WORKER)
+    reset, *_ = teller.news()
+    teller.add("a", text(1, 100))
+    teller.news()
+    teller.add("b", text(2, 100))
+    assert feed(directory, [reset, *teller.news()]) == [Verdict.RESET, Verdict.GAP]
+    assert directory.resyncs_due() == (WORKER,)
+    assert directory.resyncs_due() == ()
+    clock.now += 10
+    assert directory.resyncs_due() == (WORKER,)
+    assert [state.is_synced for state in directory.workers()] == [False]
+    teller.resync()
+    feed(directory, teller.news(heartbeat=True))
+    clock.now += 10
+    assert directory.resyncs_due() == ()
+    assert directory.donors_of(WORKER) == teller.held
+    assert [(state.is_synced, state.donors, state.last_seen_s) for state in directory.workers()] == [(True, 2, 10.0)]
+
+
+def test_a_lost_last_event_shows_with_the_next_heartbeat(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    reset, *_ = teller.news()
+    teller.add("a", text(1, 100))
+    (lost,) = teller.news()
+    (heartbeat,) = teller.news(heartbeat=True)
+    feed(directory, [reset, changed(heartbeat, event_id=json.loads(lost)["event_id"])])
+    assert directory.counts["wrong_state"] == 1
+    assert directory.resyncs_due() == (WORKER,)
+
+
+def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, make_teller, clock, text) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    feed(directory, teller.news(heartbeat=True))
+    clock.now += 10 * HEARTBEATS_MISSED
+    assert directory.holders(document)
+    clock.now += 1
+    assert directory.holders(document) == ()
+    assert directory.workers() == ()
+    back = make_teller(WORKER, generation=3)
+    back.add("b", document)
+    feed(directory, back.news())
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+
+
+@pytest.mark.parametrize("forged", ["generation", "event_id", "interval", "reset"])
+def test_a_forged_event_blinds_for_some_heartbeats_at_most(directory, make_teller, clock, text, forged) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    news = teller.news(heartbeat=True)
+    feed(directory, news)
+    ahead = int(NOW_S * 1e6)
+    forgery = {
+        "generation": changed(news[0], generation=ahead, event_id=1),
+        "event_id": changed(news[-1], event_id=1 << 60),
+        "interval": changed(news[-1], event_id=4, interval_seconds=86400.0),
+        "reset": changed(news[0], event_id=4),
+    }[forged]
+    assert directory.observe(forgery).is_to_apply
+    for _ in range(int(HEARTBEATS_MISSED * LONGEST_INTERVAL / 10) + 2):
+        clock.now += 10
+        asked = directory.resyncs_due()
+        if asked:
+            teller.resync()
+        feed(directory, teller.news(heartbeat=True))
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    assert directory.workers()[0].is_synced
+
+
+def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 100))
+    reset, registered = teller.news()
+    feed(directory, [reset, registered])
+    far = int((NOW_S + 90_000) * 1e6)
+    assert directory.observe(changed(reset, generation=far)) is Verdict.REFUSED
+    assert directory.counts["future_generation"] == 1
+    assert directory.observe(changed(registered, provider_generation=8, event_id=1)) is Verdict.REFUSED
+    assert directory.counts["unproven_generation"] == 1
+    assert directory.donors_of(WORKER) == teller.held
+    assert directory.resyncs_due() == (WORKER,)
+    teller.restart()
+    assert feed(directory, teller.news()) == [Verdict.RESET, Verdict.NEXT]
+
+
+def test_only_accepted_workers_are_followed(make_teller, text) -> None:
+    directory = Directory(accepted=[WORKER])
+    for worker in (WORKER, OTHER):
+        teller = make_teller(worker)
+        teller.add("a", text(1, 1000))
+        feed(directory, teller.news())
+    assert [holder.worker for holder in directory.holders(text(1, 1000))] == [WORKER]
+    assert directory.counts["unknown_worker"] == 2
+
+
+def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(make_teller, clock, text) -> None:
+    directory = Directory(max_workers=2, max_donors=5, clock=clock)
+    tellers = [make_teller((number, 0)) for number in range(3)]
+    for teller in tellers:
+        for name in range(4):
+            teller.add(f"donor-{name}", text(name, 200))
+        feed(directory, teller.news(heartbeat=True))
+    assert [state.donors for state in directory.workers()] == [4, 1]
+    assert directory.counts["too_many_donors"] == 3
+    assert directory.counts["refused"] == 6
+    assert directory.resyncs_due() == ()
+    tellers[0].remove("donor-0")
+    tellers[1].resync()
+    feed(directory, tellers[0].news(heartbeat=True) + tellers[1].news(heartbeat=True))
+    assert [state.donors for state in directory.workers()] == [3, 2]
+
+
+GARBAGE = (
+    b"", b"{", b"[]", b"\x00\xff", b"null", b'{"schema_version":1}', b'{"schema_version":9,"event_id":1}',
+    b"[" * 50_000, b'{"schema_version":1,"event_id":1,"worker_id":-1,"data":{"kind":"provider_generation_reset"}}',
+    b"x" * (MAX_MESSAGE_BYTES + 1),
+)  # fmt: skip
+
+
+def test_garbage_is_counted_and_changes_nothing(directory, make_teller, text) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    feed(directory, teller.news())
+    assert feed(directory, GARBAGE) == [None] * len(GARBAGE)
+    reasons = ("malformed", "invalid", "version", "oversize")
+    assert sum(directory.counts[reason] for reason in reasons) == len(GARBAGE)
+    assert all(directory.counts[reason] for reason in reasons)
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_no_bytes_raise(payload) -> None:
+    Directory().observe(payload)
+
+
+def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 1000))
+    reset, registered = teller.news()
+    message = json.loads(registered)
+    bad = []
+    for change in ("namespace", "tenant", "sketch", "kind"):
+        copy = json.loads(registered)
+        data = copy["data"]
+        data["donor_id"], copy["event_id"] = change, 3 + len(bad)
+        if change == "namespace":
+            del data["namespace"]["model"]
+        elif change == "tenant":
+            data["namespace"]["extra"]["tenant_key"] = "semblend:tenant:v1:" + "0" * 32
+        elif change == "sketch":
+            data["segments"][0]["provider_metadata"] = [1, 2, 3]
+        else:
+            data["kind"] = "donor_praised"
+        bad.append(json.dumps(copy).encode())
+    assert feed(directory, [reset, json.dumps(message).encode(), *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 5
+    counted = {name: directory.counts[name] for name in ("bad_namespace", "no_sketch", "unknown_kind")}
+    assert counted == {"bad_namespace": 2, "no_sketch": 1, "unknown_kind": 1}
+    assert directory.holders(text(1, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.workers()[0].is_synced
+
+
+def test_a_purge_takes_all_of_a_worker(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 1000))
+    feed(directory, teller.news())
+    writer = EventWriter(Emitter(*WORKER, 7), EventFormat.MSGPACK)
+    writer.last_id = 2
+    assert directory.observe(writer.purged()) is Verdict.NEXT
+    assert directory.holders(text(1, 1000)) == ()
+    assert directory.donors_of(WORKER) == {}
+
+
+@st.composite
+def histories(draw):
+    """What three workers do and what becomes of each message: (worker, deed, donor, fate)."""
+    deeds = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])
+    fates = st.sampled_from(["arrive", "arrive", "drop", "twice", "late"])
+    return draw(st.lists(st.tuples(st.integers(0, 2), deeds, st.integers(0, 5), fates), max_size=40))
+
+
+@given(histories())
+@settings(max_examples=60, deadline=None)
+def test_after_a_resync_the_directory_equals_the_truth(make_teller, text, history) -> None:
+    clock = Clock()
+    directory = Directory(clock=clock, wall_clock=lambda: NOW_S)
+    tellers = [make_teller((number, 0)) for number in range(3)]
+    late: list[bytes] = []
+    for number, deed, donor, fate in history:
+        teller, name = tellers[number], f"donor-{donor}"
+        if deed in ("add", "salted"):
+            teller.add(name, text(donor, 300), "acme" if deed == "salted" else None)
+        elif deed in ("move", "remove"):
+            getattr(teller, deed)(name)
+        elif deed in ("restart", "resync"):
+            getattr(teller, deed)()
+        for payload in teller.news(heartbeat=deed == "beat"):
+            if fate == "late":
+                late.append(payload)
+            else:
+                feed(directory, {"arrive": [payload], "drop": [], "twice": [payload] * 2}[fate])
+        if fate == "arrive" and late:
+            directory.observe(late.pop(0))
+    feed(directory, late)
+    for teller in tellers:
+        teller.resync()
+        feed(directory, teller.news(heartbeat=True))
+        assert directory.donors_of(teller.worker) == teller.held
+    assert all(state.is_synced for state in directory.workers())
+    for donor in range(6):
+        for salt in (None, "acme"):
+            holding = [teller.worker for teller in tellers if (f"donor-{donor}", salt) in teller.salts.items()]
+            found = directory.holders(text(donor, 300), tenant_salt=salt)
+            assert found == tuple(Holder(worker, 300) for worker in holding)
