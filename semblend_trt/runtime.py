@@ -6,6 +6,7 @@ runtime is found by the identity of that object.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter, deque
@@ -17,12 +18,15 @@ from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from kernels.layout import KvGeometry
     from semblend_trt.donors.news import DiskLink, TierNews
     from semblend_trt.evidence import CheckEvidence
 
+logger = logging.getLogger(__name__)
 
 # A scheduler reads the news at every lookup and at every request's end, so that never more than the running requests'
 # wait; on ranks without a scheduler nobody reads them.
@@ -74,6 +78,7 @@ class Runtime:
     faults: Counter[str] = field(default_factory=Counter)
     check_layers: tuple[int, ...] = ()
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
+    _reader: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
 
     @property
     def engine(self) -> Any:
@@ -83,6 +88,21 @@ class Runtime:
     @engine.setter
     def engine(self, engine: Any) -> None:
         self._engine = None if engine is None else weakref.ref(engine)
+
+    def read_by(self, reader: Callable[[], None]) -> None:
+        """From now on `reader`, a method that is held weakly, is called when saves have ended: an engine that has
+        nothing to run asks the scheduler nothing, and would leave its last donors untold."""
+        self._reader = weakref.WeakMethod(reader)
+
+    def news_came(self) -> None:
+        """Has the news read, in the engine's thread. Raises nothing."""
+        reader = None if self._reader is None else self._reader()
+        try:
+            if reader is not None and self.saved:
+                reader()
+        except Exception:
+            logger.exception("news of ended saves could not be read")
+            self.faults["saved_news"] += 1
 
 
 __all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]

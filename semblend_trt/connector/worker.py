@@ -160,6 +160,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         ended = self.saver.finished()
         self._runtime.saved.extend(saved for _, saved in ended)
         self._runtime.saved.extend(self.saver.lost())
+        self._runtime.news_came()
         return unknown + [request_id for request_id, _ in ended], started_loading_req_ids
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from semblend_trt import runtime as runtime_module
 from semblend_trt.plan import EngineMode
-from semblend_trt.runtime import MAX_NEWS, SavedDonor, runtime_for
+from semblend_trt.runtime import MAX_NEWS, Runtime, SavedDonor, runtime_for
 
 
 class LlmArgs:
@@ -53,6 +53,45 @@ def test_news_that_nobody_reads_do_not_pile_up() -> None:
         runtime.failed_loads.append(number)
     assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_NEWS
     assert runtime.saved[-1].donor_id == str(MAX_NEWS + 2)
+
+
+class Scheduler:
+    """Reads the news of a runtime, or fails."""
+
+    def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
+        self.runtime, self.fails, self.read = runtime, fails, list[str]()
+
+    def drain(self) -> None:
+        if self.fails:
+            raise KeyError("news")
+        while self.runtime.saved:
+            self.read.append(self.runtime.saved.popleft().donor_id)
+
+
+def test_news_are_read_as_they_come_as_long_as_there_is_a_reader() -> None:
+    llm_args = LlmArgs()
+    runtime = runtime_for(llm_args)
+    runtime.saved.append(SavedDonor("before", 1))
+    runtime.news_came()
+    scheduler = Scheduler(runtime)
+    runtime.read_by(scheduler.drain)
+    runtime.saved.append(SavedDonor("behind", 1))
+    runtime.news_came()
+    assert scheduler.read == ["before", "behind"]
+    del scheduler
+    runtime.saved.append(SavedDonor("unread", 1))
+    runtime.news_came()
+    assert [news.donor_id for news in runtime.saved] == ["unread"]
+
+
+def test_a_reader_that_fails_is_counted() -> None:
+    llm_args = LlmArgs()
+    runtime = runtime_for(llm_args)
+    scheduler = Scheduler(runtime, fails=True)
+    runtime.read_by(scheduler.drain)
+    runtime.saved.append(SavedDonor("unread", 1))
+    runtime.news_came()
+    assert runtime.faults == {"saved_news": 1}
 
 
 def test_runtime_ends_with_its_arguments() -> None:
