@@ -1,0 +1,48 @@
+"""Every injected fault costs a cold prefill and nothing else, and a defence that is missing is seen."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import pytest
+
+from validation.benchmarks import faults
+from validation.benchmarks.fault_bench import FaultBench
+from validation.benchmarks.fault_cases import FAULTS, inject
+
+SEED = 1  # of which the worker is killed once the donor is saved
+
+
+@pytest.fixture(scope="module")
+def bench():
+    made = FaultBench()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_request_finishes_as_cold_and_the_fault_is_counted(bench, name):
+    injection = inject(bench, name, SEED)
+    assert (injection.wrong_tokens, injection.unfinished, injection.is_counted) == (0, 0, True)
+    assert injection.survived
+    # Behind the fault, or before it, donors are read; but for the file that is refused or fetched in vain.
+    assert (injection.reused_tokens > 0) == (name not in ("corrupt_kv", "corrupt_text"))
+
+
+def test_kv_that_nobody_checks_is_found_out(bench, monkeypatch):
+    monkeypatch.setattr(zlib, "crc32", lambda data, value=0: 0)
+    injection = inject(bench, "corrupt_kv", SEED)
+    assert injection.wrong_tokens > 0
+    assert not injection.survived
+
+
+def test_rows_say_what_was_survived(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "FAULTS", {"provider_raises": FAULTS["provider_raises"]})
+    faults.main(["--rounds", "1", "--json", str(tmp_path)])
+    rows = json.loads((tmp_path / "faults.json").read_text())
+    assert [(row["name"], row["value"], row["goal"]) for row in rows] == [
+        ("faults_survived", 1, None),
+        ("faults_wrong_tokens", 0, None),
+    ]
+    assert "provider_raises 1 of 1" in rows[0]["baseline"]
