@@ -35,7 +35,7 @@ class RequestStream:
         if self._ended:
             raise StopIteration
         request = self._request
-        self._llm.run_until(self._has_news)
+        self._llm.run_until(self.has_news)
         if self._streaming and request.num_generated > self._given:
             self._given += 1
             output = output_of(request, self._llm.tokenizer, self._prompt, self._given)
@@ -54,5 +54,6 @@ class RequestStream:
     def __del__(self) -> None:
         self.close()
 
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
+        """True when the next output is there and taking it runs nothing."""
         return self._request.is_finished or (self._streaming and self._request.num_generated > self._given)

@@ -1,0 +1,225 @@
+"""A worker: the embedded engine behind the OpenAI API.
+
+`python -m engine_wrapper.embedded.server --model FOLDER --port 8001 --worker-id 1` serves /v1/completions,
+/v1/chat/completions (where the tokenizer has a template), /v1/models, /health and /metrics. Requests that come together
+run together; one whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart: whoever sets
+it must be trusted, so the server listens on this machine only unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
+from engine_wrapper.embedded.server_answers import STREAM_END, AnswerForm, TextSoFar, event
+from engine_wrapper.embedded.server_body import DEFAULT_MAX_TOKENS, CompletionBody, read_body
+from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from semblend_trt.fleet.router.prompts import PromptError, PromptReader
+from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, json_object, refusing
+from semblend_trt.fleet.router.serving import serve
+from semblend_trt.settings.environment import PREFIXES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+    from engine_wrapper.embedded.llm import RequestOutput, SamplingParams
+
+MAX_BODY_BYTES = 16 << 20
+_STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+class Worker:
+    """One engine and the handlers of its requests. Close it when nothing is served any more."""
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        """`name` is what requests call the model."""
+        self.name = name
+        self._longest = llm.executor.max_seq_len
+        # The engine's own tokenizer belongs to its thread.
+        self._prompts = PromptReader(copy.deepcopy(llm.tokenizer))
+        self._reading = ThreadPoolExecutor(1, "prompt-reader")
+        self._engine = EngineThread(llm)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._reading.shutdown(wait=False, cancel_futures=True)
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusing()])
+        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", _metrics)
+        return app
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        body = await json_object(request)
+        return await self._serve(request, body, is_chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await json_object(request)
+        return await self._serve(request, body, is_chat=True)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.name, "object": "model", "owned_by": "semblend-trt", "max_model_len": self._longest}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        failure = self._engine.failure
+        if failure is not None:
+            return web.json_response({"status": "stopped", "reason": failure}, status=503)
+        return web.json_response({"status": "ok", "running": self._engine.running})
+
+    async def _serve(self, request: web.Request, body: dict[str, Any], *, is_chat: bool) -> web.StreamResponse:
+        fields = read_body(body)
+        if fields.model not in (None, self.name):
+            raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
+        read = self._prompts.chat if is_chat else self._prompts.completion
+        try:
+            token_ids = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
+        except PromptError as error:
+            raise RequestRefusedError(400, "bad_prompt", str(error)) from None
+        rest = max(1, self._longest - len(token_ids))
+        params = fields.sampling_params(rest if is_chat else min(DEFAULT_MAX_TOKENS, rest))
+        form = AnswerForm(self.name, is_chat)
+        # Stops are looked for in the text, so each token has to be seen.
+        streaming = bool(fields.stream or fields.stop_texts)
+        async with aclosing(self._outputs(token_ids, params, fields.cache_salt, streaming=streaming)) as outputs:
+            if fields.stream:
+                return await _stream(request, form, fields, outputs)
+            return await _answer(form, fields, outputs)
+
+    async def _outputs(
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
+    ) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            async with aclosing(self._engine.outputs(token_ids, params, cache_salt, streaming=streaming)) as outputs:
+                async for output in outputs:
+                    if output.error is not None:
+                        raise RequestRefusedError(500, "request_failed", output.error)
+                    yield output
+        except (ConfigurationError, CapacityError) as error:
+            raise RequestRefusedError(400, "bad_request", str(error)) from None
+        except BusyError as error:
+            raise RequestRefusedError(503, "too_many_requests", str(error)) from None
+        except EngineStoppedError as error:
+            raise RequestRefusedError(503, "engine_stopped", str(error)) from None
+
+
+async def _answer(form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]) -> web.Response:
+    text = TextSoFar(fields.stop_texts)
+    async for output in outputs:
+        answer = output.outputs[0]
+        text.delta(answer.text, is_last=output.finished)
+        if output.finished or text.is_stopped:
+            reason = "stop" if text.is_stopped else answer.finish_reason
+            return web.json_response(form.whole(text.shown, reason, output))
+    raise RequestRefusedError(500, "request_failed", "the engine ended without an answer")
+
+
+async def _stream(
+    request: web.Request, form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
+) -> web.StreamResponse:
+    """Answers event by event. The status is sent with the first output, so that refusals before it have their own."""
+    text = TextSoFar(fields.stop_texts)
+    response: web.StreamResponse | None = None
+    try:
+        async for output in outputs:
+            is_first = response is None
+            if response is None:
+                response = web.StreamResponse(headers=_STREAM_HEADERS)
+                await response.prepare(request)
+            answer = output.outputs[0]
+            delta = text.delta(answer.text, is_last=output.finished)
+            is_end = output.finished or text.is_stopped
+            reason = ("stop" if text.is_stopped else answer.finish_reason) if is_end else None
+            if delta or is_end or is_first:
+                await response.write(form.chunk(delta, reason, is_first=is_first))
+            if is_end:
+                if fields.includes_usage:
+                    await response.write(form.usage_chunk(output))
+                break
+    except RequestRefusedError as refusal:
+        if response is None:
+            raise
+        await response.write(event(error_object(refusal.status, refusal.reason, str(refusal))))
+    if response is None:
+        raise RequestRefusedError(500, "request_failed", "the engine ended without an answer")
+    await response.write(STREAM_END)
+    await response.write_eof()
+    return response
+
+
+async def _metrics(_: web.Request) -> web.Response:
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until the process is told to end. Returns 2 when it cannot."""
+    arguments = _parser().parse_args(argv)
+    for name, value in (
+        ("WORKER_ID", arguments.worker_id),
+        ("NATS_URL", arguments.nats),
+        ("PROFILE", arguments.profile),
+    ):
+        if value is not None:
+            os.environ[PREFIXES[0] + name] = str(value)
+    try:
+        worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name)
+        try:
+            asyncio.run(serve(worker.app(), arguments.host, arguments.port, f"serving {worker.name}"))
+        finally:
+            worker.close()
+    except SemBlendError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def _llm(arguments: argparse.Namespace) -> LLM:
+    connector = KvCacheConnectorConfig(
+        connector_module="engine_wrapper.connector",
+        connector_scheduler_class="SemBlendKvConnectorScheduler",
+        connector_worker_class="SemBlendKvConnectorWorker",
+    )
+    return LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_batch_size=arguments.max_batch_size,
+        kv_connector_config=connector,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m engine_wrapper.embedded.server", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or hub id of the model")
+    parser.add_argument("--name", help="what requests call the model (default: the last part of --model)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8001, help="port, 0 for a free one (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: CUDA where it is)")
+    parser.add_argument("--max-batch-size", type=int, default=8, help="requests that run together (default: 8)")
+    parser.add_argument("--worker-id", type=int, help="number in the fleet, in place of SEMBLEND_WORKER_ID")
+    parser.add_argument("--nats", help="NATS server for donor events, in place of SEMBLEND_NATS_URL")
+    parser.add_argument("--profile", help="reuse profile of the model, in place of SEMBLEND_PROFILE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Routes requests to the replicas that hold their text: an HTTP proxy of the OpenAI API, told by a TOML file.
+
+The file's fields stand in docs/router.toml. It exits with 2 when the configuration cannot be used, and says why; with
+--check it only looks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+    from semblend_trt.fleet.connection import ConnectionOptions
+    from semblend_trt.fleet.router.config import RouterConfig
+
+SUMMARY = "route requests to the replicas that hold their text"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the configuration's place."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file with replicas, tenants and so on")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until the process is told to end. Raises ConfigurationError when it cannot."""
+    import asyncio
+
+    from semblend_trt.errors import ConfigurationError
+
+    try:
+        from semblend_trt.fleet.router.app import Router
+        from semblend_trt.fleet.router.config import load_config
+        from semblend_trt.fleet.router.serving import serve
+    except ImportError as error:
+        raise ConfigurationError(f"the router needs {error.name}; install semblend-trt[router]") from None
+    from semblend_trt.model_tokenizer import load_tokenizer
+
+    config = load_config(arguments.config)
+    router = Router(config, os.environ, load_tokenizer(config.model), _nats(config))
+    if arguments.check:
+        sys.stdout.write(f"{arguments.config}: {len(config.replicas)} replicas, policy {config.policy}\n")
+        return 0
+    asyncio.run(serve(router.app(), config.host, config.port, "routing"))
+    return 0
+
+
+def _nats(config: RouterConfig) -> ConnectionOptions | None:
+    """Where donor events are read: at the file's server, else at that of the settings; the rest is of the settings."""
+    from dataclasses import replace
+
+    from semblend_trt.config import load_settings
+    from semblend_trt.fleet.connection import ConnectionOptions
+
+    settings = load_settings(**({} if config.nats_subject is None else {"nats_subject": config.nats_subject}))
+    if config.nats_url is not None:
+        settings = settings.model_copy(update={"nats_url": config.nats_url})
+    options = ConnectionOptions.of(settings)
+    return None if options is None or not options.servers else replace(options, stream=None)

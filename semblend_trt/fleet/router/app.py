@@ -1,0 +1,204 @@
+"""The router's HTTP application: who asks, where the request goes, what is said when it goes nowhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.directory_reader import DirectoryReader
+from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
+from semblend_trt.fleet.router.forwarding import CLIENT_LEFT, Forwarder, Observed, ReplicaFailedError
+from semblend_trt.fleet.router.placement import Placer
+from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.fleet.router.refusals import RequestRefusedError, json_object, refusing
+from semblend_trt.fleet.router.replicas import ReplicaSet
+from semblend_trt.fleet.router.tenants import Tenants
+from semblend_trt.fleet.router.trace_blocks import Hasher
+from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog
+from semblend_trt.fleet.routing_policy import POLICIES, NoReplicaError
+from semblend_trt.fleet.sketch import warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from semblend_trt.fleet.connection import ConnectionOptions
+    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.router.config import RouterConfig
+    from semblend_trt.fleet.router.placement import ReadPrompt
+    from semblend_trt.fleet.router.tenants import Caller
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+SALT_FIELD = "cache_salt"
+
+
+class Router:
+    """One router. Make it, then serve `app()` once.
+
+    `nats` is where donor events are read; without it requests are placed by load, or by what was sent where.
+    `tokenizer` is a Transformers tokenizer as the replicas have it. Raises ConfigurationError.
+    """
+
+    def __init__(
+        self, config: RouterConfig, environment: Mapping[str, str], tokenizer: Any, nats: ConnectionOptions | None
+    ) -> None:
+        self._config = config
+        self._tenants = Tenants(config, environment)
+        self._name = Path(config.model).resolve().name
+        self.counters = counters = RouterCounters()
+        workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
+        self._directory = None if nats is None else Directory(accepted=workers)
+        self._reader = None if nats is None or self._directory is None else DirectoryReader(nats, self._directory)
+        self._placer = Placer(
+            PromptReader(tokenizer),
+            self._directory,
+            POLICIES[config.policy](),
+            counters,
+            read_seconds=config.read_seconds,
+        )
+        self._trace: TraceLog | None = None
+        secret = config.secret(environment)
+        if config.telemetry is not None and secret is not None:
+            # Tokenizers are not thread safe, so the log's thread has its own.
+            own = PromptReader(copy.deepcopy(tokenizer))
+            self._trace = TraceLog(config.telemetry, Hasher.of(secret), own, counters)
+        # Made when the app starts, in its event loop.
+        self._replicas: ReplicaSet
+        self._forwarder: Forwarder
+
+    def app(self) -> web.Application:
+        """The routes; what runs beside them starts and ends with the application."""
+        refuse = refusing(self.counters.refused)
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[refuse])
+        for path in COMPLETIONS:
+            app.router.add_post(path, self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.cleanup_ctx.append(self._running)
+        return app
+
+    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+        config = self._config
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=config.connect_seconds, sock_read=config.silence_seconds
+        )
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            self._replicas = ReplicaSet(
+                config.replicas,
+                session,
+                health_seconds=config.health_seconds,
+                answer_seconds=config.connect_seconds,
+            )
+            self._forwarder = Forwarder(session, config.max_answer_bytes)
+            self.counters.registry.register(FleetGauges(self._replicas, self._directory))
+            await self._replicas.start()
+            if self._reader is not None:
+                warm_up()
+                await self._reader.start()
+            yield
+            if self._reader is not None:
+                await self._reader.stop()
+            await self._replicas.stop()
+            self._placer.close()
+            if self._trace is not None:
+                self._trace.close()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        observed, timestamp_ms = Observed(time.perf_counter()), time.time_ns() // 1_000_000
+        caller = self._tenants.caller(request.headers)
+        body = await json_object(request)
+        if body.pop(SALT_FIELD, None) is not None:
+            self.counters.client_salts.inc()
+        size = len(await request.read())
+        prompt = await self._placer.read(body, size, caller)
+        # Only what the router derives itself may keep tenants apart, or join them.
+        sent = body if caller.salt is None else {**body, SALT_FIELD: caller.salt}
+        request_id, told = uuid.uuid4().hex, dict[str, Any]()
+        try:
+            return await self._forward(request, json.dumps(sent).encode(), request_id, prompt, caller, observed, told)
+        except RequestRefusedError as refusal:
+            observed.status = refusal.status
+            raise
+        finally:
+            if self._trace is not None:
+                observed.status = observed.status or CLIENT_LEFT
+                metadata = {"policy": self._config.policy, "route": request.path, **told}
+                served = ServedRequest(request_id, timestamp_ms, self._name, caller, body, size, observed, metadata)
+                self._trace.note(served)
+
+    async def _forward(
+        self,
+        request: web.Request,
+        payload: bytes,
+        request_id: str,
+        prompt: ReadPrompt,
+        caller: Caller,
+        observed: Observed,
+        told: dict[str, Any],
+    ) -> web.StreamResponse:
+        """Gives the request to one replica after another until one answers; `told` is what the log says of it."""
+        tried: set[Worker] = set()
+        problem = "no replica is healthy"
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                choice = self._placer.choose(prompt, caller, self._replicas.seen(tried))
+            except NoReplicaError:
+                break
+            told |= {"worker": worker_name(choice.worker), "held_tokens": choice.reused_tokens, "attempts": attempt}
+            if attempt == 1:
+                self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
+            with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
+                try:
+                    response = await self._forwarder.forward(request, payload, request_id, taken, observed)
+                except ReplicaFailedError as error:
+                    problem = str(error)
+                    tried.add(choice.worker)
+                    if error.reason == "unreachable":
+                        self._replicas.found_dead(choice.worker)
+                    self.counters.retries.labels(error.reason).inc()
+                    continue
+            self._count(choice.worker, choice.reused_tokens, prompt, observed)
+            return response
+        raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
+
+    def _count(self, worker: Worker, held: int, prompt: ReadPrompt, observed: Observed) -> None:
+        self.counters.requests.labels(worker_name(worker), str(observed.status)).inc()
+        self.counters.tokens.labels("prompt").inc(prompt.tokens)
+        self.counters.tokens.labels("held").inc(held)
+        if observed.first_byte_seconds is not None:
+            self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
+        if observed.is_broken:
+            self.counters.broken_streams.inc()
+            self._replicas.found_dead(worker)
+
+    # -- about the router -----------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._tenants.caller(request.headers)
+        model = {"id": self._name, "object": "model", "owned_by": "semblend-trt"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        replicas = {worker_name(each.worker): each.is_healthy for each in self._replicas.states.values()}
+        known = () if self._directory is None else self._directory.workers()
+        directory = {worker_name(each.worker): each.is_synced for each in known}
+        is_well = any(replicas.values())
+        status = {"status": "ok" if is_well else "no_replica", "replicas": replicas, "directory": directory}
+        return web.json_response(status, status=200 if is_well else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        text = generate_latest(self.counters.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

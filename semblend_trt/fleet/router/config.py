@@ -1,0 +1,180 @@
+"""RouterConfig: what stands in the router's TOML file, checked. Secrets stand in environment variables it names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.routing_policy import POLICIES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MIN_SECRET_BYTES = 16
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def _checked_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+        raise ValueError("give an address that begins with http:// or https://, without a query")
+    return url.rstrip("/")
+
+
+def _checked_policy(policy: str) -> str:
+    if policy not in POLICIES:
+        raise ValueError(f"use one of {', '.join(POLICIES)}")
+    return policy
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+Seconds = Annotated[float, Field(ge=0.01, le=86400)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ReplicaConfig(_Table):
+    """A replica's address, and the worker id and rank under which it tells the fleet of its donors."""
+
+    url: Annotated[str, Field(max_length=2048), AfterValidator(_checked_url)]
+    worker_id: Annotated[int, Field(ge=0, le=(1 << 53) - 1)]
+    dp_rank: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+
+
+class KeyConfig(_Table):
+    """An API key, by its SHA-256 or by the variable that holds it, and the tenants for which it may speak."""
+
+    sha256: Annotated[str, BeforeValidator(_lower), Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    env: VariableName | None = None
+    tenants: Annotated[list[TenantName], Field(min_length=1, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _names_one_key(self) -> KeyConfig:
+        if (self.sha256 is None) == (self.env is None):
+            raise ValueError("give either sha256 or env")
+        return self
+
+    def digest(self, environment: Mapping[str, str]) -> str:
+        """SHA-256 of the key, in hex. Raises ConfigurationError when its variable is not set."""
+        return self.sha256 or hashlib.sha256(_variable(environment, self.env or "").encode()).hexdigest()
+
+
+class TelemetryConfig(_Table):
+    """Where a line is written for each request. The file is rotated at `max_bytes`; `files` old ones are kept."""
+
+    path: Path
+    text: Literal["dropped", "kept"] = "dropped"
+    block_tokens: Annotated[int, Field(ge=1, le=65536)] = 64
+    max_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] = 64 << 20
+    files: Annotated[int, Field(ge=1, le=1000)] = 4
+
+
+class RouterConfig(_Table):
+    """The whole file. `model` is the folder or hub id of the replicas' tokenizer; `nats_url` and `nats_subject` stand
+    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT."""
+
+    host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    policy: Annotated[str, AfterValidator(_checked_policy)] = "span_overlap"
+    nats_url: Annotated[SecretStr, Field(min_length=1, max_length=4096)] | None = None
+    nats_subject: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    secret_env: VariableName | None = None
+    health_seconds: Seconds = 5.0
+    connect_seconds: Seconds = 5.0
+    silence_seconds: Seconds = 600.0
+    read_seconds: Seconds = 1.0
+    attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
+    max_answer_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 64 << 20
+    replicas: Annotated[list[ReplicaConfig], Field(min_length=1, max_length=1024)]
+    keys: Annotated[list[KeyConfig], Field(max_length=65536)] = Field(default_factory=list)
+    telemetry: TelemetryConfig | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> RouterConfig:
+        workers = [(each.worker_id, each.dp_rank) for each in self.replicas]
+        if twice := next((worker for worker in workers if workers.count(worker) > 1), None):
+            raise ValueError(f"two replicas have worker_id {twice[0]} and dp_rank {twice[1]}; give each its own")
+        if self.secret_env is None and (self.keys or self.telemetry):
+            raise ValueError("keys and telemetry need secret_env, the variable with the secret that salts and hashes")
+        return self
+
+    def secret(self, environment: Mapping[str, str]) -> bytes | None:
+        """The secret; None where none is named. Raises ConfigurationError when it is not set, or too short."""
+        if self.secret_env is None:
+            return None
+        secret = _variable(environment, self.secret_env).encode("utf-8", "surrogateescape")
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigurationError(
+                f"the secret in {self.secret_env} has {len(secret)} bytes; give at least {MIN_SECRET_BYTES}"
+            )
+        return secret
+
+
+def load_config(path: str | Path) -> RouterConfig:
+    """Reads a file. Raises ConfigurationError with one sentence that names the file, the field and what is wrong."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigurationError(f"{path} has more than {MAX_CONFIG_BYTES} bytes; it is not a router's configuration")
+    try:
+        values = tomllib.loads(text.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+    try:
+        return RouterConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: {_sentence(error)}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    details = error.errors(include_url=False)
+    first: Any = details[0]
+    place = ".".join(str(part) for part in first["loc"])
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        problem = "there is no such field"
+    elif first["type"] == "missing":
+        problem = "this field is missing"
+    # A server's address may hold a password, and only simple values are worth showing.
+    elif place != "nats_url" and isinstance(first["input"], (str, int, float)):
+        problem += f" (given: {first['input']!r:.80})"
+    more = f" ({len(details) - 1} more fields are wrong)" if len(details) > 1 else ""
+    return f"{place}: {problem}{more}" if place else f"{problem}{more}"
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise ConfigurationError(f"the configuration names the variable {name}, which is not set; set it")
+    return value

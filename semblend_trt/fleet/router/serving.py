@@ -1,0 +1,40 @@
+"""Runs an aiohttp application until the process is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from aiohttp import web
+
+from semblend_trt.errors import ConfigurationError
+
+# How long requests may go on after the process was told to end, in seconds.
+GRACE_SECONDS = 5.0
+
+
+async def serve(app: web.Application, host: str, port: int, what: str) -> None:
+    """Listens until SIGINT or SIGTERM; port 0 takes a free one. The address is written to standard error.
+
+    A client that leaves cancels the handler of its request. Raises ConfigurationError when it cannot listen there.
+    """
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{host}:{port} cannot be listened on ({error.strerror}); choose another address"
+            ) from None
+        shown_host, shown_port = runner.addresses[0][:2]
+        sys.stderr.write(f"{what} on http://{shown_host}:{shown_port}\n")
+        sys.stderr.flush()
+        await ended.wait()
+    finally:
+        await runner.cleanup()

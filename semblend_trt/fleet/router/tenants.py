@@ -1,0 +1,78 @@
+"""Tenants: who a caller is, by the API key alone, and which salt keeps the KV of its tenant apart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from semblend_trt.fleet.router.refusals import RequestRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from semblend_trt.fleet.router.config import RouterConfig
+
+TENANT_HEADER, SESSION_HEADER = "X-Tenant-ID", "X-Session-ID"
+MAX_SESSION = 256
+_PURPOSE = b"semblend-router:cache-salt:v1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a request is served for. `salt` is the tenant's cache salt; both are None where nobody is told apart."""
+
+    tenant: str | None = None
+    salt: str | None = field(default=None, repr=False)
+    session: str | None = None
+
+
+class Tenants:
+    """Without keys in the configuration everybody is served, for no tenant."""
+
+    def __init__(self, config: RouterConfig, environment: Mapping[str, str]) -> None:
+        """Raises ConfigurationError when a variable that the configuration names is not set."""
+        self._secret = config.secret(environment)
+        self._allowed: dict[str, tuple[str, ...]] = {}
+        for key in config.keys:
+            digest = key.digest(environment)
+            self._allowed[digest] = (*self._allowed.get(digest, ()), *key.tenants)
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Who asks, by Authorization, X-Tenant-ID and X-Session-ID.
+
+        A tenant may be named only where the key is allowed to speak for it, and must be where it may for several.
+        Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden, 400 tenant_missing and bad_session.
+        """
+        session = headers.get(SESSION_HEADER)
+        if session is not None and not 1 <= len(session) <= MAX_SESSION:
+            raise RequestRefusedError(400, "bad_session", f"{SESSION_HEADER} has 1 to {MAX_SESSION} characters")
+        named = headers.get(TENANT_HEADER)
+        if not self._allowed:
+            if named is not None:
+                raise RequestRefusedError(
+                    403, "tenant_forbidden", f"this router knows no tenants; leave {TENANT_HEADER} out"
+                )
+            return Caller(session=session)
+        allowed = self._allowed.get(_key_digest(headers.get("Authorization", "")))
+        if allowed is None:
+            raise RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")
+        if named is not None and named not in allowed:
+            raise RequestRefusedError(403, "tenant_forbidden", f"this API key does not speak for that {TENANT_HEADER}")
+        if named is None and len(set(allowed)) > 1:
+            raise RequestRefusedError(
+                400, "tenant_missing", f"this API key speaks for several tenants; name one in {TENANT_HEADER}"
+            )
+        tenant = named or allowed[0]
+        return Caller(tenant, self.salt_of(tenant), session)
+
+    def salt_of(self, tenant: str) -> str:
+        """The tenant's cache salt: HMAC-SHA256 under the router's secret, so that no client can compute it."""
+        assert self._secret is not None  # the configuration has no keys without it
+        return hmac.new(self._secret, _PURPOSE + tenant.encode(), hashlib.sha256).hexdigest()
+
+
+def _key_digest(authorization: str) -> str:
+    scheme, _, key = authorization.partition(" ")
+    return hashlib.sha256(key.strip().encode()).hexdigest() if scheme.lower() == "bearer" else ""
