@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.deviation import FreshRows, Move, deviation
+from kernels.deviation import FreshRows, Move, deviation, relative, squares
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from kernels.sparse_prefill import SequenceRows
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Checkpoint:
 
     All active rows have K and V of that layer computed and written. Which of them go on to its attention and to the
     layers above is decided once for all requests whose check it is, from one small read off the device. `works` are
-    the batch's; rank by rank decisions would differ, so one rank must hold all KV heads.
+    the batch's.
     """
 
     layer: int
@@ -90,12 +91,18 @@ class Checkpoint:
     works: tuple[SequenceWork, ...]
 
     def deviations(
-        self, keys: torch.Tensor, values: torch.Tensor, pool: torch.Tensor, geometry: KvGeometry
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        ranks: Ranks | None = None,
     ) -> torch.Tensor:
         """Deviation of each checked token, float32 [tokens], on the pool's device; nothing waits for it.
 
-        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Raises
-        ValueError when a position lies beyond its request's blocks.
+        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Where `ranks`
+        share the KV heads it is the deviation over the heads of all, with the same bits on each, so that every rank
+        decides alike. Raises ValueError when a position lies beyond its request's blocks.
         """
         moves = []
         for work, first_row, active in self._places():
@@ -110,7 +117,10 @@ class Checkpoint:
         # What lies in the pool was rotated when it was placed there: nothing turns.
         planes = geometry.head_dim // 2
         still = RopeRotation((0.0,) * planes, 2 * planes)
-        return deviation(moves, FreshRows(keys, values), self.layer, still).amax(0)
+        fresh = FreshRows(keys, values)
+        if ranks is None or ranks.size == 1:
+            return deviation(moves, fresh, self.layer, still).amax(0)
+        return relative(ranks.total(squares(moves, fresh, self.layer, still))).amax(0)
 
     def decide(self, deviations: torch.Tensor) -> tuple[Course, tuple[CheckEvidence, ...]]:
         """The course from this layer on, its tensors on the host, and what the checks leave as evidence.

@@ -18,12 +18,14 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from engine_wrapper.shared_linear import SharedLinear
 from engine_wrapper.whole_attention import WholeAttention
 from kernels.layer_ops import HeadNorms, add_rms_norm, rotate_rows, silu_mul, slots_of
 from kernels.sparse_prefill import SequenceRows, sparse_prefill
 
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry
+    from semblend_trt.ranks import Ranks
 
 KNOWN_LAYERS = (Qwen2DecoderLayer, Qwen3DecoderLayer, LlamaDecoderLayer, MistralDecoderLayer)
 
@@ -33,13 +35,16 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear layers of one input joined into one: `weight` [outputs, inputs], `bias` [outputs] or None."""
+    """Linear layers of one input joined into one: `weight` [outputs, inputs], `bias` [outputs] or None. Where `ranks`
+    share the inputs, their outputs are added up."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    ranks: Ranks | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, self.weight, self.bias)
+        projected = linear(rows, self.weight, self.bias)
+        return projected if self.ranks is None else self.ranks.add_up(projected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,9 @@ def _is_known(layer: Any) -> bool:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    return all(type(each) is nn.Linear for each in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return all(
+        type(each) in (nn.Linear, SharedLinear) for each in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    )
 
 
 def _fused(layer: Any) -> FusedLayer:
@@ -205,9 +212,9 @@ def _fused(layer: Any) -> FusedLayer:
 
 def _joined(*linears: nn.Linear) -> Projection:
     weight = _joined_tensor([each.weight for each in linears])
-    if all(each.bias is None for each in linears):
-        return Projection(weight, None)
-    return Projection(weight, _joined_tensor([each.bias for each in linears]))
+    has_bias = any(each.bias is not None for each in linears)
+    bias = _joined_tensor([each.bias for each in linears]) if has_bias else None
+    return Projection(weight, bias, getattr(linears[0], "ranks", None))
 
 
 def _joined_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.course import Checkpoint, Stage
     from engine_wrapper.layer_schedule import LayerSchedule
+    from semblend_trt.ranks import Ranks
 
 
 class FusedRows:
@@ -47,13 +48,13 @@ class FusedRows:
             heads = self._decoder.project(layer, self._delta, self._residual, self._tables)
         self._delta = self._decoder.mix(layer, self._attend(layer, heads), self._residual)
 
-    def compare(self, checkpoint: Checkpoint) -> torch.Tensor:
+    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
         assert self._tables is not None
         decoder, layer = self._decoder, checkpoint.layer
         self._heads = decoder.project(layer, self._delta, self._residual, self._tables.without_slots())
         self._delta = None
         keys, values = decoder.keys_and_values(self._heads)
-        deviations = checkpoint.deviations(keys, values, decoder.pool, decoder.geometry)
+        deviations = checkpoint.deviations(keys, values, decoder.pool, decoder.geometry, ranks)
         write_rows(keys, values, decoder.pool, layer, self._stage.sequences, decoder.geometry)
         return deviations
 

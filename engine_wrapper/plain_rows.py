@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine_wrapper.course import Checkpoint, Stage
     from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
+    from semblend_trt.ranks import Ranks
 
 ATTENTION_NAME = "semblend_paged"
 
@@ -98,12 +99,12 @@ class PlainRows:
         if layer != self._compared:
             self._run(layer, None)
 
-    def compare(self, checkpoint: Checkpoint) -> torch.Tensor:
+    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
         """Begins the checkpoint's layer; returns deviations, as `Checkpoint.deviations`. All K and V are written."""
         found: list[torch.Tensor] = []
 
         def watch(keys: torch.Tensor, values: torch.Tensor) -> None:
-            found.append(checkpoint.deviations(keys, values, self._pool, self._geometry))
+            found.append(checkpoint.deviations(keys, values, self._pool, self._geometry, ranks))
 
         self._run(checkpoint.layer, watch)
         self._compared = checkpoint.layer

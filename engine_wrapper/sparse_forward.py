@@ -17,6 +17,7 @@ from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from engine_wrapper.rehearsal import rehearsal
 from kernels.layer_ops import has_kernels
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from engine_wrapper.course import Course
@@ -40,16 +41,24 @@ class SparseForward:
     and in its dtype. Several of them may stand over one model, each with a pool of its own.
 
     With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
-    `engine_wrapper.fused_layers`); otherwise they are the model's own. Raises ConfigurationError when the pool does
-    not fit the model.
+    `engine_wrapper.fused_layers`); otherwise they are the model's own. `ranks` run the same forward, each with its part
+    of the model's heads. Raises ConfigurationError when the pool does not fit the model.
     """
 
-    def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, fused: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        fused: bool | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         _check_pool(model, pool, geometry)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._pool = pool
         self._geometry = geometry
+        self._ranks = ranks or Ranks()
         wanted = pool.is_cuda and has_kernels(pool.device) if fused is None else fused
         self.fused = fuse(model, pool, geometry) if wanted else None
 
@@ -86,7 +95,7 @@ class SparseForward:
                 return rows.output(course.output_rows)
             begun = course.checkpoint.layer
             before(begun)
-            course, found = course.checkpoint.decide(rows.compare(course.checkpoint))
+            course, found = course.checkpoint.decide(rows.compare(course.checkpoint, self._ranks))
             if evidence_sink is not None:
                 for evidence in found:
                     evidence_sink(evidence)
@@ -114,7 +123,7 @@ class SparseForward:
         # The first one leaves its own KV behind, from which the second one does not deviate.
         schedules = [rehearsal(layers, block_size, min(1, layers - 1), threshold) for threshold in (0.0, _KEEP_ALL)]
         pool = self._pool.new_zeros(schedules[0][1], *self._pool.shape[1:])
-        forward = SparseForward(self._model, pool, self._geometry, fused=self.fused is not None)
+        forward = SparseForward(self._model, pool, self._geometry, self.fused is not None, self._ranks)
         for schedule, _ in schedules:
             forward(schedule.to(pool.device))
 

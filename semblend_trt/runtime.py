@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.active_plans import ActivePlans
 from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A scheduler reads the news at every lookup and at every request's end, so that never more than the running requests'
-# wait; on ranks without a scheduler nobody reads them.
+# wait.
 MAX_NEWS = 16384
 
 
@@ -62,6 +63,7 @@ class Runtime:
     `faults` counts calls of the engine that could not be answered, by name.
     `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
+    `ranks` share the model; the scheduler stands on rank 0 alone.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -77,6 +79,7 @@ class Runtime:
     refusal: str | None = None
     faults: Counter[str] = field(default_factory=Counter)
     check_layers: tuple[int, ...] = ()
+    ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
     _reader: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
 
@@ -103,6 +106,11 @@ class Runtime:
         except Exception:
             logger.exception("news of ended saves could not be read")
             self.faults["saved_news"] += 1
+
+    def forget_news(self) -> None:
+        """Drops the news of a rank without a scheduler: nobody reads them there."""
+        for news in (self.saved, self.failed_loads, self.evidence, self.tier_news):
+            news.clear()
 
 
 __all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]

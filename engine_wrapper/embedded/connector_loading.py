@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
 from semblend_trt.connector.contract_versions import contract_version
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from engine_wrapper.embedded.llm_args import LlmArgs
+    from semblend_trt.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +42,17 @@ def uses_v2(llm_args: LlmArgs) -> bool:
     return wanted
 
 
-def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
+def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
     """Imports both classes and builds each with one positional argument, `llm_args`; None when none are named.
 
+    Every rank has a worker, and rank 0 a scheduler.
     Raises ConfigurationError when the module or a class is missing or an abstract method is not implemented; what a
     constructor itself raises is passed on.
     """
     config = llm_args.kv_connector_config
     if config is None:
         return None
+    runtime_for(llm_args).ranks = ranks
     try:
         module = importlib.import_module(config.connector_module)
     except ImportError as error:
@@ -59,7 +63,8 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
     scheduler_class = _class(module, config.connector_scheduler_class)
     groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
     version = contract_version(llm_args.contract)
-    return KvCacheConnectorManager(worker_class(llm_args), scheduler_class(llm_args), version, groups)
+    worker, scheduler = worker_class(llm_args), None if ranks.rank else scheduler_class(llm_args)
+    return KvCacheConnectorManager(worker, scheduler, version, groups, ranks)
 
 
 def _class(module: Any, name: str) -> Any:

@@ -1,8 +1,8 @@
 """Calls the connector in TensorRT-LLM's order and holds it to the contract.
 
-Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py), for one rank; what
-differs between versions is read from the contract's description. Metadata still makes the round trip through pickle
-that a broadcast to other ranks would need.
+Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); what differs between
+versions is read from the contract's description. The scheduler stands on rank 0, and what it answers is sent to every
+rank; with one rank, metadata still makes the round trip through pickle that sending needs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.bound_request import BoundRequest
-from engine_wrapper.embedded.contract_rules import (
-    ConnectorContractError,
-    check_grouped_methods,
-    extract,
-    matched_pair,
-)
+from engine_wrapper.embedded.contract_rules import ConnectorContractError, check_grouped_methods, matched_pair
 from engine_wrapper.embedded.request import LlmRequestState
+from engine_wrapper.embedded.transfers import Transfers
 from semblend_trt.connector.contract_versions import EMBEDDED, ContractVersion, RequestDataV11
+from semblend_trt.errors import SemBlendError
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,12 +42,19 @@ class _Reported:
 class KvCacheConnectorManager:
     """One connector: `scheduler` decides, `worker` moves. Every request is keyed by its id.
 
-    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and >= 1 under V2.
+    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and >= 1 under V2. `ranks` make
+    the same calls; `scheduler` is None on all but rank 0.
     """
 
     def __init__(
-        self, worker: Any, scheduler: Any, version: ContractVersion = EMBEDDED, num_layer_groups: int = 0
+        self,
+        worker: Any,
+        scheduler: Any,
+        version: ContractVersion = EMBEDDED,
+        num_layer_groups: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self.worker = worker
         self.scheduler = scheduler
         self.version = version
@@ -58,10 +63,8 @@ class KvCacheConnectorManager:
         self._asked: set[int] = set()
         self._reported: dict[int, _Reported] = {}
         self._synchronous_loads: dict[int, int] = {}
-        self._new_loading: dict[int, LlmRequest] = {}
-        self._new_saving: dict[int, LlmRequest] = {}
-        self._loading: dict[int, LlmRequest] = {}
-        self._saving: dict[int, LlmRequest] = {}
+        self._loads = Transfers("loading", self._ranks)
+        self._saves = Transfers("saving", self._ranks)
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
@@ -72,7 +75,8 @@ class KvCacheConnectorManager:
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            check_grouped_methods(self.scheduler, len(layout.groups))
+            if self.scheduler is not None:
+                check_grouped_methods(self.scheduler, len(layout.groups))
             self.worker.register_kv_cache_layout(layout)
         wait = self._optional(self.scheduler, "wait_for_initialization", self.version.scheduler_methods)
         if wait is not None:
@@ -101,7 +105,7 @@ class KvCacheConnectorManager:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
         handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
-        answer = self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens)
+        answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
         matched, asynchronous = matched_pair(request_id, answer)
         if matched < 0:
             raise ConnectorContractError(
@@ -123,12 +127,15 @@ class KvCacheConnectorManager:
     def commit(self, request: LlmRequest, honoured: int, *, asynchronous: bool) -> None:
         """Notes what the engine takes of an offer. An asynchronous load is awaited even where nothing is taken."""
         if asynchronous:
-            self._new_loading[request.request_id] = request
+            self._loads.begin(request)
         elif honoured:
             self._synchronous_loads[request.request_id] = honoured
         request.py_num_connector_matched_tokens = honoured
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
+        """Tells the scheduler, on its own rank, which blocks the request has."""
+        if self.scheduler is None:
+            return
         if self._num_groups:
             self.scheduler.update_state_after_alloc_by_layer_group(request, self._by_group(block_ids))
         else:
@@ -144,7 +151,7 @@ class KvCacheConnectorManager:
         """Describes the batch to the connector: new requests in full, known ones as deltas, loading ones not at all."""
         output: Any = self.version.scheduler_output()
         for request in batch.requests:
-            if request.request_id in self._new_loading:
+            if request.request_id in self._loads.begun:
                 continue
             known = request.request_id in self._reported
             data = self._request_data(request, block_ids_of(request.request_id))
@@ -154,20 +161,23 @@ class KvCacheConnectorManager:
 
     def take_scheduled_requests_pending_load(self, batch: ScheduledBatch) -> None:
         """Takes the requests that wait for an asynchronous load out of the batch."""
-        for request in self._new_loading.values():
+        for request in self._loads.begun.values():
             request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-        batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._new_loading]
+        batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._loads.begun]
 
     def handle_metadata(self) -> None:
-        """Has the metadata built, sends it through pickle as a broadcast would, and binds it."""
-        metadata = self.scheduler.build_connector_meta(self._scheduler_output)
-        try:
-            received = pickle.loads(pickle.dumps(metadata))
-        except Exception as error:
-            raise ConnectorContractError(
-                "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
-            ) from error
-        self.worker.bind_connector_meta(received)
+        """Has the metadata built, sends it through pickle to every rank, and binds it."""
+
+        def build() -> bytes:
+            metadata = self.scheduler.build_connector_meta(self._scheduler_output)
+            try:
+                return pickle.dumps(metadata)
+            except Exception as error:
+                raise ConnectorContractError(
+                    "metadata_picklable", f"{type(metadata).__name__} cannot be sent to other ranks: {error}"
+                ) from error
+
+        self.worker.bind_connector_meta(pickle.loads(self._on_leader(build)))
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
         self.worker.start_load_kv(stream)
@@ -189,15 +199,16 @@ class KvCacheConnectorManager:
         """Tells the connector that the request is over; True when its blocks must be held for a save."""
         self._forget(request.request_id)
         if self._num_groups:
-            saving = self.scheduler.request_finished_by_layer_group(request, self._by_group(block_ids))
+            groups = self._by_group(block_ids)
+            saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
         else:
-            saving = self.scheduler.request_finished(request, list(block_ids))
+            saving = self._on_leader(lambda: self.scheduler.request_finished(request, list(block_ids)))
         if not isinstance(saving, bool):
             raise ConnectorContractError(
                 "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
             )
         if saving:
-            self._new_saving[request.request_id] = request
+            self._saves.begin(request)
         return saving
 
     def request_ended_paused(self, request: LlmRequest) -> None:
@@ -215,32 +226,33 @@ class KvCacheConnectorManager:
         return False
 
     def is_loading(self, request_id: int) -> bool:
-        return request_id in self._new_loading or request_id in self._loading
+        return request_id in self._loads.ids
 
     def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Hands in new transfers and returns (saved, loaded) requests. Called in every iteration, idle ones too."""
-        new_saving, new_loading = list(self._new_saving), list(self._new_loading)
-        self._saving.update(self._new_saving)
-        self._loading.update(self._new_loading)
-        self._new_saving.clear()
-        self._new_loading.clear()
-        answer = self.worker.get_finished(new_saving, new_loading)
+        """Hands in new transfers and returns (saved, loaded) requests. Called in every iteration, idle ones too.
+
+        With several ranks, a request is returned once every rank's worker has reported it.
+        """
+        answer = self.worker.get_finished(self._saves.hand_in(), self._loads.hand_in())
         try:
             saved_ids, loaded_ids = answer
         except (TypeError, ValueError):
             raise ConnectorContractError(
                 "finished_returns_pair", f"get_finished returned {answer!r}; two lists of ids are needed"
             ) from None
-        saved = extract(self._saving, saved_ids, "saving")
-        loaded = extract(self._loading, loaded_ids, "loading")
+        saved, loaded = self._saves.ended(saved_ids), self._loads.ended(loaded_ids)
         for request in loaded:
             request.state = LlmRequestState.CONTEXT_INIT
         return saved, loaded
 
     def reuse_of(self, request_id: int) -> Any:
-        """The connector's report on a request's reuse; None where it offers none."""
-        report = getattr(self.scheduler, "reuse_of", None)
-        return None if report is None else report(request_id)
+        """The connector's report on a request's reuse, on every rank; None where it offers none."""
+
+        def ask() -> Any:
+            report = getattr(self.scheduler, "reuse_of", None)
+            return None if report is None else report(request_id)
+
+        return self._on_leader(ask)
 
     def close(self) -> None:
         """Closes scheduler and worker where they can be closed."""
@@ -256,10 +268,26 @@ class KvCacheConnectorManager:
     @property
     def pending_transfers(self) -> list[int]:
         """Ids of the requests being loaded or saved."""
-        groups = (self._new_loading, self._loading, self._new_saving, self._saving)
-        return sorted(request_id for group in groups for request_id in group)
+        return sorted(self._loads.ids | self._saves.ids)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _on_leader(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns on rank 0, on every rank. What it raises there is raised on every rank: one that went on
+        alone would wait for the others."""
+        answer = failure = None
+        if self.scheduler is not None:
+            try:
+                answer = call()
+            except Exception as error:
+                failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answer, told = self._ranks.broadcast((answer, told))
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise SemBlendError(f"the connector failed on rank 0 ({told})")
+        return answer
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestDataV11:
         reported = self._reported.setdefault(request.request_id, _Reported())

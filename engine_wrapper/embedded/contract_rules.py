@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.connector.contract import KvCacheConnectorScheduler
 from semblend_trt.connector.contract_versions import GROUPED_SCHEDULER_METHODS
 from semblend_trt.errors import SemBlendError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from engine_wrapper.embedded.request import LlmRequest
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):
@@ -50,18 +45,3 @@ def matched_pair(request_id: int, answer: Any) -> tuple[int, bool]:
             "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
         )
     return matched, asynchronous
-
-
-def extract(pending: dict[int, LlmRequest], ids: Iterable[int], what: str) -> list[LlmRequest]:
-    """Takes the requests with these ids out of `pending`; only ids that were handed in may be named, and once."""
-    requests = []
-    for request_id in ids:
-        request = pending.pop(request_id, None)
-        if request is None:
-            raise ConnectorContractError(
-                "finished_id_handed_in",
-                f"get_finished reported request {request_id} as done {what}, but it was never handed in for that "
-                "or has been reported before",
-            )
-        requests.append(request)
-    return requests

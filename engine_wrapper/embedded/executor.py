@@ -56,9 +56,7 @@ class Executor:
         self.model_runner = runner.share()
         self.max_seq_len = max_seq_len(llm_args, runner.facts.max_positions)
         cache = llm_args.kv_cache_config
-        geometry = KvGeometry(
-            runner.facts.num_layers, runner.facts.kv_heads, runner.facts.head_dim, cache.tokens_per_block
-        )
+        geometry = KvGeometry(runner.facts.num_layers, runner.kv_heads, runner.facts.head_dim, cache.tokens_per_block)
         check_cache_dtype(cache.dtype, runner.dtype)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
         self.pool = KvPool(blocks, geometry, runner.dtype, runner.device)
@@ -81,7 +79,7 @@ class Executor:
         self._failure: str | None = None
         self._closed = False
         runtime_for(llm_args).engine = self
-        self.connector = load_connector(llm_args)
+        self.connector = load_connector(llm_args, runner.ranks)
         if self.connector is not None:
             groups = llm_args.layer_groups
             layout = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import weakref
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.embedded.stream import RequestStream
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.ranks import Ranks, joined_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +47,9 @@ class LLM:
     Takes every field of `LlmArgs` by name. `runner` lends the weights of a model loaded before, so that several
     engines of one model share them. Use it as a context manager, or call `shutdown`.
 
+    With `tensor_parallel_size` N, N processes that have joined one `torch.distributed` group build it alike and make
+    the same calls in the same order; each holds its part of the model and of the KV, and all have the same outputs.
+
     Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence.
     """
 
@@ -51,7 +57,17 @@ class LLM:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
         if runner is None:
             runner = ModelRunner(
-                asked.model, asked.dtype, asked.device, tokenizer=asked.tokenizer, revision=asked.revision
+                asked.model,
+                asked.dtype,
+                asked.device,
+                tokenizer=asked.tokenizer,
+                revision=asked.revision,
+                ranks=_ranks(asked.tensor_parallel_size),
+            )
+        if runner.ranks.size != asked.tensor_parallel_size:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {asked.tensor_parallel_size}, and the runner holds one of "
+                f"{runner.ranks.size} parts of its model; both must be the same"
             )
         # The connector binds KV to the dtype that runs, whatever "auto" or a lent runner made of the one asked for.
         self.llm_args = args = asked.model_copy(update={"dtype": str(runner.dtype).removeprefix("torch.")})
@@ -177,6 +193,8 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None
     ) -> LlmRequest:
         arrival_time = perf_counter()
+        if params.seed is None and not params.is_greedy:
+            params = replace(params, seed=self._runner.ranks.broadcast(secrets.randbits(63)))
         vocabulary = int(self._runner.config.vocab_size)
         forced = params.forced_token_ids
         if forced is not None and max(forced) >= vocabulary:
@@ -234,3 +252,13 @@ class LLM:
                 f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
             )
         time.sleep(_IDLE_PAUSE)
+
+
+def _ranks(size: int) -> Ranks:
+    ranks = joined_ranks(size)
+    if ranks is None:
+        raise ConfigurationError(
+            f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of {size}; start "
+            "as many processes, and call torch.distributed.init_process_group in each"
+        )
+    return ranks

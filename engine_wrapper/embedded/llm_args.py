@@ -64,7 +64,8 @@ class LlmArgs(StrictModel):
     `disable_overlap_scheduler` off handles the results of an iteration after the next one was issued. `contract` is the
     version of TensorRT-LLM whose connector contract the engine keeps to; `layer_groups` lists the layers of each group
     in which the V2 cache manager describes the pool, None for one group. `transfer_timeout` is how long, in seconds,
-    the engine waits for a connector's asynchronous transfers when nothing else can run.
+    the engine waits for a connector's asynchronous transfers when nothing else can run. `tensor_parallel_size` is the
+    number of processes of one `torch.distributed` group that share the model.
     """
 
     model: str
@@ -76,7 +77,7 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=8192, ge=1)
     max_batch_size: int = Field(default=8, ge=1)
     enable_chunked_prefill: bool = True
-    tensor_parallel_size: Literal[1] = 1
+    tensor_parallel_size: int = Field(default=1, ge=1)
     pipeline_parallel_size: Literal[1] = 1
     context_parallel_size: Literal[1] = 1
     lora_config: dict[str, int] | None = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from semblend_trt.evidence import CheckEvidence
     from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.ranks import Ranks
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
 
@@ -35,6 +36,7 @@ class ModelRunner:
     `readiness`: while KV is on its way into the pool, every layer waits for its own; and `evidence_sink`, which is told
     after a forward what its checks found. `before_layer` and `after_layer` are called with the layer's index around
     every layer of every forward. On a card, short iterations with nothing to call or to wait for replay CUDA graphs.
+    Several `ranks` run each forward together, on the same slices, and have the same logits; they replay no graphs.
     """
 
     def __init__(
@@ -45,19 +47,22 @@ class ModelRunner:
         *,
         tokenizer: str | Path | None = None,
         revision: str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Loads the model; see `load_model` for the settings and errors."""
-        self._own(load_model(model_path, dtype, device, tokenizer, revision))
+        self._own(load_model(model_path, dtype, device, tokenizer, revision, ranks))
 
     @classmethod
-    def from_model(cls, model: Any, config_path: str | Path, tokenizer: Any = None) -> ModelRunner:
+    def from_model(
+        cls, model: Any, config_path: str | Path, tokenizer: Any = None, ranks: Ranks | None = None
+    ) -> ModelRunner:
         """A runner of a model in memory, as it is: on its device, in its dtype.
 
         `config_path` is a folder with the model's config.json, which engine and connector read again; without a
         `tokenizer`, prompts are token ids. Raises UnsupportedModelError and ConfigurationError as loading does.
         """
         runner = cls.__new__(cls)
-        runner._own(adopt_model(model, config_path, tokenizer))
+        runner._own(adopt_model(model, config_path, tokenizer, ranks))
         return runner
 
     def _own(self, loaded: LoadedModel) -> None:
@@ -88,6 +93,15 @@ class ModelRunner:
         return self._loaded.facts
 
     @property
+    def ranks(self) -> Ranks:
+        return self._loaded.ranks
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.facts.kv_heads // self.ranks.size
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, hidden rows and pool."""
         return self._loaded.dtype
@@ -115,9 +129,9 @@ class ModelRunner:
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]. Raises ConfigurationError."""
-        self._forward = SparseForward(self.model, pool, geometry)
+        self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs = None
-        if self._forward.fused is not None and pool.is_cuda:
+        if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
             from engine_wrapper.graph_forward import GraphForward
 
             self._graphs = GraphForward(self._forward.fused)

@@ -10,9 +10,11 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.embedded.model_shard import keep_shard
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +29,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for inference, with what the engine has to know about it."""
+    """A model ready for inference, with what the engine has to know about it. Of several `ranks` it holds this one's
+    part; `facts` are the whole model's."""
 
     model: Any
     tokenizer: Any
@@ -35,6 +38,7 @@ class LoadedModel:
     facts: ModelFacts
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks
 
 
 def load_model(
@@ -43,22 +47,27 @@ def load_model(
     device: str | torch.device = "auto",
     tokenizer: str | Path | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
+
+    Several `ranks` load one model, and each keeps its part.
 
     Raises ConfigurationError when something cannot be read or a setting is unknown, and UnsupportedModelError when
     the model's architecture or positions are not supported.
     """
-    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
+    target_dtype, target_device, ranks = resolve_dtype(dtype), resolve_device(device), ranks or Ranks()
     facts = _supported_facts(model, revision)
     words = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
     weights = _load_weights(str(model), target_dtype, revision)
+    keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
-    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device)
+    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device, ranks)
 
 
-def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> LoadedModel:
-    """Takes a model that is in memory; `config_path` is a folder with its config.json.
+def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks | None = None) -> LoadedModel:
+    """Takes a whole model that is in memory; `config_path` is a folder with its config.json. Of several `ranks`, each
+    keeps its part of it.
 
     Raises as `load_model` does, and ConfigurationError when the folder describes a model of another type or size.
     """
@@ -70,8 +79,10 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any) -> LoadedMo
             f"{config_path} describes {described}, the model is {given} (type, layers, query heads, KV heads); "
             "save its own configuration there"
         )
+    ranks = ranks or Ranks()
+    keep_shard(model, ranks)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device)
+    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device, ranks)
 
 
 def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:

@@ -14,6 +14,7 @@ from semblend_trt.donors.news import TierEvent, TierNews
 from semblend_trt.donors.placement import Tier
 from semblend_trt.donors.transfer import TransferTiming
 from semblend_trt.materialize import block_vector
+from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TIMINGS_KEPT = 256
+# Tokens of what has not ended, below those of all that has; and of a move down that lost nothing, whatever its length.
+_RUNS, _NOTHING_LOST = -1, 1
 
 
 class DonorSaver:
@@ -48,17 +51,20 @@ class DonorSaver:
         writer: HostWriter,
         news: deque[TierNews] | None = None,
         keeper: DiskKeeper | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `news` learns what became of
-        the donors that were lifted, and `keeper` is given those that go on to disk."""
+        the donors that were lifted, and `keeper` is given those that go on to disk. `ranks` save the same donors, each
+        its own heads of them."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
         self._news: deque[TierNews] = deque() if news is None else news
         self._keeper = keeper
+        self._ranks = ranks or Ranks()
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
         self._saves: dict[int, Future[SavedDonor]] = {}
-        self._demotions: deque[Future[SavedDonor | None]] = deque()
+        self._demotions: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
 
     def start(
@@ -88,18 +94,46 @@ class DonorSaver:
         self._thread.submit(self._lift, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
-        """Returns and forgets the saves that have ended since the last call, failed ones included."""
-        done = [request_id for request_id, future in self._saves.items() if future.done()]
-        return [(request_id, self._saves.pop(request_id).result()) for request_id in done]
+        """Returns and forgets the saves that have ended since the last call, failed ones included.
+
+        With several ranks, those that have ended on all of them, with the tokens that all of them hold: what one rank
+        could not save is saved on none. To be called by every rank.
+        """
+        own = [future.result() if future.done() else None for future in self._saves.values()]
+        ended = []
+        for request_id, news, tokens in zip(list(self._saves), own, self._on_all_ranks(own), strict=True):
+            if news is not None and tokens != _RUNS:
+                del self._saves[request_id]
+                ended.append((request_id, self._agreed(news, tokens)))
+        return ended
 
     def lost(self) -> list[SavedDonor]:
-        """Returns and forgets the donors that were lost on their way down since the last call."""
+        """Returns and forgets the donors that were lost on their way down since the last call, on any rank.
+
+        To be called by every rank.
+        """
+        own = [future.result() if future.done() else None for future in self._demotions]
         lost = []
-        while self._demotions and self._demotions[0].done():
-            news = self._demotions.popleft().result()
-            if news is not None:
-                lost.append(news)
+        for news, tokens in zip(own, self._on_all_ranks(own), strict=True):
+            if news is None or tokens == _RUNS:
+                break
+            self._demotions.popleft()
+            if tokens == 0:
+                lost.append(self._agreed(news, tokens))
         return lost
+
+    def _on_all_ranks(self, own: list[SavedDonor | None]) -> list[int]:
+        """The tokens that every rank holds of each donor, _RUNS while a rank is not done (None) with it."""
+        return self._ranks.least([_RUNS if news is None else news.tokens for news in own]) if own else []
+
+    def _agreed(self, news: SavedDonor, tokens: int) -> SavedDonor:
+        """This rank's news, as all ranks have them; what others do not hold goes here as well."""
+        if news.error is not None or tokens == news.tokens:
+            return news
+        if tokens:
+            return SavedDonor(news.donor_id, tokens)
+        self._store.drop(news.donor_id)
+        return SavedDonor(news.donor_id, 0, "another rank does not hold it")
 
     def drain(self) -> None:
         """Waits until everything that was begun has ended."""
@@ -147,7 +181,7 @@ class DonorSaver:
         with self._store.host.writing(donor_id, shape, self._pool.dtype) as held:
             self._writer.copy(source, tokens, held)
 
-    def _demote(self, donor_id: str, is_written: bool) -> SavedDonor | None:
+    def _demote(self, donor_id: str, is_written: bool) -> SavedDonor:
         began, moved = time.perf_counter(), 0
 
         def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
@@ -167,7 +201,7 @@ class DonorSaver:
             self.timings.append(TransferTiming(donor_id, "demotion", moved, time.perf_counter() - began))
         if is_written:
             self._write(donor_id)
-        return None
+        return SavedDonor(donor_id, _NOTHING_LOST)
 
     def _lift(self, donor_id: str, loaded: Event | None) -> None:
         began, moved = time.perf_counter(), 0

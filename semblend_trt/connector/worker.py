@@ -19,6 +19,7 @@ from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.disk_keeper import DiskKeeper
 from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.disk import DiskTier
@@ -85,10 +86,19 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name.
 
-        Raises ConfigurationError when the tiers' or the staging memory asked for cannot be had: on one rank alone
-        that would let ranks decide differently.
+        What one rank refuses, all refuse. Raises ConfigurationError when the tiers' or the staging memory asked for
+        cannot be had, on any rank.
         """
-        if self._facts is None:
+        join_ranks(self._runtime, self._llm_args)
+        failure = None
+        try:
+            self._take_pool(kv_cache_tensor)
+        except ConfigurationError as error:
+            failure = error
+        agree_on_start(self._runtime, failure)
+
+    def _take_pool(self, kv_cache_tensor: torch.Tensor) -> None:
+        if self._facts is None or self._runtime.refusal is not None:
             return
         geometry = _geometry_of(kv_cache_tensor, self._facts, int(getattr(self._llm_args, "tensor_parallel_size", 1)))
         if geometry is None:
@@ -108,19 +118,27 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             pool = single_pool(layout)
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
-            self._runtime.refusal = self._runtime.refusal or "pool_layout"
+            self._refuse("pool_layout")
             return
         if pool is None:
             logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
-            self._runtime.refusal = self._runtime.refusal or "layer_groups"
+            self._refuse("layer_groups")
             return
         self.register_kv_caches(pool)
+
+    def _refuse(self, reason: str) -> None:
+        self._runtime.refusal = self._runtime.refusal or reason
+        join_ranks(self._runtime, self._llm_args)
+        agree_on_start(self._runtime, None)
 
     def register_forward_pass_callable(self) -> None:
         """None: nothing has to run after a forward, because saves wait for their own event."""
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        """Applies the bound metadata: drops and demotes donors, follows blocks, and places plans' spans on `stream`."""
+        """Applies the bound metadata: drops and demotes donors, follows blocks, and places plans' spans on `stream`.
+
+        With several ranks, one that cannot place its part of a plan keeps all of them from using it.
+        """
         metadata = readable_metadata(self.get_connector_meta(), self._runtime)
         if metadata is None:
             return
@@ -153,7 +171,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Starts saving the requests handed in, returns those whose save has ended. Never blocks."""
+        """Starts saving the requests handed in, returns those whose save has ended, on every rank where there are
+        several. Waits for no transfer."""
         unknown = [request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id)]
         if self.saver is None:
             return unknown, started_loading_req_ids
@@ -161,6 +180,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime.saved.extend(saved for _, saved in ended)
         self._runtime.saved.extend(self.saver.lost())
         self._runtime.news_came()
+        if self._runtime.ranks.rank:
+            self._runtime.forget_news()
         return unknown + [request_id for request_id, _ in ended], started_loading_req_ids
 
     def close(self) -> None:
@@ -186,7 +207,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
         self.keeper = self._open_disk(geometry, dtype, self.store.host)
-        self.saver = DonorSaver(self.store, pool, geometry, rotation, writer, self._runtime.tier_news, self.keeper)
+        self.saver = DonorSaver(
+            self.store, pool, geometry, rotation, writer, self._runtime.tier_news, self.keeper, self._runtime.ranks
+        )
 
     def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskKeeper | None:
         """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
@@ -228,9 +251,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def _load(self, plans: tuple[SemanticKvPlan, ...]) -> None:
         assert self.loader is not None or not plans
-        failures = {} if self.loader is None else {id(plan): error for plan, error in self.loader.load(plans)}
-        for plan in plans:
-            error = failures.get(id(plan))
+        failed = [] if self.loader is None else self.loader.load(plans)
+        here = {index: error for index, plan in enumerate(plans) for other, error in failed if other is plan}
+        failures = agree_on_loads(self._runtime.ranks, plans, here)
+        for index, plan in enumerate(plans):
+            error = failures.get(index)
             if error is not None:
                 self._runtime.failed_loads.append(plan.request_id)
                 if plan.execution.mode is EngineMode.STOCK:
@@ -263,7 +288,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
 
 def _check_single_rank(llm_args: Any) -> None:
-    """Ranks have no way to tell one another whose files are whole, and must not read different ones."""
+    """Ranks do not tell one another whose files are whole, and must not read different ones."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
     if ranks > 1:

@@ -266,7 +266,9 @@ def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
         ({"max_batch_size": 0}, r"LlmArgs\.max_batch_size: .*\(given: 0\)"),
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
-        ({"tensor_parallel_size": 2}, r"LlmArgs\.tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, r"LlmArgs\.tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, "the runner holds one of 1 parts"),
+        ({"tensor_parallel_size": 2, "runner": None}, "has joined no torch.distributed group of 2"),
         ({"max_seq_len": 2000}, "exceeds the model's context of 1024"),
         ({"kv_cache_config": KvCacheConfig(max_tokens=16)}, "holds no block of 32 tokens"),
         ({"kv_cache_config": KvCacheConfig(dtype="bfloat16")}, "differs from the model's torch.float32"),
@@ -275,7 +277,7 @@ def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
 )
 def test_arguments_out_of_range_are_one_sentence(tiny_qwen2_path, runner, fields, message):
     with pytest.raises((ConfigurationError, CapacityError), match=message) as caught:
-        LLM(model=tiny_qwen2_path, runner=runner, **fields)
+        LLM(**{"model": tiny_qwen2_path, "runner": runner, **fields})
     assert "\n" not in str(caught.value)
 
 

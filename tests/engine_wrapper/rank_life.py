@@ -1,0 +1,265 @@
+"""One rank of an engine that several processes share: it serves what its test asks for, and writes down what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import distributed
+
+from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.errors import SemBlendError
+from semblend_trt.ranks import Ranks, joined_ranks
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.runtime import runtime_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Told = dict[str, Any]
+
+ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0)
+# A hung rank must not hang the test for longer.
+PATIENCE = timedelta(seconds=60)
+FAILURE = RuntimeError("this rank fails in its test")
+
+
+def text(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+DOCUMENT = text(10, 200)
+DONOR = text(1, 40) + DOCUMENT + text(4, 9)
+SHIFTED = text(2, 73) + DOCUMENT + text(3, 20)
+OTHER = text(7, 260)
+PREFIXED = DONOR[:180] + text(8, 40)
+
+
+class Life:
+    """One rank's engines, all over the same part of the model."""
+
+    def __init__(self, model: Path, folder: Path, ranks: Ranks) -> None:
+        self._model, self._folder, self._ranks = model, folder, ranks
+        self._runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
+
+    def run(self) -> Told:
+        """Everything that one rank, alone or with others, serves when nothing goes wrong."""
+        return {
+            "cold": self._cold(),
+            "shifted": self._shifted(),
+            "verified": self._verified(),
+            "evicted": self._evicted(),
+            "prefix": self._prefix(),
+            "drawn": self._drawn(),
+        }
+
+    def run_faults(self) -> Told:
+        """What the last rank breaks, and all of them answer."""
+        return {
+            "save_fails": self._save_fails(),
+            "load_fails": self._load_fails(),
+            "stock_load_fails": self._stock_load_fails(),
+            "disk": self._disk(),
+            "refusal": self._refusal(),
+            "start": self._start(),
+        }
+
+    @contextmanager
+    def _engine(self, module: str = "engine_wrapper.connector", **variables: Any) -> Iterator[LLM]:
+        # Seconds of a lookup, because these processes crowd the machine.
+        settings = {"EMBEDDER": "off", "LOOKUP_DEADLINE_MS": 5000} | variables
+        named = {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}
+        connector = KvCacheConnectorConfig(
+            connector_module=module,
+            connector_scheduler_class="SemBlendKvConnectorScheduler",
+            connector_worker_class="SemBlendKvConnectorWorker",
+        )
+        with mock.patch.dict(os.environ, named):
+            llm = LLM(
+                self._model,
+                runner=self._runner,
+                tensor_parallel_size=self._ranks.size,
+                kv_connector_config=connector,
+                kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=1024),
+            )
+        with llm:
+            yield llm
+
+    def _is_breaking(self) -> bool:
+        return self._ranks.size > 1 and self._ranks.rank == self._ranks.size - 1
+
+    def _cold(self) -> Told:
+        with self._engine(ENABLED=0) as llm:
+            together = llm.generate([DONOR, SHIFTED, OTHER], ANSWER)
+        return {"tokens": [each.outputs[0].token_ids for each in together]}
+
+    def _shifted(self) -> Told:
+        with self._engine(POLICY="position_fix") as llm:
+            donor = served(llm, DONOR)
+            return {"donor": donor, "shifted": served(llm, SHIFTED), "held": self._heads(llm)}
+
+    def _heads(self, llm: LLM) -> list[list[float]]:
+        """For each donor and KV head, a sum that no other head is likely to have, in the order of the whole model."""
+        host = llm.connector_worker.store.host
+        own = [host.get(donor).tensor.double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
+        # Donors' names differ from run to run, but for what stands behind the dash.
+        gathered = self._ranks.gather(own)
+        return [[head for part in parts for head in part] for parts in zip(*gathered, strict=True)]
+
+    def _verified(self) -> Told:
+        path = self._folder / f"profile-{self._ranks.size}-{self._ranks.rank}.json"
+        # Only rank 0 has a namespace; the profile is one file for all of them.
+        with self._engine() as llm:
+            if self._ranks.rank == 0:
+                namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+                check = ProfileCheck(layer=1, threshold=1.0)
+                ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(path)
+        with self._engine(PROFILE=path) as llm:
+            found = []
+            sink = llm.executor.model_runner.evidence_sink
+
+            def keep(evidence: Any) -> None:
+                found.append(evidence)
+                sink(evidence)
+
+            llm.executor.model_runner.evidence_sink = keep
+            told = [served(llm, DONOR), served(llm, SHIFTED)]
+            unread = self._unread(llm)
+        evidence = [[e.request_id, e.checked_tokens, e.reused_tokens, e.is_dropped] for e in found]
+        return {"told": told, "evidence": evidence, "kept": [e.largest_kept for e in found], "news": unread}
+
+    def _unread(self, llm: LLM) -> list[int]:
+        """News that wait on each rank but the first, whose scheduler reads them."""
+        runtime = runtime_for(llm.llm_args)
+        unread = len(runtime.saved) + len(runtime.evidence) + len(runtime.failed_loads)
+        return self._ranks.gather(unread)[1:]
+
+    def _evicted(self) -> Told:
+        facts = self._runner.facts
+        token = facts.num_layers * 2 * self._runner.kv_heads * facts.head_dim * 4
+        with self._engine(POLICY="position_fix", HOST_BYTES=300 * token) as llm:
+            served(llm, DONOR)
+            served(llm, OTHER)
+            held = [len(host_of(llm))]
+            told = [served(llm, text(9, 30) + OTHER[20:] + text(6, 9)), served(llm, SHIFTED)]
+            held.append(len(host_of(llm)))
+        return {"told": told, "held": self._ranks.gather(held)}
+
+    def _prefix(self) -> Told:
+        """The stock connector gives back what the engine has lost."""
+        with self._engine("semblend_trt.connector") as llm:
+            self._lose_donor(llm)
+            return {"told": served(llm, PREFIXED)}
+
+    @staticmethod
+    def _lose_donor(llm: LLM) -> None:
+        """Serves the donor, and then enough others that the engine's own pool has nothing of it any more."""
+        served(llm, DONOR)
+        for seed in range(20, 24):
+            llm.generate([text(seed, 260)], ANSWER)
+
+    def _drawn(self) -> Told:
+        with self._engine(ENABLED=0) as llm:
+            return {"agree": len({str(each) for each in self._ranks.gather(tokens(llm, OTHER, DRAWN))}) == 1}
+
+    def _save_fails(self) -> Told:
+        with self._engine(POLICY="position_fix") as llm:
+            free = llm.block_manager.num_free_blocks
+            with self._breaking(llm.connector_worker.saver, "_save_on_host"):
+                first = served(llm, DONOR)
+            held = self._ranks.gather(len(host_of(llm)))
+            # Nobody finds the donor; this request becomes one, and the next finds it.
+            told = {"second": served(llm, SHIFTED), "third": served(llm, text(5, 50) + DOCUMENT + text(6, 9))}
+            leaked = free - llm.block_manager.num_free_blocks
+            return told | {"first": first, "held": held, "leaked": leaked}
+
+    def _load_fails(self) -> Told:
+        with self._engine(POLICY="position_fix") as llm:
+            served(llm, DONOR)
+            (donor,) = host_of(llm)._slots
+            with self._breaking(llm.connector_worker.loader, "_prepare"):
+                failed = served(llm, SHIFTED)
+            return {"failed": failed, "keeps": self._ranks.gather(donor in host_of(llm)), "news": self._unread(llm)}
+
+    def _stock_load_fails(self) -> Told:
+        with self._engine("semblend_trt.connector") as llm:
+            self._lose_donor(llm)
+            with self._breaking(llm.connector_worker.loader, "_prepare"):
+                try:
+                    llm.generate([PREFIXED], ANSWER)
+                except (SemBlendError, RuntimeError) as error:
+                    return {"error": str(error)}
+        return {"error": None}
+
+    def _disk(self) -> Told:
+        disk = self._folder / "disk"
+        with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
+            news = [each.event.value for each in runtime_for(llm.llm_args).tier_news]
+            served(llm, DONOR)
+            return {"news": news, "shifted": served(llm, SHIFTED)}
+
+    def _refusal(self) -> Told:
+        """The last rank alone cannot read its pool."""
+        shape = "semblend_trt.connector.worker._geometry_of"
+        with mock.patch(shape, return_value=None) if self._is_breaking() else mock.MagicMock(), self._engine() as llm:
+            return {"told": served(llm, DONOR), "refusal": runtime_for(llm.llm_args).refusal}
+
+    def _start(self) -> Told:
+        """The last rank alone has been given settings that it cannot use."""
+        try:
+            with self._engine(**({"DISK_BYTES": 1} if self._is_breaking() else {})):
+                return {"error": None}
+        except SemBlendError as error:
+            return {"error": str(error)}
+
+    @contextmanager
+    def _breaking(self, owner: object, name: str) -> Iterator[None]:
+        if not self._is_breaking():
+            yield
+            return
+        with mock.patch.object(owner, name, side_effect=FAILURE):
+            yield
+
+
+def host_of(llm: LLM) -> Any:
+    return llm.connector_worker.store.host
+
+
+def tokens(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    found: list[int] = llm.generate([prompt], params)[0].outputs[0].token_ids
+    return found
+
+
+def served(llm: LLM, prompt: list[int]) -> Told:
+    output = llm.generate([prompt], ANSWER)[0]
+    llm.settle()
+    return {
+        "tokens": output.outputs[0].token_ids,
+        "reused": output.reused_tokens,
+        "computed": output.computed_tokens,
+        "outcome": output.reuse_outcome,
+        "reason": output.reuse_reason,
+    }
+
+
+def live(rank: int, size: int, model: Path, folder: Path) -> None:
+    """The process of one rank: joins the others and writes `rank-N.json` into `folder`."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
+    ranks = joined_ranks(size)
+    assert ranks is not None
+    life = Life(model, folder, ranks)
+    told = life.run() | life.run_faults()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    distributed.destroy_process_group()
