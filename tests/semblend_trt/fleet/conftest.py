@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from semblend_trt.fleet.announcer import DonorAnnouncer
+from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import EventPublisher
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -113,3 +117,62 @@ class Teller:
 def make_teller(base_namespace: CacheNamespace) -> Callable[..., Teller]:
     """make_teller(worker, generation=7): a worker of the engine's namespace."""
     return lambda worker, generation=7: Teller(worker, base_namespace, generation)
+
+
+class PublishingWorker:
+    """A publisher with one library whose donors tests add and take away."""
+
+    def __init__(
+        self,
+        options: ConnectionOptions,
+        namespace: Any,
+        worker: tuple[int, int] = (3, 0),
+        generation: int = 7,
+        **keywords: Any,
+    ) -> None:
+        self.counters = EventCounters(enabled=False)
+        settings = {"heartbeat_seconds": 0.1, "resync_seconds": 0.0} | keywords
+        self.publisher = EventPublisher(options, Emitter(*worker, generation), self.counters, **settings)
+        self.news = DonorAnnouncer(self.publisher, self.publisher.close)
+        self.held: dict[str, str] = {}
+        self._namespace = namespace
+
+    def add(self, donor_id: str, length: int = 100, salt: str | None = None) -> None:
+        tokens = np.random.default_rng(len(donor_id)).integers(0, 150_000, length, dtype=np.int32)
+        self.news.intended(donor_id, self._namespace, salt)
+        self.news.held(donor_id, tokens, "device")
+        self.held[donor_id] = "device"
+
+    def move(self, donor_id: str) -> None:
+        self.news.moved(donor_id, "host")
+        self.held[donor_id] = "host"
+
+    def remove(self, donor_id: str) -> None:
+        self.news.gone(donor_id)
+        del self.held[donor_id]
+
+    def churn(self, rng: np.random.Generator, steps: int) -> None:
+        for step in range(steps):
+            if self.held and rng.random() < 0.4:
+                self.remove(str(rng.choice(sorted(self.held))))
+            elif self.held and rng.random() < 0.3:
+                self.move(str(rng.choice(sorted(self.held))))
+            else:
+                self.add(f"donor-{step}-{rng.integers(1 << 40)}")
+
+
+@pytest.fixture
+def make_worker(namespace: CacheNamespace) -> Iterator[Callable[..., PublishingWorker]]:
+    """make_worker(server, ...): a worker whose events go there; connection options and settings as keywords."""
+    workers: list[PublishingWorker] = []
+
+    def make(server: Any, **keywords: Any) -> PublishingWorker:
+        fields = {field.name for field in dataclasses.fields(ConnectionOptions)}
+        chosen = {name: keywords.pop(name) for name in list(keywords) if name in fields}
+        options = ConnectionOptions(**({"servers": (server.url,), "subject": "semantic-kv-events"} | chosen))
+        workers.append(PublishingWorker(options, namespace, **keywords))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.publisher.close()

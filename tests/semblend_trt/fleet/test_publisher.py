@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 import threading
@@ -11,48 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.publisher import EventPublisher
-from semblend_trt.fleet.wire import Emitter, EventFormat, decode
+from semblend_trt.fleet.wire import EventFormat, decode
 
 STREAM = (3, 0)
-
-
-class Worker:
-    """A publisher with one library whose donors tests add and take away."""
-
-    def __init__(self, options: ConnectionOptions, namespace: Any, generation: int = 7, **keywords: Any) -> None:
-        self.counters = EventCounters(enabled=False)
-        settings = {"heartbeat_seconds": 0.1, "resync_seconds": 0.0} | keywords
-        self.publisher = EventPublisher(options, Emitter(*STREAM, generation), self.counters, **settings)
-        self.news = DonorAnnouncer(self.publisher, self.publisher.close)
-        self.held: dict[str, str] = {}
-        self._namespace = namespace
-
-    def add(self, donor_id: str, length: int = 100, salt: str | None = None) -> None:
-        tokens = np.random.default_rng(len(donor_id)).integers(0, 150_000, length, dtype=np.int32)
-        self.news.intended(donor_id, self._namespace, salt)
-        self.news.held(donor_id, tokens, "device")
-        self.held[donor_id] = "device"
-
-    def move(self, donor_id: str) -> None:
-        self.news.moved(donor_id, "host")
-        self.held[donor_id] = "host"
-
-    def remove(self, donor_id: str) -> None:
-        self.news.gone(donor_id)
-        del self.held[donor_id]
-
-    def churn(self, rng: np.random.Generator, steps: int) -> None:
-        for step in range(steps):
-            if self.held and rng.random() < 0.4:
-                self.remove(str(rng.choice(sorted(self.held))))
-            elif self.held and rng.random() < 0.3:
-                self.move(str(rng.choice(sorted(self.held))))
-            else:
-                self.add(f"donor-{step}-{rng.integers(1 << 40)}")
 
 
 def known(reader: Any, stream: tuple[int, int] = STREAM) -> dict[str, str] | None:
@@ -60,24 +21,8 @@ def known(reader: Any, stream: tuple[int, int] = STREAM) -> dict[str, str] | Non
     return None if view is None else {donor_id: donor.tier for donor_id, donor in view.donors.items()}
 
 
-def converges(reader: Any, worker: Worker) -> bool:
+def converges(reader: Any, worker: Any) -> bool:
     return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader) == worker.held)
-
-
-@pytest.fixture
-def make_worker(namespace):
-    workers = []
-
-    def make(server, **keywords):
-        fields = {field.name for field in dataclasses.fields(ConnectionOptions)}
-        chosen = {name: keywords.pop(name) for name in list(keywords) if name in fields}
-        options = ConnectionOptions(**({"servers": (server.url,), "subject": "semantic-kv-events"} | chosen))
-        workers.append(Worker(options, namespace, **keywords))
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.publisher.close()
 
 
 @pytest.mark.parametrize("form", EventFormat)
