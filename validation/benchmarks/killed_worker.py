@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from validation.benchmarks.fault_bench import FaultBench, prompts_of
 
@@ -22,7 +23,7 @@ def _kill(*_arguments: Any) -> None:
 
 def kill_while_writing(_llm: LLM) -> None:
     """The donor's bytes have been handed to the system, and its file has no name yet."""
-    os.fsync = _kill
+    mock.patch.object(os, "fsync", _kill).start()
 
 
 def kill_once_saved(llm: LLM) -> None:

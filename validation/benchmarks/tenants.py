@@ -1,0 +1,135 @@
+"""Whether a tenant can tell that another one's donor holds its document: times to the first token, and every count.
+
+`python -m validation.benchmarks.tenants` serves prompts behind a salt, half of them right after another salt has served
+the same document and half after it has served another one, in random order, and compares the two by a two-sample
+Kolmogorov-Smirnov test. As many prompts whose own salt holds the document show that the test would see a difference.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scipy.stats import ks_2samp
+
+from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from validation.benchmarks.bench_model import make_runner
+from validation.benchmarks.measure import ONE_TOKEN
+from validation.benchmarks.prompts import Prompts
+from validation.benchmarks.recording import parser_of, record
+from validation.engines import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_wrapper.embedded.outputs import RequestOutput
+    from validation.benchmarks.ttft import Rows
+
+SAMPLES = 250
+WARM_UPS = 10
+LAYERS, SIZE = 3, 512
+LEAST_P = 0.05
+# Steady after the warm-ups: every new donor pushes an old one out.
+MAX_DONORS = 16
+OWN_SALT, OTHER_SALT = "tenant-b", "tenant-a"
+NOBODY, OTHER, OWN = "nobody", "other", "own"
+
+
+@dataclass(slots=True)
+class Arm:
+    """What requests showed whose document is held by nobody, by the other tenant, or by their own.
+
+    `counts`: all that a request says of reuse, which may be one thing in an arm only.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    counts: list[tuple[object, ...]] = field(default_factory=list)
+
+    def add(self, output: RequestOutput, llm: LLM) -> None:
+        assert output.time_to_first_token is not None
+        self.seconds.append(output.time_to_first_token)
+        report = llm.connector_scheduler.reuse_of(output.request_id)
+        self.counts.append((output.cached_tokens, output.computed_tokens, output.outputs[0].finish_reason, report))
+
+
+def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
+    """Serves a prompt of a document that `holder` has just had served; somebody always has something served."""
+    document = prompts.document(SIZE)
+    served = prompts.document(SIZE) if holder == NOBODY else document
+    llm.generate([prompts.donor(served)], ONE_TOKEN, cache_salt=OWN_SALT if holder == OWN else OTHER_SALT)
+    llm.settle()
+    (output,) = llm.generate([prompts.shifted(document)], ONE_TOKEN, cache_salt=OWN_SALT)
+    arm.add(output, llm)
+    llm.settle()
+
+
+def arms_of(samples: int) -> dict[str, Arm]:
+    """So many samples of each arm, in random order."""
+    variables = {
+        "POLICY": "position_fix",
+        "MODEL_REVISION": "random",
+        "TOKENIZER_REVISION": "none",
+        "MAX_DONORS": str(MAX_DONORS),
+        "EMBEDDER": "off",
+    }
+    order = random.Random(0).sample([NOBODY, OTHER, OWN] * samples, 3 * samples)
+    arms = {holder: Arm() for holder in (NOBODY, OTHER, OWN)}
+    with tempfile.TemporaryDirectory() as folder:
+        runner = make_runner(Path(folder), "cpu", LAYERS)
+        prompts = Prompts(int(runner.config.vocab_size))
+        with environment({f"SEMBLEND_{name}": value for name, value in variables.items()}):
+            llm = LLM(
+                Path(folder),
+                runner=runner,
+                # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
+                kv_cache_config=KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False),
+                kv_connector_config=KvCacheConnectorConfig(
+                    connector_module="engine_wrapper.connector",
+                    connector_scheduler_class="SemBlendKvConnectorScheduler",
+                    connector_worker_class="SemBlendKvConnectorWorker",
+                ),
+            )
+        with llm:
+            for _ in range(WARM_UPS):
+                sample(llm, prompts, OWN, Arm())
+            for holder in order:
+                sample(llm, prompts, holder, arms[holder])
+    return arms
+
+
+def run(samples: int, rows: Rows) -> None:
+    """Measures all rows."""
+    arms = arms_of(samples)
+    baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
+    p = float(ks_2samp(arms[OTHER].seconds, arms[NOBODY].seconds).pvalue)
+    rows.add("tenant_ks_p", p, "p", f"nobody holds the document; {baseline}", LEAST_P, "higher")
+    own = float(ks_2samp(arms[OWN].seconds, arms[NOBODY].seconds).pvalue)
+    rows.add("tenant_own_donor_ks_p", own, "p", "the same where one's own salt holds it: the test sees a difference")
+    differing = sum(counts != arms[NOBODY].counts[0] for arm in (NOBODY, OTHER) for counts in arms[arm].counts)
+    rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, prints and writes."""
+    parser = parser_of("tenants", __doc__)
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help=f"prompts of each arm; fewer than {SAMPLES} are a dry run"
+    )
+    options = parser.parse_args(arguments)
+    if options.samples < 2:
+        parser.error(f"--samples {options.samples} cannot be compared; at least 2 are needed")
+    record(
+        "tenants",
+        options.json,
+        {"samples": options.samples},
+        lambda rows: run(options.samples, rows),
+        dry=options.samples < SAMPLES,
+    )
+
+
+if __name__ == "__main__":
+    main()
