@@ -44,10 +44,13 @@ class Bench:
         return max(self.sizes)
 
     @contextmanager
-    def engine(self, variables: Mapping[str, str] | None = None, *, warm: bool = True) -> Iterator[LLM]:
-        """An engine with room for two prompts; `variables`, without SEMBLEND_, set its connector, none means none.
+    def engine(
+        self, variables: Mapping[str, str] | None = None, *, warm: bool = True, room: int = 2, batch: int = 8
+    ) -> Iterator[LLM]:
+        """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
 
-        `warm` prepares it for the sizes that are measured.
+        `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
+        measured.
         """
         connector = None
         if variables:
@@ -62,9 +65,11 @@ class Bench:
             llm = LLM(
                 self.folder,
                 runner=self.runner,
+                tensor_parallel_size=self.runner.ranks.size,
                 max_num_tokens=self.longest,
+                max_batch_size=batch,
                 max_seq_len=self.longest + 64,
-                kv_cache_config=KvCacheConfig(max_tokens=2 * (self.longest + 64)),
+                kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
                 kv_connector_config=connector,
             )
         with llm:

@@ -1,0 +1,175 @@
+"""What saving donors costs the requests that run meanwhile: their decoding, and the next prompt's prefill.
+
+`python -m validation.benchmarks.saving` makes the model on the spot. Two engines of one model decode a steady batch
+while long prompts come one behind the other; one engine keeps each of them as a donor in host memory, the other keeps
+none. They take turns, and every figure is the median over neighbouring pairs. `--layers` is a dry run with a narrow
+model, which needs no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from engine_wrapper.embedded.sampling import SamplingParams
+from validation.benchmarks.bench_model import make_runner
+from validation.benchmarks.goals import label
+from validation.benchmarks.measure import ONE_TOKEN, WARM_UPS, Bench, synchronize
+from validation.benchmarks.prompts import Prompts
+from validation.benchmarks.ttft import DEFAULT_FOLDER, Rows
+from validation.machine import describe, versions
+from validation.results import Measured, today, write_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_wrapper.embedded.llm import LLM
+
+SAVING_SLOWDOWN = 1.02
+SIZE = 8_192
+# The batch that decodes all the while, tokens of each of its prompts, and steps that are timed behind a donor's end:
+# about as long as the prefill that has to come before another donor can end.
+DECODING, DECODING_PROMPT, STEPS = 8, 1_024, 32
+DONORS = 6
+PARTS = ("prefill", "decode", "worst_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Milliseconds of one turn of an engine: the time to first token of a prompt while another's KV is being saved,
+    the decode steps behind its own end together, and the slowest of them."""
+
+    prefill: float
+    decode: float
+    worst_step: float
+
+
+class Load:
+    """An engine under load: a batch that decodes until the end, and long prompts that come and go."""
+
+    def __init__(self, llm: LLM, bench: Bench, size: int, steps: int, turns: int) -> None:
+        self._llm, self._bench, self._size, self._steps = llm, bench, size, steps
+        # A turn has two prefills, and an iteration at which each of them ends.
+        enough = SamplingParams(max_tokens=turns * (steps + 4), ignore_eos=True)
+        prompt = min(DECODING_PROMPT, size // 2)
+        self._decoding = [
+            llm.generate_async(bench.prompts.fresh(prompt), enough, streaming=False) for _ in range(DECODING)
+        ]
+        self.turn()
+
+    def turn(self) -> Turn:
+        """One prompt, another behind it, and some steps of the batch alone. Raises AssertionError when it has ended."""
+        gc.collect()
+        synchronize()
+        self._prefill()
+        prefill = self._prefill()
+        steps = [self._step() for _ in range(self._steps)]
+        assert not any(stream.has_news() for stream in self._decoding), "the decoding batch has ended"
+        self._llm.settle()
+        synchronize()
+        return Turn(prefill, sum(steps), max(steps))
+
+    def _prefill(self) -> float:
+        begin = perf_counter()
+        stream = self._llm.generate_async(self._bench.prompts.fresh(self._size), ONE_TOKEN, streaming=False)
+        self._llm.run_until(stream.has_news)
+        return (perf_counter() - begin) * 1e3
+
+    def _step(self) -> float:
+        begin = perf_counter()
+        assert self._llm.executor.step()
+        return (perf_counter() - begin) * 1e3
+
+
+def run(bench: Bench, size: int, steps: int, rows: Rows) -> None:
+    """Measures all rows."""
+    turns = WARM_UPS + bench.repeats
+    decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
+    room = 3 + -(-decoding // bench.longest)
+    # The running requests reserve room among the donors as well.
+    saving = {"POLICY": "position_fix", "HOST_BYTES": str(bench.donor_bytes(room + DONORS))}
+    without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
+    batch = DECODING + 1
+    with (
+        bench.engine(saving, room=room, batch=batch) as kept,
+        bench.engine(without, room=room, batch=batch) as dropped,
+    ):
+        loads = [Load(llm, bench, size, steps, turns + 1) for llm in (kept, dropped)]
+        pairs = []
+        for index in range(turns):
+            order = loads if index % 2 else loads[::-1]
+            found = {id(load): load.turn() for load in order}
+            pairs.append([found[id(load)] for load in loads])
+        saved = [timing for timing in kept.connector_worker.saver.timings if timing.what == "save_host"]
+        assert not dropped.connector_worker.saver.timings, "the engine without saving has saved"
+    assert len(saved) >= 2 * turns, f"{len(saved)} donors were saved in {turns} turns of two"
+    rows_of(pairs[WARM_UPS:], size, steps, rows)
+    seconds = statistics.median(timing.seconds for timing in saved[-2 * bench.repeats :])
+    rows.add(f"saving_{label(size)}_ms", seconds * 1e3, "ms", "from the end of a request to its donor in host memory")
+
+
+def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows) -> None:
+    """Adds the rows of `pairs`, each the turns of the engine that saves and of the one that does not."""
+    told = {
+        "prefill": f"time to first token of {label(size)} tokens while as many are saved, {DECODING} requests decoding",
+        "decode": f"{steps} steps of {DECODING} requests behind the end of {label(size)} tokens that are saved",
+        "worst_step": "the slowest of those steps",
+    }
+    slowdowns = {}
+    for part in PARTS:
+        ratios = [getattr(kept, part) / getattr(dropped, part) for kept, dropped in pairs]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        usual = statistics.median(getattr(dropped, part) for _, dropped in pairs)
+        baseline = (
+            f"{told[part]}; {usual:,.1f} ms without saving; median of {len(ratios)} neighbouring pairs, half of them "
+            f"within {low:.3f} and {high:.3f}"
+        )
+        slowdowns[part] = middle
+        rows.add(f"saving_slowdown_{part}", middle, "x", baseline)
+    largest = max(("prefill", "decode"), key=lambda part: slowdowns[part])
+    baseline = f"the same engine and load without saving; {largest}, the larger of prefill and decode"
+    rows.add("saving_slowdown", slowdowns[largest], "x", baseline, SAVING_SLOWDOWN)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, prints and writes."""
+    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.saving", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="DIR", help=f"where saving.json is written ({DEFAULT_FOLDER})")
+    parser.add_argument("--size", type=int, default=SIZE, help="tokens of the prompts that become donors")
+    parser.add_argument("--steps", type=int, default=STEPS, help="decode steps that are timed in a turn")
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    parser.add_argument("--repeats", type=int, default=20, help="pairs of turns that count for a median")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and options.layers is None:
+        parser.error("torch sees no CUDA device; --layers 2 --size 512 is a dry run without one")
+    command = "python -m validation.benchmarks.saving" + "".join(
+        f" --{name} {getattr(options, name)}"
+        for name in ("size", "steps", "layers", "repeats")
+        if getattr(options, name) is not None
+    )
+    rows = Rows(Measured(command, describe(device), versions(), today()), options.layers is not None, Console())
+    with tempfile.TemporaryDirectory() as folder:
+        runner = make_runner(Path(folder), device, options.layers)
+        prompts = Prompts(int(runner.config.vocab_size))
+        # A prompt runs at once beside the batch that decodes.
+        sizes = (options.size + DECODING,)
+        run(Bench(runner, Path(folder), options.repeats, prompts, sizes), options.size, options.steps, rows)
+    Console().print(rows.table())
+    target = options.json or (None if options.layers is not None else DEFAULT_FOLDER)
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        write_rows(target / "saving.json", rows.rows)
+
+
+if __name__ == "__main__":
+    main()
