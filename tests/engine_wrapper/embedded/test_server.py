@@ -1,4 +1,4 @@
-"""A worker over HTTP: the OpenAI API's answers and refusals, streams, clients that leave, and donors told while idle."""
+"""A worker over HTTP: the OpenAI API's answers and refusals, streams, clients that leave, donors kept while idle."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_completion_is_the_engines(tiny_qwen2_path, make_worker):
         return whole, kind, stream, cut, await answer_of(client, "/v1/completions", {**body, "prompt": ids})
 
     (status, whole), kind, stream, (_, cut), (_, by_ids) = asked(worker, ask)
-    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512) as llm:
-        (expected,) = llm.generate(DOCUMENT, SamplingParams(max_tokens=8, ignore_eos=True))
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512) as alone:
+        (expected,) = alone.generate(DOCUMENT, SamplingParams(max_tokens=8, ignore_eos=True))
     text = expected.outputs[0].text
     assert status == 200
     assert whole["choices"][0] == {"index": 0, "logprobs": None, "text": text, "finish_reason": "length"}

@@ -101,11 +101,11 @@ def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, m
 def test_closing_ends_what_runs(engine):
     async def close():
         long = SamplingParams(max_tokens=200, ignore_eos=True)
-        outputs = engine.outputs(PROMPTS[0], long, None, streaming=True)
-        await anext(outputs)
+        running = asyncio.ensure_future(outputs_of(engine, PROMPTS[0], long))
+        while not engine.running:
+            await asyncio.sleep(0)
         engine.close()
         with pytest.raises(EngineStoppedError, match="it was shut down"):
-            while True:
-                await anext(outputs)
+            await running
 
     asyncio.run(close())
