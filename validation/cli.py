@@ -41,6 +41,8 @@ from validation.quality.arguments import parse_quality
 from validation.quality.command import run_quality
 from validation.quality.family_cases import FamilyRequest, write_cases
 from validation.record import FILE_NAME, end_to_end_rows
+from validation.replay.arguments import parse_replay
+from validation.replay.command import run_replay
 from validation.report import Report
 from validation.scorer import Scorer, scored
 from validation.tokenised import MAX_FORCED_TOKENS
@@ -71,6 +73,9 @@ def main(arguments: Sequence[str]) -> int:
             return ALL_HOLD if run_quality(parse_quality(arguments[1:]), _command(arguments)) else GATE_FAILED
         if arguments and arguments[0] == "calibrate":
             return ALL_HOLD if run_calibrate(parse_calibrate(arguments[1:]), _command(arguments)) else GATE_FAILED
+        if arguments and arguments[0] == "replay":
+            run_replay(parse_replay(arguments[1:]), _command(arguments))
+            return ALL_HOLD
         return _run(parse_run(arguments), _command(arguments))
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)

@@ -83,7 +83,7 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     owners: dict[tuple[str, str], Path] = {}
     for path in sorted(root.rglob("*.json")):
-        rows = _rows_of(path)
+        rows = rows_of(path)
         for each in rows:
             other = owners.setdefault((path.parent.name, each.name), path)
             if other is not path:
@@ -92,7 +92,8 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
     return found
 
 
-def _rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path) -> list[Row]:
+    """Rows of one file. Raises ConfigurationError when it does not hold rows, or they contradict themselves."""
     try:
         rows = [Row.model_validate(fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:

@@ -1,0 +1,114 @@
+"""The command: its files, which latency model it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from validation.cli import main
+from validation.replay.command import FILE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from semblend_trt.fleet.telemetry import TraceLine
+
+
+def run(arguments: list[str], output: Path, rows: Path | None) -> dict[str, object]:
+    profile = [] if rows is None else ["--latency-profile", str(rows)]
+    assert main(["replay", *arguments, *profile, "--output", str(output)]) == 0
+    return json.loads((output / "replay_results.json").read_text())
+
+
+def test_a_workload_leaves_all_files_and_its_trace_gives_the_same_figures(
+    tmp_path: Path, recorded_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--policies", "adaptive_semantic", "--capacity-tokens", "4000", "9000", "4000"]
+    workload = ["--workload", "low_memory_rag_stress", "--requests", "80", "--write-trace", str(tmp_path / "t.jsonl")]
+    document = run([*workload, *asked], tmp_path / "out", recorded_rows)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILE_NAMES)
+    lines = document["lines"]
+    assert isinstance(lines, list)
+    expected = [
+        (rule, policy, capacity)
+        for rule in ("exact_prefix", "span")
+        for capacity in (4000, 9000)
+        for policy in ("lru", "adaptive_semantic", "optimum")
+    ]
+    assert [(line["rule"], line["policy"], line["capacity_tokens"]) for line in lines] == expected
+    for line in lines:
+        assert 0 <= line["hit_share"] <= document["unlimited_share"][line["rule"]] + 1e-9
+        assert 0 < line["ttft_p50_ms"] <= line["ttft_p95_ms"] <= line["ttft_p99_ms"]
+        assert (line["ttft_over_lru_ms"] is None) == (line["policy"] == "lru")
+    with (tmp_path / "out" / "replay_metrics.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["hit_share"]) for row in table] == [line["hit_share"] for line in lines]
+    assert [float(row["predicted_ttft_p95_ms"]) for row in table] == [line["ttft_p95_ms"] for line in lines]
+    page = (tmp_path / "out" / "replay_summary.md").read_text()
+    assert "(replay_plot.png)" in page
+    assert "predicted by the model" in page
+    assert page.count("| adaptive_semantic |") == 4
+    assert (tmp_path / "out" / "replay_plot.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in shown[-5:]] == [*FILE_NAMES, "t.jsonl"]
+    again = run(["--trace", str(tmp_path / "t.jsonl"), *asked], tmp_path / "again", recorded_rows)
+    assert again["lines"] == lines
+
+
+def test_a_trace_with_enough_observations_makes_its_own_latency_model(
+    line: Callable[..., TraceLine], tmp_path: Path, recorded_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = [
+        line(n, ["a", f"own {n}"], [1_000, 10 * n], observed_ttft_ms=5 + n, observed_prefill_tokens=1_000 + 10 * n)
+        for n in range(1, 41)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(each.to_json() + "\n" for each in seen) + "no line\n")
+    asked = ["--trace", str(path), "--skip-bad", "--policies", "lru"]
+    own = run(asked, tmp_path / "own", None)["model"]
+    assert isinstance(own, dict)
+    assert (own["source"], own["observations"], own["computed_range"]) == ("the trace itself", 40, [1_010, 1_400])
+    shown = capsys.readouterr().out
+    assert "fitted to 40 observations of the trace itself" in shown
+    assert "passed over: 1; the first time because line 41 is not a request" in shown
+    rows = run(asked, tmp_path / "rows", recorded_rows)["model"]
+    assert isinstance(rows, dict)
+    assert rows["source"] == str(recorded_rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "One of the arguments --trace --workload is required"),
+        (["--workload", "lucky"], "--workload names 'lucky'; there are repeated_system"),
+        (["--workload", "rag_shared_corpus", "--trace", "t"], "not allowed with argument"),
+        (["--trace", "missing.jsonl"], "missing.jsonl cannot be read"),
+        (["--trace", "t", "--write-trace", "u"], "--write-trace saves a built-in trace"),
+        (["--workload", "rag_shared_corpus", "--policies", "mru"], "--policies names 'mru'; there are fifo, lru, lfu"),
+        (["--workload", "rag_shared_corpus", "--policies", "optimum"], "--policies names 'optimum'"),
+        (["--workload", "rag_shared_corpus", "--capacity-tokens", "0"], "--capacity-tokens holds 0"),
+        (["--workload", "rag_shared_corpus", "--capacity-tokens", "many"], "invalid int value: 'many'"),
+        (["--workload", "rag_shared_corpus", "--requests", "0"], "--requests is 0; it must be at least 1"),
+        (["--workload", "rag_shared_corpus", "--requests", "100001"], "it must be at most 100000"),
+        (["--workload", "rag_shared_corpus", "--min-match-length", "0"], "--min-match-length is 0"),
+        (["--workload", "rag_shared_corpus", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
+        (["--workload", "rag_shared_corpus", "--latency-profile", "missing.json"], "missing.json does not hold"),
+        (["--workload", "rag_shared_corpus"], "name a file of result rows with --latency-profile"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
+) -> None:
+    check_refused(["replay", *arguments], sentence)
+
+
+def test_an_empty_trace_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, check_refused: Callable[[list[str], str], None]
+) -> None:
+    path = tmp_path_factory.mktemp("empty") / "trace.jsonl"
+    path.write_text("")
+    check_refused(["replay", "--trace", str(path)], "the trace holds no request with tokens")

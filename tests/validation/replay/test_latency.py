@@ -1,0 +1,86 @@
+"""The fitted latency model: known costs are found, bad data refused, extrapolation told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semblend_trt.errors import ConfigurationError
+from validation.replay.latency import LatencyModel
+from validation.replay.observation import Observation
+from validation.replay.recorded import recorded_observations
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def observations(costs: tuple[float, float, float, float], noise: float = 0.0) -> list[Observation]:
+    random = np.random.default_rng(7)
+    found = []
+    for _ in range(80):
+        c, r = int(random.integers(50, 8_000)), int(random.integers(0, 8_000))
+        ttft = costs[0] + costs[1] * c + costs[2] * r + costs[3] * c * (r + c / 2)
+        found.append(Observation(ttft * float(random.uniform(1 - noise, 1 + noise)), c, r))
+    return found
+
+
+@settings(max_examples=40)
+@given(
+    st.floats(1.0, 100.0),
+    st.floats(0.005, 0.5),
+    st.one_of(st.just(0.0), st.floats(1e-3, 1e-2)),
+    st.one_of(st.just(0.0), st.floats(1e-6, 1e-5)),
+)
+def test_known_costs_are_found(intercept: float, computed: float, reused: float, pair: float) -> None:
+    model = LatencyModel.fitted(observations((intercept, computed, reused, pair)), "a test")
+    found = (model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms)
+    assert found == pytest.approx((intercept, computed, reused, pair), rel=1e-3, abs=1e-9)
+    assert model.r2 == pytest.approx(1.0)
+    assert model.residual_p95_ms < 1e-3
+
+
+def test_noise_shows_in_the_residuals_and_a_cost_that_it_hides_is_left_out() -> None:
+    model = LatencyModel.fitted(observations((20.0, 0.1, 0.0, 0.0), noise=0.2), "a test")
+    assert model.pair_ms == model.reused_ms == 0.0
+    assert 0.5 < model.r2 < 0.99
+    assert model.residual_p95_ms > 20.0
+    assert f"r2 {model.r2:.4f}" in model.sentence()
+
+
+def test_predictions_beyond_what_was_observed_are_told() -> None:
+    seen = [Observation(10.0 + n, n, 0) for n in range(100, 200)]
+    model = LatencyModel.fitted(seen, "a test")
+    computed, reused = np.array([99, 100, 150, 199, 200, 150]), np.array([0, 0, 0, 0, 0, 1])
+    assert model.outside(computed, reused).tolist() == [True, False, False, False, True, True]
+    assert model.predict(computed, reused) == pytest.approx([109, 110, 160, 209, 210, 160])
+    assert "taken as free" in model.sentence()
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [[], [Observation(10.0, 100, 0)] * 50, [Observation(10.0 + n, 100 * n, 0) for n in range(1, 5)]],
+    ids=["none", "all alike", "too few"],
+)
+def test_too_little_to_fit_is_refused(seen: list[Observation]) -> None:
+    with pytest.raises(ConfigurationError, match=r"a test: .* needed to fit a latency model"):
+        LatencyModel.fitted(seen, "a test")
+
+
+def test_recorded_rows_make_a_close_fit(recorded_rows: Path) -> None:
+    seen = recorded_observations(recorded_rows)
+    assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
+    assert sorted(each.computed + each.reused for each in seen if each.reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
+    model = LatencyModel.fitted(seen, "rows")
+    assert model.r2 > 0.99
+    assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"name": "cold_ttft_4k_ms"}]')
+    with pytest.raises(ConfigurationError, match="does not hold result rows"):
+        recorded_observations(path)

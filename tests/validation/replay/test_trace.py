@@ -1,0 +1,107 @@
+"""What is kept of a trace, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceBlock
+from validation.replay import trace as trace_module
+from validation.replay.trace import Trace, trace_file, trace_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from semblend_trt.fleet.telemetry import TraceLine
+
+
+def spans(trace: Trace) -> list[list[int]]:
+    return [request for _, request in trace.requests(as_prefixes=False)]
+
+
+def prefixes(trace: Trace) -> list[list[int]]:
+    return [request for _, request in trace.requests(as_prefixes=True)]
+
+
+def test_blocks_are_told_apart_by_content_or_by_all_before(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
+    assert spans(trace) == [[0, 1], [2, 1], [0, 1]]
+    assert prefixes(trace) == [[0, 1], [2, 3], [0, 1]]
+    assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
+    assert (len(trace), trace.block_uses, trace.prompt_tokens()) == (3, 6, [3, 5, 3])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"tenant": "b"}, {"tenant": None}, {"tenant": "a", "model_name": "another"}, {"tenant": "a", "tokens": [6]}],
+)
+def test_other_tenants_models_and_lengths_share_nothing(
+    line: Callable[..., TraceLine], other: dict[str, object]
+) -> None:
+    first = {"contents": ["x"], "tokens": [5], "tenant": "a"}
+    trace = trace_of([line(0, **first), line(1, **(first | other)), line(2, **first)])
+    assert spans(trace) == prefixes(trace) == [[0], [1], [0]]
+
+
+def test_a_block_without_content_is_shared_with_nobody_and_ends_the_prefix(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(0, ["a", None, "b"], [1, 2, 3])] * 2)
+    assert spans(trace) == [[0, -1, 1]] * 2
+    assert prefixes(trace) == [[0, -1, -1]] * 2
+
+
+def test_text_stands_for_a_missing_hash(line: Callable[..., TraceLine]) -> None:
+    said = [TraceBlock(text=text, token_count=2) for text in ("same", "same", "other")]
+    trace = trace_of([line(0, [], [], blocks=said)])
+    assert spans(trace) == [[0, 0, 1]]
+
+
+def test_requests_are_replayed_in_the_order_of_their_times(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
+    assert [
+        (seconds, tokens)
+        for (seconds, _), tokens in zip(trace.requests(as_prefixes=False), trace.prompt_tokens(), strict=True)
+    ] == [(1.0, 2), (1.0, 3), (2.0, 1)]
+
+
+def test_what_was_observed_is_kept_where_it_says_enough(line: Callable[..., TraceLine]) -> None:
+    enough = {"observed_ttft_ms": 30.0, "observed_prefill_tokens": 90, "observed_prefix_hit_tokens": 30}
+    trace = trace_of(
+        [
+            line(0, "a", [100], **enough),
+            line(1, "a", [100], **(enough | {"observed_ttft_ms": None})),
+            line(2, "a", [100], **(enough | {"observed_prefill_tokens": None})),
+            line(3, "a", [100], **(enough | {"observed_total_latency_ms": 30.0})),
+        ]
+    )
+    assert [(each.ttft_ms, each.computed, each.reused) for each in trace.observations] == [(30.0, 90, 30)]
+    assert trace.observed_over_counted == pytest.approx(1.2)
+
+
+def test_a_bad_line_is_named_or_counted(line: Callable[..., TraceLine], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    good = line(0, "a", [1]).to_json()
+    path.write_text(f"{good}\n{{\n\n{' ' * (2 * MAX_LINE_BYTES + 10)}\n{good}")
+    with pytest.raises(ConfigurationError, match=r"trace\.jsonl: line 2 is not a request"):
+        trace_file(path, skip_bad=False)
+    trace = trace_file(path, skip_bad=True)
+    assert (len(trace), trace.skipped) == (2, 2)
+    assert trace.first_skipped.startswith("line 2 is not a request")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"request_id": "a", "timestamp_ms": 1, "blocks": []}\n'])
+def test_nothing_to_replay_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"trace\.jsonl: the trace holds no request with tokens"):
+        trace_file(path, skip_bad=True)
+
+
+@pytest.mark.parametrize("bound", ["MAX_REQUESTS", "MAX_BLOCK_USES"])
+def test_too_much_is_refused(line: Callable[..., TraceLine], monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(trace_module, bound, 2)
+    assert len(trace_of([line(0, "a", [1])] * 2)) == 2
+    with pytest.raises(ConfigurationError, match="replay a part of it"):
+        trace_of([line(0, "a", [1])] * 3)

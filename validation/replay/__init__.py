@@ -1,0 +1,1 @@
+"""Replays request telemetry through the eviction policies; every time is predicted by a model, none is measured."""

@@ -1,0 +1,161 @@
+"""`python -m validation replay`: replays a trace under every policy and capacity, and writes what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from semblend_trt.donors.eviction import Eviction
+from semblend_trt.errors import ConfigurationError
+from validation import machine, results
+from validation.files import check_writable, write_bytes, write_json, write_text
+from validation.progress import progress
+from validation.replay.arguments import LATENCY_PROFILE
+from validation.replay.figures import BASELINE, lines_of
+from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel
+from validation.replay.plot import draw
+from validation.replay.recorded import recorded_observations
+from validation.replay.report import ReplayReport
+from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
+from validation.replay.trace import Trace, trace_file, trace_of
+from validation.replay.workloads import workload_lines
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
+MAX_WORKLOAD_REQUESTS = 100_000
+_DEFAULT_SHARES = (0.1, 0.25, 0.5)
+_TABLE_WIDTH = 170
+
+
+def run_replay(options: argparse.Namespace, command: str) -> None:
+    """Runs and writes everything. Raises SemBlendError and OSError."""
+    policies = _policies(options.policies)
+    _check_options(options)
+    paths = [options.output / name for name in FILE_NAMES]
+    for path in filter(None, (*paths, options.write_trace)):
+        check_writable(path)
+    trace = _trace(options)
+    model = _latency_model(trace, options.latency_profile)
+    rules = (
+        ReuseRule(EXACT_PREFIX, as_prefixes=True),
+        ReuseRule(SPAN, False, min_tokens=options.min_match_length, recompute_tokens=options.recompute_tokens),
+    )
+    outcomes, unlimited = _outcomes(trace, rules, policies, options.capacity_tokens or _capacities(trace))
+    report = ReplayReport(
+        source=str(options.trace or options.workload),
+        facts=_facts(trace),
+        model=model,
+        rules=rules,
+        lines=lines_of(trace, outcomes, model, options.seed),
+        unlimited_share=unlimited,
+        settings={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        command=command,
+        machine=machine.describe("cpu"),
+        versions=machine.versions(),
+        date=results.today(),
+    )
+    _write(report, paths)
+    _show(report, [*paths, *filter(None, [options.write_trace])])
+
+
+def _policies(names: Sequence[str]) -> tuple[str, ...]:
+    """The baseline, the policies that were asked for, and the optimum."""
+    known = [each.value for each in Eviction]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"--policies names {name!r}; there are {', '.join(known)}.")
+    return tuple(dict.fromkeys((BASELINE, *names, OPTIMUM)))
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    for name, lowest in (("requests", 1), ("seed", 0), ("min_match_length", 1), ("recompute_tokens", 0)):
+        value = getattr(options, name)
+        if value < lowest:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
+    if options.requests > MAX_WORKLOAD_REQUESTS:
+        raise ConfigurationError(f"--requests is {options.requests}; it must be at most {MAX_WORKLOAD_REQUESTS}.")
+    for capacity in options.capacity_tokens or ():
+        if capacity < 1:
+            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds at least 1.")
+    if options.write_trace is not None and options.workload is None:
+        raise ConfigurationError("--write-trace saves a built-in trace; name one with --workload.")
+
+
+def _trace(options: argparse.Namespace) -> Trace:
+    if options.trace is not None:
+        return trace_file(options.trace, skip_bad=options.skip_bad)
+    lines = list(workload_lines(options.workload, options.requests, options.seed))
+    if options.write_trace is not None:
+        write_text(options.write_trace, "".join(line.to_json() + "\n" for line in lines))
+    return trace_of(lines)
+
+
+def _latency_model(trace: Trace, profile: Path | None) -> LatencyModel:
+    """Fitted to the rows that were named, else to the trace where it suffices, else to the rows of a checkout."""
+    if profile is None and len(trace.observations) >= MIN_OF_A_TRACE:
+        return LatencyModel.fitted(trace.observations, "the trace itself")
+    if profile is None and not LATENCY_PROFILE.is_file():
+        raise ConfigurationError(
+            f"the trace has {len(trace.observations)} times to the first token, and a latency model needs "
+            f"{MIN_OF_A_TRACE}; name a file of result rows with --latency-profile."
+        )
+    profile = LATENCY_PROFILE if profile is None else profile
+    return LatencyModel.fitted(recorded_observations(profile), str(profile))
+
+
+def _capacities(trace: Trace) -> list[int]:
+    distinct = sum(trace.spans.tokens)
+    return sorted({max(1, round(distinct * share)) for share in _DEFAULT_SHARES})
+
+
+def _outcomes(
+    trace: Trace, rules: Sequence[ReuseRule], policies: Sequence[str], capacities: Sequence[int]
+) -> tuple[list[Outcome], dict[str, float]]:
+    """All outcomes, and for each rule the share of tokens that is reused where nothing has to go."""
+    runs = [(rule, policy, n) for rule in rules for n in dict.fromkeys(capacities) for policy in policies]
+    outcomes, unlimited = [], {}
+    with progress(Console(stderr=True), "Replaying", len(runs) + len(rules)) as on_step:
+        for rule, policy, capacity in runs:
+            outcomes.append(simulate(trace, rule, policy, capacity))
+            on_step(policy)
+        for rule in rules:
+            everything = simulate(trace, rule, BASELINE, max(1, sum(rule.blocks(trace).tokens)))
+            unlimited[rule.name] = float(everything.reused.sum() / sum(trace.prompt_tokens()))
+            on_step("unlimited")
+    return outcomes, unlimited
+
+
+def _facts(trace: Trace) -> list[str]:
+    facts = [
+        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
+        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct."
+    ]
+    if trace.skipped:
+        facts.append(f"Lines that were passed over: {trace.skipped:,}; the first time because {trace.first_skipped}.")
+    if abs(trace.observed_over_counted - 1.0) > 0.05:
+        facts.append(f"Engines counted {trace.observed_over_counted:.2f} tokens for each token of the trace's blocks.")
+    return facts
+
+
+def _write(report: ReplayReport, paths: Sequence[Path]) -> None:
+    document, table, page, plot = paths
+    write_json(document, report.to_dict())
+    write_text(table, report.csv())
+    write_bytes(plot, draw(report.lines, f"{report.source}, {report.date}"))
+    write_text(page, report.page(plot.name))
+
+
+def _show(report: ReplayReport, paths: Sequence[Path]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_TABLE_WIDTH)
+    for table in report.tables():
+        console.print(table)
+    plain = Console(soft_wrap=True)
+    for sentence in (*report.facts, report.model.sentence(), *map(str, paths)):
+        plain.print(sentence, markup=False, highlight=False)

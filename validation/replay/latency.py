@@ -1,0 +1,123 @@
+"""LatencyModel: the time to the first token, predicted from what is computed and what is reused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import nnls
+
+from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from validation.replay.observation import Observation
+
+    Floats = npt.NDArray[np.float64]
+    Integers = npt.NDArray[np.int64]
+
+MIN_OF_A_TRACE = 30
+_COMPUTED, _REUSED, _PAIRS = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Milliseconds to the first token: `intercept_ms`, and what each computed token, reused token and pair costs.
+
+    A pair is a computed token and one at or before it, which attention looks at: c tokens behind r reused ones make
+    c x (r + c / 2). `r2` and the percentiles of the residuals' sizes, in ms, are over the observations that it was
+    fitted to; `computed_range` and `reused_range` are theirs.
+    """
+
+    source: str
+    observations: int
+    intercept_ms: float
+    computed_ms: float
+    reused_ms: float
+    pair_ms: float
+    r2: float
+    residual_p50_ms: float
+    residual_p95_ms: float
+    computed_range: tuple[int, int]
+    reused_range: tuple[int, int]
+
+    @classmethod
+    def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
+        """Least squares of the relative errors, no cost below 0 (Lawson and Hanson 1974).
+
+        Times span orders of magnitude; unweighted, those of hits would not count. The costs of pairs and of reused
+        tokens are there when they lower Schwarz's criterion. Raises ConfigurationError when there are too few
+        observations or too few different ones.
+        """
+        computed = np.array([each.computed for each in observations], dtype=np.int64)
+        reused = np.array([each.reused for each in observations], dtype=np.int64)
+        ttft = np.array([each.ttft_ms for each in observations], dtype=np.float64)
+        if len(ttft) <= _PAIRS + 1 or len(np.unique(computed)) < 3:
+            raise ConfigurationError(
+                f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
+                f"computed tokens; at least {_PAIRS + 2} and 3 are needed to fit a latency model."
+            )
+        columns = _columns(computed, reused)
+        choices = ((), (_REUSED,), (_PAIRS,), (_REUSED, _PAIRS))
+        _, costs = min((_fit(columns, ttft, [0, _COMPUTED, *more]) for more in choices), key=lambda found: found[0])
+        residuals = np.abs(ttft - columns @ costs)
+        spread = float(((ttft - ttft.mean()) ** 2).sum())
+        intercept, computed_ms, reused_ms, pair_ms = (float(cost) for cost in costs)
+        return cls(
+            source=source,
+            observations=len(ttft),
+            intercept_ms=intercept,
+            computed_ms=computed_ms,
+            reused_ms=reused_ms,
+            pair_ms=pair_ms,
+            r2=1.0 - float((residuals**2).sum()) / spread if spread else 0.0,
+            residual_p50_ms=float(np.quantile(residuals, 0.5)),
+            residual_p95_ms=float(np.quantile(residuals, 0.95)),
+            computed_range=(int(computed.min()), int(computed.max())),
+            reused_range=(int(reused.min()), int(reused.max())),
+        )
+
+    def predict(self, computed: Integers, reused: Integers) -> Floats:
+        """Milliseconds, float64 [requests], for int64 [requests] of tokens."""
+        costs = np.array([self.intercept_ms, self.computed_ms, self.reused_ms, self.pair_ms])
+        return np.asarray(_columns(computed, reused) @ costs, dtype=np.float64)
+
+    def outside(self, computed: Integers, reused: Integers) -> npt.NDArray[np.bool_]:
+        """True, bool [requests], where the model was fitted to nothing of the kind and extrapolates."""
+        (least_computed, most_computed), (least_reused, most_reused) = self.computed_range, self.reused_range
+        inside = (least_computed <= computed) & (computed <= most_computed)
+        return ~(inside & (least_reused <= reused) & (reused <= most_reused))
+
+    def sentence(self) -> str:
+        """For a report: where it comes from, what it says, and how well it fits."""
+        free = "" if self.reused_range[1] else " No observation has reused tokens: they are taken as free."
+        return (
+            f"TTFT = {self.intercept_ms:.4g} ms + {self.computed_ms:.4g} ms a computed token + {self.reused_ms:.4g} ms "
+            f"a reused token + {self.pair_ms:.4g} ms a pair in attention, fitted to {self.observations} observations "
+            f"of {self.source}: r2 {self.r2:.4f}, residuals {self.residual_p50_ms:.3g} ms in the median and "
+            f"{self.residual_p95_ms:.3g} ms at the 95th percentile, {self.computed_range[0]:,} to "
+            f"{self.computed_range[1]:,} tokens computed and {self.reused_range[0]:,} to {self.reused_range[1]:,} "
+            f"reused.{free}"
+        )
+
+
+def _columns(computed: Integers, reused: Integers) -> Floats:
+    c, r = computed.astype(np.float64), reused.astype(np.float64)
+    return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
+
+
+def _fit(columns: Floats, ttft: Floats, chosen: list[int]) -> tuple[float, Floats]:
+    """Schwarz's criterion and the costs of all columns, 0 for those that are not chosen."""
+    relative = columns[:, chosen] / ttft[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    found, error = nnls(relative / scale, np.ones_like(ttft))
+    costs = np.zeros(columns.shape[1])
+    costs[chosen] = found / scale
+    count = len(ttft)
+    # A fit to a billionth is a perfect one; what is left is rounding and must not choose.
+    return count * math.log(max(error**2 / count, 1e-18)) + len(chosen) * math.log(count), costs

@@ -1,0 +1,141 @@
+"""Trace: what a replay needs of request telemetry, without texts and names."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceError, read_trace
+from validation.replay.blocks import NONE, Blocks
+from validation.replay.observation import Observation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
+
+MAX_REQUESTS = 1_000_000
+MAX_BLOCK_USES = 4_000_000
+
+
+class Trace:
+    """Requests in the order of their times. Memory grows with requests and blocks; texts and metadata are not kept.
+
+    `spans` tells blocks apart by tenant, model, content and length, `prefixes` by everything before them as well; there
+    a block's parent is the one before it. A block without content_hash and text is shared with nobody. `skipped`
+    counts lines that were passed over, `first_skipped` says what was wrong with the first.
+    """
+
+    def __init__(self) -> None:
+        self.spans, self.prefixes = Blocks(), Blocks()
+        self.observations: list[Observation] = []
+        self.skipped, self.first_skipped = 0, ""
+        self._span_uses, self._prefix_uses = array("q"), array("q")
+        self._starts, self._ends = array("q"), array("q")
+        self._seconds = array("d")
+        self._prompt_tokens = array("q")
+        self._observed_tokens = self._counted_tokens = 0
+
+    def add(self, line: TraceLine) -> None:
+        """Takes a request in. Raises ConfigurationError when there are too many."""
+        if len(self) >= MAX_REQUESTS or len(self._span_uses) + len(line.blocks) > MAX_BLOCK_USES:
+            raise ConfigurationError(
+                f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay a part of it."
+            )
+        self._starts.append(len(self._span_uses))
+        parent, chain_holds = NONE, True
+        for block in line.blocks:
+            content = _content(block)
+            span, chain_holds = NONE, chain_holds and content is not None
+            if content is not None:
+                name = (line.tenant_id, line.model_name, content, block.token_count)
+                span = self.spans.number(_digest(repr(name)), block.token_count, block.kind)
+            if chain_holds:
+                parent = self.prefixes.number((parent, span), block.token_count, block.kind, parent)
+            self._span_uses.append(span)
+            self._prefix_uses.append(parent if chain_holds else NONE)
+        self._ends.append(len(self._span_uses))
+        self._seconds.append(line.timestamp_ms / 1000.0)
+        self._prompt_tokens.append(sum(block.token_count for block in line.blocks))
+        observed = Observation.of(line)
+        if observed is not None:
+            self.observations.append(observed)
+            self._observed_tokens += observed.computed + observed.reused
+            self._counted_tokens += self._prompt_tokens[-1]
+
+    def skip(self, error: TraceError) -> None:
+        """Counts a line that could not be read."""
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or str(error)
+
+    def requests(self, *, as_prefixes: bool) -> Iterator[tuple[float, list[int]]]:
+        """Seconds since 1970 and the blocks, or NONE, of each request."""
+        uses = self._prefix_uses if as_prefixes else self._span_uses
+        for index in self._order():
+            yield self._seconds[index], uses[self._starts[index] : self._ends[index]].tolist()
+
+    def prompt_tokens(self) -> list[int]:
+        """Tokens of each request's prompt."""
+        return [self._prompt_tokens[index] for index in self._order()]
+
+    @property
+    def observed_over_counted(self) -> float:
+        """Tokens that engines say they had for each token of the blocks; 1 where they say nothing."""
+        return self._observed_tokens / self._counted_tokens if self._counted_tokens else 1.0
+
+    @property
+    def block_uses(self) -> int:
+        return len(self._span_uses)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def _order(self) -> list[int]:
+        return sorted(range(len(self)), key=self._seconds.__getitem__)
+
+
+def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
+    """Takes all lines in. Raises ConfigurationError when none of them has a token."""
+    trace = Trace() if trace is None else trace
+    for line in lines:
+        trace.add(line)
+    if not any(trace.prompt_tokens()):
+        raise ConfigurationError("the trace holds no request with tokens; there is nothing to replay.")
+    return trace
+
+
+def trace_file(path: Path, *, skip_bad: bool) -> Trace:
+    """Reads a file of JSON lines, once. Raises ConfigurationError naming the file, and the line where one is at fault.
+
+    With `skip_bad` lines that cannot be read are counted and passed over.
+    """
+    trace = Trace()
+    try:
+        with path.open("rb") as file:
+            return trace_of(read_trace(_bounded(file), trace.skip if skip_bad else None), trace)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (TraceError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _bounded(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long no more than shows that it is."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+
+
+def _content(block: TraceBlock) -> str | None:
+    if block.content_hash is not None or block.text is None:
+        return block.content_hash
+    return _digest(block.text).hex()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
