@@ -16,28 +16,32 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from semblend_trt.donors.background import Background
+
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+_CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Buffered events of one rank. Without a path nothing is kept.
+    """Events of one rank, written on a thread of their own: who records an event never waits for the file. Without a
+    path nothing is kept.
 
-    Lines reach the file when `buffer_bytes` are waiting, on `flush`, on `close`, and when the log or the process ends.
-    Each time all of them go out in one append, so ranks that share a file on a local file system never mix within a
-    line. `dropped` counts the events that could not be written.
+    Lines keep their order. All that wait go out in one append, so ranks that share a file on a local file system never
+    mix within a line. `max_waiting_bytes` bound what waits for a slow disk; `dropped` counts the events that could not
+    be written. The rest is written on `flush`, on `close`, and when the log or the process ends.
     """
 
-    def __init__(self, path: str | Path | None, rank: int = 0, buffer_bytes: int = 64 * 1024) -> None:
+    def __init__(self, path: str | Path | None, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
         self._rank = rank
-        self._file = None if path is None else _AppendFile(Path(path), buffer_bytes)
+        self._file = None if path is None else _AppendFile(Path(path), max_waiting_bytes)
         if self._file is not None:
             weakref.finalize(self, self._file.close)
 
     @property
     def dropped(self) -> int:
-        """Events lost to a full disk, a missing permission, a closed log, or values that JSON cannot hold."""
+        """Events lost to a full or slow disk, a missing permission, a closed log, or values that JSON cannot hold."""
         return 0 if self._file is None else self._file.dropped
 
     def event(self, name: str, /, **fields: Any) -> None:
@@ -48,57 +52,77 @@ class AuditLog:
         self._file.add(line)
 
     def flush(self) -> None:
-        """Hands everything recorded so far to the operating system."""
+        """Waits until everything recorded so far has been handed to the operating system, or was lost."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file; later events are dropped. May be called twice."""
+        """Writes what waits and closes the file; later events are dropped. May be called twice.
+
+        A disk that does not answer within some seconds is not waited for.
+        """
         if self._file is not None:
             self._file.close()
 
 
 class _AppendFile:
-    """Lines waiting for one append to one file, which stays open from the first append to `close`."""
+    """Lines on their way to one file, which stays open from the first append to `close`."""
 
-    def __init__(self, path: Path, buffer_bytes: int) -> None:
-        self._path, self._buffer_bytes = path, buffer_bytes
+    def __init__(self, path: Path, max_waiting_bytes: int) -> None:
+        self._path, self._max_waiting_bytes = path, max_waiting_bytes
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
         self._waiting_bytes = 0
-        self._descriptor: int | None = None
-        self._torn = self._closed = self._warned = False
+        self._closed = False
         self.dropped = 0
+        # From here on the writing thread's alone; the lock guards what stands above.
+        self._descriptor: int | None = None
+        self._torn = self._warned = False
+        self._background = Background("semblend-audit")
 
     def add(self, line: bytes | None) -> None:
         with self._lock:
-            if line is None or self._closed:
+            if line is None or self._closed or self._waiting_bytes + len(line) > self._max_waiting_bytes:
                 self.dropped += 1
                 return
+            is_first = not self._lines
             self._lines.append(line)
             self._waiting_bytes += len(line)
-            if self._waiting_bytes >= self._buffer_bytes:
-                self._write()
+        if is_first:
+            self._background.submit(self._write)
 
     def flush(self) -> None:
         with self._lock:
-            self._write()
+            if self._closed:
+                return
+        self._background.drain()
 
     def close(self) -> None:
         with self._lock:
-            self._write()
+            if self._closed:
+                return
             self._closed = True
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                try:
-                    os.close(descriptor)
-                except OSError as error:
-                    self._warn(error)
+        self._background.submit(self._end)
+        if not self._background.close(_CLOSE_SECONDS):
+            with self._lock:
+                self.dropped += len(self._lines)
+                self._lines = []
+            logger.warning("audit events are lost, %s was not written within %g seconds", self._path, _CLOSE_SECONDS)
+
+    def _end(self) -> None:
+        self._write()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                self._warn(error)
 
     def _write(self) -> None:
-        if not self._lines:
+        with self._lock:
+            lines, self._lines, self._waiting_bytes = self._lines, [], 0
+        if not lines:
             return
-        lines, self._lines, self._waiting_bytes = self._lines, [], 0
         # A line torn by a full disk is ended first, so that only that line is lost to a reader.
         batch = (b"\n" if self._torn else b"") + b"".join(lines)
         written = 0
@@ -107,7 +131,8 @@ class _AppendFile:
                 written += os.write(self._opened(), batch[written:])
         except OSError as error:
             kept = batch[:written].count(b"\n") - (self._torn and written > 0)
-            self.dropped += len(lines) - kept
+            with self._lock:
+                self.dropped += len(lines) - kept
             self._torn = not batch[:written].endswith(b"\n") if written else self._torn
             self._warn(error)
         else:

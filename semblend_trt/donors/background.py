@@ -33,6 +33,8 @@ class Background:
     def close(self, seconds: float) -> bool:
         """Ends behind what was submitted; False when that takes longer than `seconds`, and is left to itself."""
         self._calls.put(None)
+        if threading.current_thread() is self._thread:
+            return True  # a finaliser, which may run anywhere; the thread ends by itself
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,33 @@ import pytest
 from semblend_trt.audit import SCHEMA, AuditLog
 from semblend_trt.outcome import Outcome
 
+os_write = os.write
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+class Writes:
+    """What `os.write` is asked for: `gate` closed holds it back, `begun` says that it was called."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
+        self.gate.set()
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.begun.set()
+        assert self.gate.wait(60)
+        return os_write(descriptor, data)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    held = Writes()
+    monkeypatch.setattr(os, "write", held.write)
+    return held
 
 
 @pytest.fixture
@@ -47,25 +72,71 @@ def test_without_a_path_nothing_happens() -> None:
     assert log.dropped == 0
 
 
-def test_lines_wait_for_the_buffer_a_flush_or_the_end(path: Path) -> None:
-    log = AuditLog(path, buffer_bytes=1000)
+def test_lines_are_written_without_being_asked_for(path: Path, writes: Writes) -> None:
+    log = AuditLog(path)
     log.event("first")
-    assert not path.exists()
+    assert writes.begun.wait(60)
     log.flush()
-    assert len(read(path)) == 1
-    log.event("second", text="x" * 1000)
-    assert len(read(path)) == 2
-    log.event("third")
+    assert [line["event"] for line in read(path)] == ["first"]
+    log.event("second")
     log.close()
     log.close()
-    assert [line["event"] for line in read(path)] == ["first", "second", "third"]
+    log.event("late")
+    assert [line["event"] for line in read(path)] == ["first", "second"]
+    assert log.dropped == 1
+
+
+def test_who_records_an_event_never_touches_the_file(path: Path, writes: Writes) -> None:
+    """The disk does not answer: events are taken, in order, up to the bound, and written when it answers again."""
+    log = AuditLog(path, max_waiting_bytes=1000)
+    writes.gate.clear()
+    log.event("step", number=0)
+    assert writes.begun.wait(60)
+    for number in range(1, 100):
+        log.event("step", number=number)
+    lost = log.dropped
+    assert 80 < lost < 99
+    writes.gate.set()
+    log.flush()
+    assert [line["number"] for line in read(path)] == list(range(100 - lost))
+    log.event("step", number=100)
+    log.close()
+    assert [line["number"] for line in read(path)][-1] == 100
+    assert log.dropped == lost
+    assert "semblend-audit" in writes.threads
+    assert threading.current_thread().name not in writes.threads
+
+
+def test_a_disk_that_never_answers_holds_up_no_shutdown(
+    path: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("semblend_trt.audit._CLOSE_SECONDS", 0.0)
+    log = AuditLog(path)
+    writes.gate.clear()
+    log.event("first")
+    assert writes.begun.wait(60)
+    log.event("second")
+    log.close()
+    assert log.dropped == 1
+    assert "was not written within 0 seconds" in caplog.text
+    writes.gate.set()
+
+
+def test_a_log_may_end_on_its_own_thread(path: Path) -> None:
+    """Where the garbage collector happens to run."""
+    log = AuditLog(path)
+    assert log._file is not None
+    log._file._background.submit(log.close)
+    log._file._background._thread.join(60)
+    log.event("late")
+    assert log.dropped == 1
 
 
 def test_one_file_stays_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda *args: opened.append(args[0]) or real(*args))
-    log = AuditLog(path, buffer_bytes=1)
+    log = AuditLog(path)
     for number in range(50):
         log.event("step", number=number)
     log.close()
@@ -90,7 +161,7 @@ def test_process_that_ends_writes_its_lines(path: Path) -> None:
 def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
     code = (
         "import sys; from semblend_trt.audit import AuditLog\n"
-        "log = AuditLog(sys.argv[1], rank=int(sys.argv[2]), buffer_bytes=3000)\n"
+        "log = AuditLog(sys.argv[1], rank=int(sys.argv[2]))\n"
         "for number in range(2000): log.event('step', number=number, text='x' * (number % 257))\n"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)]) for rank in range(2)]
@@ -101,7 +172,7 @@ def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
 
 
 def test_threads_share_a_log(path: Path) -> None:
-    log = AuditLog(path, buffer_bytes=500)
+    log = AuditLog(path)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: log.event("step", number=number), range(1000)))
     log.close()
@@ -169,7 +240,7 @@ def test_value_without_a_json_form_costs_its_line(path: Path) -> None:
 
 def test_unwritable_path_is_counted_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    log = AuditLog(tmp_path / "file" / "audit.jsonl", buffer_bytes=1)
+    log = AuditLog(tmp_path / "file" / "audit.jsonl")
     for _ in range(5):
         log.event("lost")
     log.flush()
@@ -193,23 +264,26 @@ def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.M
         return written
 
     monkeypatch.setattr(os, "write", write)
-    for number in range(3):
-        log.event("step", number=number)
-    log.flush()
+
+    def record(numbers: range, free: int) -> None:
+        """Events that go out in one append, to a disk with so many bytes free."""
+        nonlocal room
+        gate = threading.Event()
+        assert log._file is not None
+        log._file._background.submit(gate.wait)
+        for number in numbers:
+            log.event("step", number=number)
+        room = free
+        gate.set()
+        log.flush()
+
+    record(range(3), 0)
     assert log.dropped == 3
-
-    for number in range(3, 6):
-        log.event("step", number=number)
-    room = 100
-    log.flush()
+    record(range(3, 6), 100)
     assert log.dropped == 5
-
-    log.event("step", number=6)
-    log.flush()
+    record(range(6, 7), 0)
     assert log.dropped == 6
-
-    room = 10_000
-    log.event("step", number=7)
+    record(range(7, 8), 10_000)
     log.close()
     lines = path.read_text().splitlines()
     whole = [json.loads(line)["number"] for line in lines if line.endswith("}")]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--layers 2 --size 256 --steps 3 --repeats 2".split()
+    arguments = ["--layers", "2", "--size", "256", "--steps", "3", "--repeats", "2"]
     saving.main([*arguments, "--json", str(tmp_path / "out")])
     rows = {row.name: row for row in read_rows(tmp_path)["out/saving"]}
     assert set(rows) == {
