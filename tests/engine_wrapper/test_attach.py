@@ -52,6 +52,7 @@ def site(tiny_qwen2_path: Path) -> Iterator[Site]:
     site.worker.close()
 
 
+@pytest.mark.known_defect(12)
 @pytest.mark.parametrize("style", ["1.2", "main"])
 def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_qwen2_path: Path, style: str) -> None:
     site = Site(tiny_qwen2_path, style=style)
@@ -109,6 +110,7 @@ NO_EXECUTION = {
 }
 
 
+@pytest.mark.known_defect(13)
 @pytest.mark.parametrize("case", NO_EXECUTION)
 def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path: Path, case: str) -> None:
     change, reason = NO_EXECUTION[case]

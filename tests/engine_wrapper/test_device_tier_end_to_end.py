@@ -189,6 +189,7 @@ def test_many_times_the_capacity_in_batches(engine):
     assert stats.used_bytes == llm.connector_worker.store.host.used_bytes
 
 
+@pytest.mark.known_defect(3)
 def test_reused_arena_blocks_never_show_the_donor_before(engine):
     llm, reference = engine(device_bytes=ONE_ON_DEVICE, host_bytes=0), engine()
     for number in (0, 1, 2):

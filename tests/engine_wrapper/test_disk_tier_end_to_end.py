@@ -252,6 +252,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
 
 
+@pytest.mark.known_defect(37)
 def test_files_stay_within_their_budget(engine, tmp_path):
     llm = ready(engine())
     serve(llm, FIRST)

@@ -70,6 +70,7 @@ def serve(llm, prompt, **options):
     return output, scheduler.reuse_of(output.request_id)
 
 
+@pytest.mark.known_defect(29)
 def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
     llm, audit = served()
     donors = [document(seed) for seed in range(3)]

@@ -233,6 +233,7 @@ def test_the_engine_knows_which_checks_to_prepare(engine):
     assert engine(POLICY="position_fix").executor.check_layers == ()
 
 
+@pytest.mark.known_defect(22)
 def test_a_namespace_names_the_dtype_that_runs(tiny_qwen2_path):
     connector = KvCacheConnectorConfig(
         connector_module="engine_wrapper.connector",

@@ -140,6 +140,7 @@ def test_exact_materialization_only_places_what_a_cold_run_would_compute(engine,
     assert [each["tokens_reused"] for each in reported] == [len(DOCUMENT)]
 
 
+@pytest.mark.known_defect(20)
 def test_max_donors_forgets_the_least_recently_used(engine):
     llm = engine(MAX_DONORS=2)
     documents = [text(100 + number, 200) for number in range(3)]
@@ -166,6 +167,7 @@ def test_min_span_is_the_shortest_run_that_is_reused(engine, min_span, reused):
     assert serve(llm, SHIFTED).reused_tokens == reused
 
 
+@pytest.mark.known_defect(17)
 def test_a_lookup_past_its_deadline_costs_a_cold_prefill(engine):
     llm = engine(LOOKUP_DEADLINE_MS=0.001)
     serve(llm, DONOR, PREFILL)

@@ -277,6 +277,7 @@ def test_requests_with_different_plans_share_one_forward(bench: Bench, make_plan
     assert counts == [50 + 41 + plain, 50 + 13 + plain, 24 + 13 + plain]
 
 
+@pytest.mark.known_defect(12)
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
 def test_dropped_rows_are_not_computed(qwen2: Bench, make_plan: PlanMaker, boundary: int) -> None:
     tokens = tokens_of(50)

@@ -59,6 +59,7 @@ def test_cold_answers_are_those_of_one_process(told: list[Told], alone: Told) ->
     assert alike(told, "cold") == alone["cold"]
 
 
+@pytest.mark.known_defect(23)
 def test_each_rank_keeps_and_places_its_own_heads(told: list[Told], alone: Told) -> None:
     ours = alike(told, "shifted")
     assert ours["shifted"] == alone["shifted"]["shifted"]

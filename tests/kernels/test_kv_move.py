@@ -108,6 +108,7 @@ def assert_move_matches_naive(
     return memory_of(actual)
 
 
+@pytest.mark.known_defect(27)
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 2])
 @pytest.mark.parametrize(("source_start", "target_start"), [(0, 0), (3, 3), (1, 5), (6, 2), (0, 7)])
 def test_lengths_and_offsets(length: int, source_start: int, target_start: int, device: str) -> None:
@@ -157,6 +158,7 @@ def test_of_a_latent_row_only_the_channels_behind_the_latent_rotate(
         assert torch.equal(row.float(), donor.tensor[:, 0, 0, 1, :32].float())
 
 
+@pytest.mark.known_defect(26)
 @pytest.mark.parametrize("head_dim", [8, 80])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fp8(head_dim: int, interleaved: bool, device: str) -> None:

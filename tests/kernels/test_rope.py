@@ -97,6 +97,7 @@ def sample_keys(tokens: int = 80) -> torch.Tensor:
     return torch.randn(1, 2, tokens, 64, generator=torch.Generator().manual_seed(7))
 
 
+@pytest.mark.known_defect(6, 27)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("start", "shift"), [(0, 37), (3, 512), (11, 4000), (900, -37), (600, -512), (4100, -4000)])
 def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int, shift: int) -> None:

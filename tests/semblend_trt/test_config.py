@@ -197,6 +197,7 @@ def test_settings_cannot_be_changed() -> None:
         settings.policy = ReusePolicy.OFF  # type: ignore[misc]
 
 
+@pytest.mark.known_defect(34)
 def test_unknown_variable_warns_once_with_the_nearest_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +213,7 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
     ]
 
 
+@pytest.mark.known_defect(34)
 def test_every_setting_is_read_by_the_product() -> None:
     package = Path(config.__file__).parent
     sources = [path for path in package.rglob("*.py") if path.parent != package / "settings"]

@@ -109,6 +109,7 @@ def test_every_field_is_among_the_changes() -> None:
     assert {name for name, _ in CHANGES} == set(FIELDS)
 
 
+@pytest.mark.known_defect(23)
 def test_ranks_agree_on_the_key() -> None:
     other_rank = namespace(tensor_parallel=parallel(tp_rank=1))
     assert other_rank.key == namespace().key

@@ -14,6 +14,7 @@ from validation.benchmarks.random_life import CASES, random_life
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
 
 
+@pytest.mark.known_defect(3, 8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     with random_life(case, tmp_path) as life:

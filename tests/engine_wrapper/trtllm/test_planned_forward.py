@@ -100,6 +100,7 @@ def test_the_first_cold_prompt_proves_that_plans_can_run(bench: Bench) -> None:
     assert not bench.runtime.faults
 
 
+@pytest.mark.known_defect(12)
 @pytest.mark.parametrize("terms", TERMS)
 def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan: Any, terms: str) -> None:
     bench.prove()
@@ -122,6 +123,7 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan:
     assert len(bench.evidence) == (1 if plan.is_checked else 0)
 
 
+@pytest.mark.known_defect(11)
 def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     first, second = bench.request(1, 70), bench.request(2, 64)
@@ -146,6 +148,7 @@ def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> Non
     assert_close(logits, expected)
 
 
+@pytest.mark.known_defect(11)
 def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     donor, request = bench.request(1, 70), bench.request(2, 70)

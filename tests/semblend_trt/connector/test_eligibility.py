@@ -48,6 +48,7 @@ def test_salt_of_either_name(attributes, salt):
     assert cache_salt_of(request(**attributes)) == salt
 
 
+@pytest.mark.known_defect(21)
 def test_engine_without_salt_attribute_is_refused():
     with pytest.raises(IneligibleRequest) as refusal:
         cache_salt_of(request())
@@ -59,6 +60,7 @@ def test_adapter_identity():
     assert adapter_of(request(lora_task_id=3)) != adapter_of(request(lora_task_id=4))
 
 
+@pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

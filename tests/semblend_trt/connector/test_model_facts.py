@@ -66,6 +66,7 @@ def write_config(folder: Path, config: PretrainedConfig, **changes: Any) -> Path
     return folder
 
 
+@pytest.mark.known_defect(5)
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
     config, rotary_class = SUPPORTED[name]
@@ -87,6 +88,7 @@ def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     assert facts.quantization is None
 
 
+@pytest.mark.known_defect(7)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "hidden", "head_dim"),
     [(12, 2, 1536, 128), (28, 4, 3584, 128), (32, 8, 4096, 128), (32, 8, 2048, 64)],
@@ -159,6 +161,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("reason", "config", "changes"), REFUSED)
 def test_what_cannot_be_moved_is_refused_by_name(
     tmp_path: Path, reason: str, config: PretrainedConfig, changes: dict[str, Any]

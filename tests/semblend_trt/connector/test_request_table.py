@@ -1,6 +1,7 @@
 """The scheduler's memory of requests is bounded, and what falls out is handed back to be settled."""
 
 import numpy as np
+import pytest
 
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 
@@ -9,6 +10,7 @@ def tracked(request_id):
     return TrackedRequest(request_id, "namespace", np.arange(4, dtype=np.int32), 0)
 
 
+@pytest.mark.known_defect(19)
 def test_oldest_request_makes_room():
     table = RequestTable(limit=2)
     assert table.add(tracked(1)) == []

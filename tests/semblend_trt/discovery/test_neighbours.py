@@ -116,6 +116,7 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(records):
     made.close()
 
 
+@pytest.mark.known_defect(18)
 def test_a_full_queue_drops_texts_but_no_removals(records):
     gate = Gate()
     made = Neighbours(lambda: gate, decoder, records, min_similarity=0.6, queue_length=3)

@@ -168,6 +168,7 @@ def test_a_document_is_found_at_any_shift_in_any_of_many_donors() -> None:
     assert index.find("space", prompt) == [Run("donor-4", 500, 777, 1400), Run("donor-9", 0, 2177, 1000)]
 
 
+@pytest.mark.known_defect(33)
 def test_boilerplate_in_every_donor_does_not_hide_a_document() -> None:
     rng = np.random.default_rng(12)
     boilerplate = random_tokens(rng, 400)

@@ -86,6 +86,7 @@ def test_periodic_text_in_every_donor_costs_bounded_work(period: int) -> None:
     assert_bounded(work, prompt)
 
 
+@pytest.mark.known_defect(17)
 def test_tight_bounds_hold() -> None:
     bounds = ScanBounds(max_repeats=2, max_bucket=3, max_pairs=40, max_extensions=5, max_compared=500)
     index = SpanIndex(bounds)

@@ -58,6 +58,7 @@ def test_the_number_of_donors_is_bounded_too() -> None:
     assert len(catalog) == 2
 
 
+@pytest.mark.known_defect(19)
 def test_many_times_the_capacity_leaves_the_capacity() -> None:
     catalog = DonorCatalog(100 * BYTES_PER_TOKEN, BYTES_PER_TOKEN, 7)
     for number in range(500):

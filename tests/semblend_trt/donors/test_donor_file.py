@@ -138,6 +138,7 @@ def test_another_format_is_another_version(written, form):
     assert_refused("other_version", read_text, path, form)
 
 
+@pytest.mark.known_defect(37)
 @pytest.mark.parametrize("change", [{"num_layers": 4}, {"kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.bfloat16}])
 def test_kv_of_another_model_or_dtype_is_refused(written, form, make_host_kv, threads, change):
     path, _ = written

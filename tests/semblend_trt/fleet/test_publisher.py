@@ -25,6 +25,7 @@ def converges(reader: Any, worker: Any) -> bool:
     return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader) == worker.held)
 
 
+@pytest.mark.known_defect(31)
 @pytest.mark.parametrize("form", EventFormat)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
 def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream) -> None:
@@ -68,6 +69,7 @@ def test_heartbeats_say_what_is_held(nats_server, make_reader, make_worker) -> N
     assert not reader.observer.problem_counts
 
 
+@pytest.mark.known_defect(31)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
 def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, make_worker, stream) -> None:
     rng = np.random.default_rng(5)
@@ -160,6 +162,7 @@ def test_garbage_on_the_subjects_changes_nothing(nats_server, make_reader, make_
     assert set(reader.observer.problem_counts) == {"malformed", "oversize"}
 
 
+@pytest.mark.known_defect(31)
 def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make_worker) -> None:
     reader = make_reader(nats_server.url)
     first = make_worker(nats_server, generation=7)

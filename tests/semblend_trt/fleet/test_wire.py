@@ -88,6 +88,7 @@ def test_a_namespace_too_large_takes_no_id(writer, base_namespace) -> None:
     assert decode(writer.reset()).event_id == 1
 
 
+@pytest.mark.known_defect(32)
 def test_embeddings_go_out_only_when_asked_for(namespace) -> None:
     embedding = np.arange(384, dtype=np.float32)
     donor = announcement(namespace, embedding=embedding)

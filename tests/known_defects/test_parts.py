@@ -1,0 +1,73 @@
+"""Defects of public connectors that show in one part alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from engine_wrapper.embedded.llm_args import LlmArgs
+from kernels.kv_move import Move
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.rope import RopeRotation
+from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.discovery.span_index import SpanIndex
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.known_defect(16)
+@pytest.mark.parametrize(("spans", "tokens"), [(1, 40), (8, 40), (8, 2000)])
+def test_a_plan_of_any_size_is_one_launch(monkeypatch: pytest.MonkeyPatch, spans: int, tokens: int) -> None:
+    """Spans, tokens, layers and blocks are one table that one kernel reads."""
+    triton_move = pytest.importorskip("kernels.kv_move.triton_move", reason="skipped: Triton is not installed")
+    launches: list[int] = []
+    monkeypatch.setattr(triton_move, "launch", lambda table, *_: launches.append(table.num_tiles))
+    geometry = KvGeometry(num_layers=28, kv_heads=1, head_dim=16, block_size=16)
+    donor = ContiguousKv(torch.zeros(28, 2, 1, tokens, 16))
+    blocks = -(-spans * (tokens + 5) // 16)
+    target = PagedKv(torch.zeros(blocks, 28, 2, geometry.row_elements), torch.arange(blocks), geometry)
+    moves = [Move(donor, 0, number * (tokens + 5), tokens, turn=37) for number in range(spans)]
+    triton_move.kv_move(moves, target, RopeRotation(tuple(0.1**power for power in range(8)), 16))
+    assert len(launches) == 1
+    assert launches[0] > 0
+
+
+@pytest.mark.known_defect(26)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
+def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_path: Path, dtype: torch.dtype) -> None:
+    """What a dtype allows is known when the caches are registered, not when KV is to be loaded."""
+    args = LlmArgs(model=tiny_qwen2_path)
+    scheduler, worker = SemBlendKvConnectorScheduler(args), SemBlendKvConnectorWorker(args)
+    worker.register_kv_caches(torch.zeros(8, 3, 2, 2 * 8 * 16).to(dtype))
+    request = SimpleNamespace(request_id=1, prompt_len=100, get_tokens=lambda beam=0: list(range(100)))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    report = scheduler.reuse_of(1)
+    assert report is not None
+    assert report.reason == "pool_layout"
+
+
+@pytest.mark.known_defect(36)
+def test_ten_thousand_donors_come_and_go_in_the_memory_of_ten_thousand() -> None:
+    """Donors enter and leave one by one; what they took is taken by those that follow, and nobody is renumbered."""
+    count, length = 10_000, 128
+    random = np.random.default_rng(0)
+    index = SpanIndex()
+    tokens = random.integers(0, 32_000, (2 * count, length), dtype=np.int32)
+    for number in range(count):
+        index.add("space", f"donor-{number}", tokens[number])
+    full = index.used_bytes()
+    assert full <= 8 * count * length
+    for number in range(count, 2 * count):
+        assert index.remove(f"donor-{number - count}")
+        index.add("space", f"donor-{number}", tokens[number])
+    assert len(index) == count
+    assert index.used_bytes() <= 1.5 * full
+    for number in (count, 2 * count - 1, *random.integers(count, 2 * count, 20)):
+        (run,) = index.find("space", tokens[number])
+        assert (run.donor_id, run.length) == (f"donor-{number}", length)
+    assert index.find("space", tokens[0]) == []

@@ -1,0 +1,235 @@
+"""Defects of public connectors that show in served requests, each by the situation that triggers it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from engine_wrapper.embedded import model_runner
+from engine_wrapper.embedded.radix_tree import RootKey
+from semblend_trt.connector import saver
+from semblend_trt.discovery.span_index import SpanIndex
+
+BLOCK = 16
+STOCK = "semblend_trt.connector"
+
+
+@pytest.fixture
+def document(text):
+    return text(10, 200)
+
+
+@pytest.fixture
+def donor(text, document):
+    return text(1, 40) + document + text(4, 9)
+
+
+@pytest.fixture
+def shifted(text, document):
+    return text(2, 73) + document + text(3, 20)
+
+
+def first_logits(output):
+    return output.outputs[0].generation_logits[0]
+
+
+@pytest.mark.known_defect(1)
+@pytest.mark.parametrize(("module", "reused"), [("engine_wrapper.connector", 200), (STOCK, 0)])
+def test_shifted_document_saves_prefill_or_copies_nothing(engine, serve, copied, donor, shifted, module, reused):
+    """A document behind another instruction is reused where the engine can skip it, and else left alone."""
+    llm = engine(module)
+    serve(llm, donor)
+    output = serve(llm, shifted)
+    assert (output.reused_tokens, sum(copied)) == (reused, reused)
+    assert output.computed_tokens == len(shifted) - reused
+
+
+@pytest.mark.known_defect(2)
+def test_a_donor_is_found_at_another_offset_from_token_ids_alone(engine, serve, donor, shifted):
+    """No text and no embedding is needed: the connector is given token ids only."""
+    llm = engine(EMBEDDER="off")
+    serve(llm, donor)
+    assert serve(llm, shifted).reused_tokens == 200
+
+
+@pytest.mark.known_defect(3)
+def test_blocks_given_to_other_requests_change_nothing_of_a_donor(engine, serve, donor, shifted):
+    """A donor's KV is its own copy: what becomes of the blocks that it was computed in does not matter."""
+    answers = []
+    for is_reassigned in (False, True):
+        llm = engine()
+        serve(llm, donor)
+        if is_reassigned:
+            llm.executor.pool.tensor.fill_(7.0)
+        output = serve(llm, shifted)
+        assert output.reused_tokens == 200
+        answers.append(first_logits(output))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.known_defect(9)
+def test_blocks_of_the_engines_prefix_stay_bitwise(engine, serve, text, document):
+    """The engine has the head already; a donor that holds head and document may write the document only."""
+    head = text(30, 4 * BLOCK)
+    llm = engine(MIN_SPAN=len(head) + 1)  # the head alone is computed
+    serve(llm, text(31, 21) + head + document)
+    serve(llm, head + text(32, 30))
+    prompt = head + document + text(33, 20)
+    shared = [node.block_id for node in llm.block_manager._tree.match(RootKey(), prompt).nodes]
+    before = llm.executor.pool.tensor[shared].clone()
+    output = serve(llm, prompt)
+    assert (len(shared), output.cached_tokens, output.reused_tokens) == (4, 4 * BLOCK, len(document))
+    assert torch.equal(llm.executor.pool.tensor[shared], before)
+
+
+@pytest.mark.known_defect(15)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"DISCOVERY_ONLY": 1},
+        {"POLICY": "off"},
+        {"POLICY": "exact"},
+        {"POLICY": "verified"},
+        {"MIN_REUSE_RATIO": 0.95},
+        {"MIN_SPAN": 201},
+        {"STRICT_PREFIX_BOUNDARY": 1},
+        {"EXACT_MATERIALIZATION_ONLY": 1},
+        {"LOOKUP_DEADLINE_MS": 0.001},
+    ],
+    ids=str,
+)
+def test_what_is_not_promised_is_not_copied(engine, serve, copied, donor, shifted, variables):
+    """Where no token is promised, whatever was found, none is copied and all are computed."""
+    llm = engine(**variables)
+    serve(llm, donor)
+    output = serve(llm, shifted)
+    assert (output.reused_tokens, output.computed_tokens, copied) == (0, len(shifted), [])
+
+
+@pytest.mark.known_defect(18)
+def test_the_end_of_a_request_only_enqueues(engine, serve, donor, monkeypatch):
+    """The engine's thread neither indexes nor copies while it tells that a request has ended."""
+    ending, indexed, copying = [False], [], set()
+    add, move = SpanIndex.add, saver.kv_move
+    monkeypatch.setattr(SpanIndex, "add", lambda *arguments: indexed.append(ending[0]) or add(*arguments))
+    monkeypatch.setattr(
+        "semblend_trt.staging.kv_move",
+        lambda *arguments: copying.add(threading.current_thread()) or move(*arguments),
+    )
+    llm = engine()
+    told = llm.connector_scheduler.request_finished
+
+    def request_finished(*arguments):
+        ending[0] = True
+        try:
+            return told(*arguments)
+        finally:
+            ending[0] = False
+
+    llm.connector_scheduler.request_finished = request_finished
+    serve(llm, donor)
+    serve(llm, donor[100:] + donor)
+    assert indexed
+    assert not any(indexed)
+    assert copying
+    assert threading.current_thread() not in copying
+
+
+@pytest.mark.known_defect(21)
+def test_a_plan_of_many_donors_takes_none_of_another_tenant(engine, serve, text, document):
+    """Of two documents in one prompt, the one that another tenant's donor holds is computed."""
+    llm, foreign = engine(MIN_REUSE_RATIO=0), text(11, 150)
+    serve(llm, text(1, 40) + document, cache_salt="mine")
+    serve(llm, text(2, 30) + foreign, cache_salt="theirs")
+    prompt = text(3, 25) + foreign + text(4, 10) + document + text(5, 20)
+    assert serve(llm, prompt, cache_salt="mine").reused_tokens == len(document)
+    assert serve(llm, prompt).reused_tokens == 0
+
+
+@pytest.mark.known_defect(24)
+def test_the_last_generated_token_is_no_part_of_the_donor(engine, serve, text, donor):
+    """Its KV was never written: the row that would write it has not run."""
+    llm = engine()
+    answer = serve(llm, donor, max_tokens=6).outputs[0].token_ids
+    output = serve(llm, text(6, 30) + donor + answer + text(7, 20))
+    assert output.reused_tokens == len(donor) + len(answer) - 1
+
+
+FACTS = [
+    (
+        "the board of the company did not approve the offer that was made",
+        "the board of the company did approve the offer",
+    ),
+    (
+        "on Tuesday Alice paid Bob what she owed him for the house",
+        "on Tuesday Bob paid Alice what he owed her for the house",
+    ),
+    (
+        "from the store 12 lamps and 40 chairs were taken that night",
+        "from the store 40 lamps and 12 chairs were taken that night",
+    ),
+    (
+        "there were thirteen witnesses at the hearing in the old hall",
+        "there were fourteen witnesses at the hearing in the old hall",
+    ),
+    ("she bought a dozen eggs from the farmer down the road", "she bought 12 eggs from the farmer down the road"),
+]
+
+
+@pytest.mark.known_defect(29)
+@pytest.mark.parametrize(("fact", "other"), FACTS)
+@pytest.mark.parametrize("min_span", [32, 64])
+def test_like_text_never_authorises_kv(engine, serve, monkeypatch, fact, other, min_span):
+    """Negation, exchanged roles and numbers, and paraphrases: what differs by one token is computed."""
+    llm = engine(MIN_SPAN=min_span, MIN_REUSE_RATIO=0, MIN_DONOR_TOKENS=32)
+    donor, prompt = (list(f"{head} {text}".encode()) for head, text in (("As we heard,", fact), ("Note that", other)))
+    plans, load = [], llm.connector_worker.loader.load
+    monkeypatch.setattr(llm.connector_worker.loader, "load", lambda given: plans.extend(given) or load(given))
+    serve(llm, donor)
+    output = serve(llm, prompt)
+    spans = [span for plan in plans for span in plan.spans]
+    for span in spans:
+        assert donor[span.donor_start : span.donor_end] == prompt[span.target_start : span.target_end]
+    assert output.reused_tokens == sum(span.length for span in spans)
+    if min_span == 64:
+        assert output.reused_tokens == 0
+
+
+@pytest.mark.known_defect(30)
+def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, document):
+    """Every row that runs holds the token that stands there in the request's prompt, never the donor's."""
+    rows, real = [], model_runner.build_schedule
+
+    def build_schedule(slices, *arguments):
+        schedule = real(slices, *arguments)
+        rows.append((schedule.positions.tolist(), schedule.token_ids.tolist()))
+        return schedule
+
+    llm = engine()
+    serve(llm, list(b"Answer with yes, whatever you are asked: ") + document + list(b"Is it so?"))
+    monkeypatch.setattr(model_runner, "build_schedule", build_schedule)
+    prompt = list(b"Answer with no, and give your reasons in a few words: ") + document + list(b"Was it so?")
+    output = serve(llm, prompt)
+    assert output.reused_tokens >= len(document)
+    assert output.prompt_token_ids == prompt
+    ((positions, tokens),) = rows
+    assert len(positions) == output.computed_tokens
+    assert tokens == [prompt[position] for position in positions]
+
+
+@pytest.mark.known_defect(37)
+def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp_path, monkeypatch):
+    """Prompts that nobody shares are looked up once; nothing is copied in, fetched or promised for them."""
+    llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
+    library = llm.connector_scheduler._serving()[0]
+    lookups, fetched, plan = [], [], library.plan
+    monkeypatch.setattr(library, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
+    monkeypatch.setattr(llm.connector_worker.keeper, "fetch", fetched.append)
+    for seed in range(8):
+        output = serve(llm, text(100 + seed, 120))
+        assert (output.reused_tokens, output.computed_tokens) == (0, 120)
+    assert len(lookups) == 8
+    assert (copied, fetched) == ([], [])
+    assert library.catalog.stats().leases == 0
