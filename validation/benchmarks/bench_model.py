@@ -12,6 +12,8 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from semblend_trt.ranks import Ranks
+
 # Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
 _QWEN_7B: dict[str, Any] = {
     "num_hidden_layers": 28,
@@ -30,19 +32,41 @@ _QWEN_7B: dict[str, Any] = {
 }
 # A dry run shows that everything runs; its figures say nothing about the model above.
 _NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
+# Weights so wide that the largest logit does not hang on the last bit of a sum: other orders of adding find it as well.
+_DECIDED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "initializer_range": 0.2,
+}
 
 
-def make_runner(folder: Path, device: str, layers: int | None = None, seed: int = 0) -> ModelRunner:
+def make_runner(
+    folder: Path, device: str, layers: int | None = None, seed: int = 0, ranks: Ranks | None = None
+) -> ModelRunner:
     """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
 
-    With `layers` it is narrow and has so many of them, for a dry run.
+    With `layers` it is narrow and has so many of them, for a dry run. Each of `ranks` keeps its part.
     """
     narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
-    config = Qwen2Config(**(_QWEN_7B | narrow))
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    return _make(_QWEN_7B | narrow, folder, device, dtype, seed, ranks)
+
+
+def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
+    """Makes a small model in float32 whose answers are the same whatever the order in which sums are added."""
+    return _make(_QWEN_7B | _DECIDED, folder, device, torch.float32, 0, ranks)
+
+
+def _make(
+    shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, seed: int, ranks: Ranks | None
+) -> ModelRunner:
+    config = Qwen2Config(**shape)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return ModelRunner.from_model(model, folder)
+    return ModelRunner.from_model(model, folder, ranks=ranks)

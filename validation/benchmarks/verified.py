@@ -46,7 +46,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
     with bench.engine() as plain:
         cold = measure.engine_cold(bench, plain, size)
     with bench.engine(variables) as llm:
-        _check_every_plan(llm, check)
+        check_every_plan(llm, check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
         found = measure.hits(bench, llm, size, CheckedStopwatch, PARTS)
     name, layers = label(size), bench.runner.facts.num_layers
@@ -62,7 +62,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
         rows.add(f"verified_{name}_{part}_ms", found.split[part], "ms", "its share in the time, another run")
 
 
-def _check_every_plan(llm: LLM, check: SpanCheck) -> None:
+def check_every_plan(llm: LLM, check: SpanCheck) -> None:
     """Gives plans a check that no reuse profile may justify: random weights cannot be calibrated."""
     runner = llm.executor.model_runner
     take = runner.plan_source

@@ -1,0 +1,245 @@
+"""A model that several cards share: its answers against those of one card, and its times to the first token.
+
+`python -m validation.benchmarks.tensor_parallel --ranks 2` starts one process for each rank, makes the models on the
+spot, prints a table and writes its rows. `--backend gloo --layers 2 --size 512` is a dry run with a narrow model, which
+needs no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import distributed
+
+from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.ranks import Ranks, joined_ranks
+from semblend_trt.span_check import SpanCheck
+from validation.benchmarks import measure
+from validation.benchmarks.bench_model import make_decided_runner, make_runner
+from validation.benchmarks.goals import label
+from validation.benchmarks.measure import Bench
+from validation.benchmarks.prompts import Prompts
+from validation.benchmarks.ttft import DEFAULT_FOLDER, Rows
+from validation.benchmarks.verified import KEEP_ALL, check_every_plan
+from validation.machine import describe, versions
+from validation.results import Measured, today, write_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_wrapper.embedded.llm import LLM
+    from semblend_trt.evidence import CheckEvidence
+
+EIGHT_TOKENS = SamplingParams(max_tokens=8, ignore_eos=True)
+ANSWERED_SIZES = (300, 700, 1_000)
+# A random model's KV deviates by about this much where its context changes: some tokens are kept, some are not.
+SOME_KEPT = 1.0
+CHECK_LAYER = 2
+DONORS = 3
+# A rank that waits longer has lost the others.
+PATIENCE = timedelta(seconds=120)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run measures: `layers` makes it a dry run with a narrow model."""
+
+    ranks: int
+    backend: str
+    size: int
+    repeats: int
+    layers: int | None
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+def answers(bench: Bench) -> list[Any]:
+    """What the engines of one model answer: tokens of cold and of shifted prompts, and what their checks found."""
+    prompts = Prompts(int(bench.runner.config.vocab_size), seed=1)
+    with bench.engine(warm=False) as llm:
+        found: list[Any] = [_tokens(llm, prompts.fresh(min(size, bench.longest))) for size in ANSWERED_SIZES]
+    for check in (None, SpanCheck(1, SOME_KEPT)):
+        with bench.engine(_donors(bench), warm=False) as llm:
+            if check is not None:
+                check_every_plan(llm, check)
+            evidence = _evidence(llm)
+            document = prompts.document(bench.longest)
+            for prompt in (prompts.donor(document), *(prompts.shifted(document) for _ in range(3))):
+                found.append(_tokens(llm, prompt))
+                llm.settle()
+            found += [asdict(each) for each in evidence]
+    return found
+
+
+def times(bench: Bench, alone: float | None) -> dict[str, Any]:
+    """Milliseconds of cold, shifted and checked prompts, by name; `alone` is what one rank takes for a cold one."""
+    size = bench.longest
+    with bench.engine() as llm:
+        cold = measure.engine_cold(bench, llm, size)
+    if alone is None:
+        return {"cold": cold}
+    with bench.engine(_donors(bench)) as llm:
+        shifted = measure.hits(bench, llm, size)
+    with bench.engine(_donors(bench)) as llm:
+        check_every_plan(llm, SpanCheck(min(CHECK_LAYER, bench.runner.facts.num_layers - 1), KEEP_ALL))
+        verified = measure.hits(bench, llm, size)
+    return {
+        "alone": alone,
+        "cold": cold,
+        "shifted": shifted.ttft,
+        "verified": verified.ttft,
+        "reused": shifted.reused,
+        "computed": shifted.computed,
+        "split": shifted.split,
+    }
+
+
+def live(rank: int, run: Run, folder: Path) -> None:
+    """The process of one rank: measures alone, joins the others, measures again, and writes `rank-N.json`."""
+    _take_card(rank)
+    if run.device == "cpu":
+        torch.set_num_threads(1)
+    own = folder / f"rank-{rank}"
+    own.mkdir()
+
+    def bench(ranks: Ranks | None, *, decided: bool) -> Bench:
+        if decided:
+            runner, sizes = make_decided_runner(own, run.device, ranks), (ANSWERED_SIZES[-1],)
+        else:
+            runner, sizes = make_runner(own, run.device, run.layers, ranks=ranks), (run.size,)
+        return Bench(runner, own, run.repeats, Prompts(int(runner.config.vocab_size)), sizes)
+
+    told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
+    alone = times(bench(None, decided=False), None)["cold"]
+    meeting = f"file://{folder / 'meeting'}"
+    distributed.init_process_group(run.backend, init_method=meeting, rank=rank, world_size=run.ranks, timeout=PATIENCE)
+    ranks = joined_ranks(run.ranks)
+    told["shared"] = answers(bench(ranks, decided=True))
+    large = bench(ranks, decided=False)
+    told["times"] = times(large, alone)
+    told["large"] = answers(large)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    distributed.destroy_process_group()
+
+
+def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Rows) -> None:
+    """Makes the rows of what the ranks told; the times are rank 0's."""
+    name, size, of_ranks = f"tp{run.ranks}", label(run.size), f"{run.ranks} ranks over {run.backend}"
+    equal = _share(told[0]["alone"], told[0]["shared"])
+    baseline = f"one rank: tokens and checks of {len(told[0]['alone'])} answers, a float32 model, {of_ranks}"
+    rows.add(f"{name}_tokens_equal", equal, "share", baseline, 1.0, "higher")
+    agree = min(_share(told[0][part], each[part]) for each in told for part in ("shared", "large"))
+    rows.add(f"{name}_ranks_agree", agree, "share", "rank 0: tokens and checks, both models", 1.0, "higher")
+    found = told[0]["times"]
+    alone, cold = found["alone"], found["cold"]
+    rows.add(f"{name}_cold_ttft_{size}_ms", cold, "ms", f"one rank {alone:,.1f} ms")
+    counts = f"{found['reused']} tokens reused, {found['computed']} computed, donor near, no CUDA graphs"
+    rows.add(f"{name}_shifted_ttft_{size}_ms", found["shifted"], "ms", f"cold {cold:,.1f} ms; {counts}")
+    for part, milliseconds in found["split"].items():
+        rows.add(f"{name}_shifted_{size}_{part}_ms", milliseconds, "ms", "its share in the time, another run")
+    rows.add(f"{name}_shifted_over_cold_{size}", found["shifted"] / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")
+    baseline = f"cold {cold:,.1f} ms, {of_ranks}; the threshold of 1e30 keeps whatever deviates"
+    rows.add(f"{name}_verified_over_cold_{size}", found["verified"] / cold, "x", baseline)
+
+
+def start(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """Runs the ranks to their end; returns what each told. Ends the program when one of them fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"The ranks ended with {[process.exitcode for process in processes]}; see their errors above.")
+    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
+
+
+def _take_card(rank: int) -> None:
+    """Leaves one card to this process. To be called before anything asks for one."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if cards is None else (cards.split(",") + [""] * rank)[rank]
+
+
+def _donors(bench: Bench) -> dict[str, str]:
+    device = {"HOST_BYTES": "0", "DEVICE_BYTES": str(bench.donor_bytes(DONORS))}
+    return {"POLICY": "position_fix", **device}
+
+
+def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
+    return llm.generate([prompt], EIGHT_TOKENS)[0].outputs[0].token_ids
+
+
+def _evidence(llm: LLM) -> list[CheckEvidence]:
+    """From now on, what this rank's checks find."""
+    found: list[CheckEvidence] = []
+    runner = llm.executor.model_runner
+    sink = runner.evidence_sink
+    assert sink is not None
+
+    def keep(evidence: CheckEvidence) -> None:
+        found.append(evidence)
+        sink(evidence)
+
+    runner.evidence_sink = keep
+    return found
+
+
+def _share(ours: list[Any], theirs: list[Any]) -> float:
+    """Of two lists of answers, the share that is equal; deviations may differ in their last digits."""
+    alike = [_rounded(our) == _rounded(their) for our, their in zip(ours, theirs, strict=True)]
+    return sum(alike) / len(alike)
+
+
+def _rounded(answer: Any) -> Any:
+    return answer | {"largest_kept": round(answer["largest_kept"], 4)} if isinstance(answer, dict) else answer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, prints and writes."""
+    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.tensor_parallel", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="DIR", help=f"where the rows are written ({DEFAULT_FOLDER})")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes that share the model")
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="nccl on cards, gloo on the CPU")
+    parser.add_argument("--size", type=int, default=8_192, help="tokens of the prompts")
+    parser.add_argument("--repeats", type=int, default=5, help="runs that count for a median")
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    options = parser.parse_args(arguments)
+    if options.backend == "nccl" and torch.cuda.device_count() < options.ranks:
+        parser.error(
+            f"torch sees {torch.cuda.device_count()} CUDA devices; --backend gloo --layers 2 --size 512 is a dry run "
+            "without any"
+        )
+    names = ("ranks", "backend", "size", "repeats", "layers")
+    run = Run(**{name: getattr(options, name) for name in names})
+    command = "python -m validation.benchmarks.tensor_parallel" + "".join(
+        f" --{name} {getattr(run, name)}" for name in names if getattr(run, name) is not None
+    )
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        told = start(run, Path(folder))
+    machine = describe(run.device) | {"gpus": run.ranks if run.device == "cuda" else 0}
+    rows = Rows(Measured(command, machine, versions(), today()), run.layers is not None, console)
+    add_rows(run, told, rows)
+    console.print(rows.table())
+    target = options.json or (None if run.layers is not None else DEFAULT_FOLDER)
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        write_rows(target / "tensor_parallel.json", rows.rows)
+
+
+if __name__ == "__main__":
+    main()
