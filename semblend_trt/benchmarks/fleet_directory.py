@@ -1,0 +1,262 @@
+"""How fast a directory of the fleet's donors answers, and whether it ends up right after losses and dead servers.
+
+For the first, 64 workers tell through real messages of donors that share a beginning, share documents and have text of
+their own; prompts of 32,768 tokens hold eight of those documents. Of several rounds the best counts, since a machine
+may have other work; the baseline is a loop over all sketches. For the second, workers publish to a real server that is
+killed and started again, and messages are dropped or come in another order on their way to the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.benchmarks.rows import Results, parser, say
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server
+from semblend_trt.fleet.announcer import DonorAnnouncer
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.directory_reader import DirectoryReader
+from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of_donor
+from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from semblend_trt.fleet.continuity import Verdict
+    from semblend_trt.fleet.holder import Worker
+
+    _Tokens = npt.NDArray[np.int32]
+
+BOUND = NAMESPACE.for_request(None, None)
+KEY = sketch_key(BOUND.key, None)
+WORKERS = 64
+SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
+PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
+VOCABULARY = 150_000
+
+SUBJECT = "semantic-kv-events"
+FOLLOWED, FAULTS, FAULT_SHARE, KILLS = 4, 1000, 0.1, 3
+RESYNC_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.5
+CHECKED_TOKENS, CHURN, MOST_HELD = 1024, 20, 200
+
+
+class Fleet:
+    """Donors of 64 workers in a directory, which learnt of them from messages."""
+
+    def __init__(self, donors: int) -> None:
+        self._rng = np.random.default_rng(0)
+        self._start = self._text(SHARED_START)
+        self._documents = self._text(DOCUMENTS * DOCUMENT_TOKENS).reshape(DOCUMENTS, DOCUMENT_TOKENS)
+        self.sketches: list[bytes] = []
+        self.directory = Directory()
+        self.event_us = 0.0
+        writers = [EventWriter(Emitter(number, 0, 1), EventFormat.MSGPACK) for number in range(WORKERS)]
+        for writer in writers:
+            self.directory.observe(writer.reset())
+        for number in range(donors):
+            document = self._documents[self._rng.integers(DOCUMENTS)]
+            tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
+            sketch = sketch_of_donor(tokens, KEY).to_bytes()
+            self.sketches.append(sketch)
+            announced = Announcement(f"donor-{number}", BOUND, "device", len(tokens), number, sketch)
+            message = writers[number % WORKERS].registered(announced)
+            began = time.perf_counter()
+            self.directory.observe(message)
+            self.event_us += (time.perf_counter() - began) / donors * 1e6
+
+    def prompt(self) -> _Tokens:
+        """A prompt of several documents, int32 [PROMPT_TOKENS]."""
+        documents = [self._documents[each] for each in self._rng.integers(0, DOCUMENTS, PROMPT_DOCUMENTS)]
+        known = np.concatenate([self._start, *documents])
+        return np.concatenate([known, self._text(PROMPT_TOKENS - len(known))])
+
+    def _text(self, length: int) -> _Tokens:
+        return self._rng.integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+def lookups(fleet: Fleet) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Milliseconds of fingerprinting and of looking up, each float64 [PROMPTS], of the round with the best p99."""
+    prompts = [fleet.prompt() for _ in range(PROMPTS)]
+    directory, rounds = fleet.directory, []
+    for _ in range(ROUNDS):
+        times = np.zeros((2, PROMPTS))
+        for number, prompt in enumerate(prompts):
+            began = time.perf_counter()
+            fingerprints = directory._fingerprints(prompt, None, None)
+            fingerprinted = time.perf_counter()
+            held = directory._holders_of(fingerprints)
+            times[:, number] = fingerprinted - began, time.perf_counter() - fingerprinted
+            if not held:
+                sys.exit("A prompt of known documents has no holder.")
+        rounds.append((times[0] * 1e3, times[1] * 1e3))
+    return min(rounds, key=lambda times: float(np.percentile(times[1], 99)))
+
+
+def loop_over_sketches(fleet: Fleet) -> float:
+    """Milliseconds to estimate one prompt's overlap with every donor's sketch, one after the other."""
+    (_, prompt), *_ = fleet.directory._fingerprints(fleet.prompt(), None, None)
+    sketches = [Sketch.from_bytes(each) for each in fleet.sketches[:2000]]
+    began = time.perf_counter()
+    for sketch in sketches:
+        overlap(sketch, prompt)
+    return (time.perf_counter() - began) / len(sketches) * len(fleet.sketches) * 1e3
+
+
+class LossyDirectory(Directory):
+    """A directory that some messages do not reach and others late, until `faults_left` are used up."""
+
+    def __init__(self) -> None:
+        super().__init__(resync_seconds=HEARTBEAT_SECONDS)
+        self.faults_left = 0
+        self._rng = np.random.default_rng(1)
+        self._late: bytes | None = None
+
+    def observe(self, payload: bytes) -> Verdict | None:
+        if self.faults_left and self._rng.random() < FAULT_SHARE:
+            self.faults_left -= 1
+            if self._rng.random() < 0.5:
+                return None
+            payload, self._late = self._late or payload, payload
+        verdict = super().observe(payload)
+        if self._late is not None and payload is not self._late:
+            late, self._late = self._late, None
+            super().observe(late)
+        return verdict
+
+
+class ChangingWorker:
+    """A publisher whose donors come, move and go; `held` is the truth: tier by id."""
+
+    def __init__(self, url: str, worker_id: int, texts: _Tokens) -> None:
+        self.worker: Worker = (worker_id, 0)
+        self.publisher = EventPublisher(
+            ConnectionOptions(servers=(url,), subject=SUBJECT),
+            Emitter(worker_id, 0, 1),
+            EventCounters(enabled=False),
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            resync_seconds=RESYNC_SECONDS,
+        )
+        self.news = DonorAnnouncer(self.publisher, self.publisher.close)
+        self.held: dict[str, str] = {}
+        self._texts, self._rng, self._count = texts, np.random.default_rng(worker_id), 0
+
+    def text_of(self, donor_id: str) -> int:
+        """The number of the text that a donor holds."""
+        return int(donor_id.split("-")[1]) % len(self._texts)
+
+    def change(self) -> None:
+        for _ in range(CHURN):
+            if self.held and self._rng.random() < max(0.3, len(self.held) / MOST_HELD):
+                gone = str(self._rng.choice(list(self.held)))
+                self.news.gone(gone)
+                del self.held[gone]
+            elif self.held and self._rng.random() < 0.3:
+                moved = str(self._rng.choice(list(self.held)))
+                self.news.moved(moved, "host")
+                self.held[moved] = "host"
+            else:
+                self._count += 1
+                donor_id = f"{self.worker[0]}-{self._count}"
+                self.news.intended(donor_id, BOUND, None)
+                self.news.held(donor_id, self._texts[self.text_of(donor_id)], "device")
+                self.held[donor_id] = "device"
+
+
+def is_right(directory: Directory, workers: Sequence[ChangingWorker], texts: _Tokens) -> bool:
+    """True when the directory knows every donor and its tier, and finds for each text who holds it."""
+    if any(directory.donors_of(worker.worker) != worker.held for worker in workers):
+        return False
+    for number, text in enumerate(texts):
+        holding = {worker.worker for worker in workers if number in map(worker.text_of, worker.held)}
+        if {holder.worker for holder in directory.holders(text) if holder.tokens == len(text)} != holding:
+            return False
+    return True
+
+
+async def convergence(server: LoopbackServer) -> list[float]:
+    """Seconds from the last change of each round until the directory is right; each round has a dead server."""
+    texts = np.random.default_rng(2).integers(0, VOCABULARY, (64, CHECKED_TOKENS), dtype=np.int32)
+    directory = LossyDirectory()
+    reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT), directory)
+    workers = [ChangingWorker(server.url, number, texts) for number in range(FOLLOWED)]
+    await reader.start()
+    taken = []
+    for number in range(KILLS):
+        directory.faults_left = FAULTS * (number + 1) // KILLS - FAULTS * number // KILLS
+        turns = 0
+        while directory.faults_left or turns < 20:
+            for worker in workers:
+                worker.change()
+            await asyncio.sleep(0.05)
+            turns += 1
+            if turns == 10:
+                await asyncio.to_thread(server.kill)
+            elif turns == 20:
+                await asyncio.to_thread(server.start)
+        began = time.perf_counter()
+        while not is_right(directory, workers, texts) and time.perf_counter() - began < 6 * RESYNC_SECONDS:
+            await asyncio.sleep(0.05)
+        taken.append(time.perf_counter() - began)
+        say(f"round {number + 1}: right after {taken[-1]:.2f} s; so far {dict(directory.counts)}")
+    await reader.stop()
+    for worker in workers:
+        worker.news.close()
+    return taken
+
+
+def main() -> int:
+    """Measures and prints; writes the rows where --json says."""
+    arguments = _arguments().parse_args()
+    results = Results()
+    with loopback_server() as server:
+        taken = asyncio.run(convergence(server))
+    share = sum(each <= RESYNC_SECONDS for each in taken) / len(taken)
+    told = (
+        f"{FOLLOWED} workers, {FAULTS} messages dropped or out of order, the server killed {KILLS} times; share of "
+        f"rounds after which the directory is right within a resync interval of {RESYNC_SECONDS:g} s"
+    )
+    results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
+    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, better="lower", baseline=told)
+    before = _resident_mib()
+    fleet = Fleet(arguments.donors)
+    grown = _resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
+    fingerprinting, looking_up = lookups(fleet)
+    told = (
+        f"{arguments.donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
+        f"prompts of {PROMPT_TOKENS} tokens; a loop over all sketches takes {loop_over_sketches(fleet):.0f} ms"
+    )
+    p99 = float(np.percentile(looking_up, 99))
+    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, better="lower", baseline=told)
+    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", better="lower", baseline=told)
+    fingerprint_p99 = float(np.percentile(fingerprinting, 99))
+    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", better="lower", baseline=told)
+    results.add("directory_event_us", fleet.event_us, "us", better="lower", baseline=told)
+    results.add("directory_memory_mib", grown, "MiB", better="lower", baseline=told)
+    results.write(arguments.json, "fleet_directory")
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    arguments = parser(__doc__)
+    arguments.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
+    return arguments
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())
