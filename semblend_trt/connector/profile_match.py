@@ -45,6 +45,7 @@ class ProfileMatcher:
         self._profile: ReuseProfile | None = None
         self._problem: str | None = None
         self._matches: dict[str | None, ProfileMatch] = {}
+        self._told: dict[str | None, EngineMode] = {}
         self._policy = settings.policy
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
         if self._path is None:
@@ -66,14 +67,13 @@ class ProfileMatcher:
         return () if terms is None or terms.check is None else (terms.check.layer,)
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
-        """What holds for `namespace`. What keeps a profile from holding is logged once an adapter."""
-        known = self._matches.get(namespace.adapter)
-        if known is not None:
-            return known
-        match = self._compare(namespace, geometry)
-        if len(self._matches) < _MAX_REMEMBERED:
+        """What holds for `namespace`. What it means is logged once an adapter, and again when the engine's `mode`
+        changes: a wrapper begins to execute plans after its self-check."""
+        match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
+        if namespace.adapter in self._matches or len(self._matches) < _MAX_REMEMBERED:
             self._matches[namespace.adapter] = match
-            if self._is_used:
+            if self._is_used and self._told.get(namespace.adapter) is not mode:
+                self._told[namespace.adapter] = mode
                 self._tell(match, mode)
         return match
 
@@ -89,7 +89,10 @@ class ProfileMatcher:
 
     def _tell(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:
-            logger.warning("only identical text from position 0 is reused: a stock engine cannot check any other")
+            logger.warning(
+                "only identical text from position 0 is reused: any other has to be checked, and that needs the "
+                "wrapper on this engine, with its self-check passed"
+            )
         elif match.profile is not None:
             logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)
         elif match.differences:

@@ -121,10 +121,23 @@ def test_other_policies_read_no_profile(path: Path, caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_stock_engine_is_told_that_it_cannot_check(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        match(matcher(path), namespace(), EngineMode.STOCK)
-    assert "a stock engine cannot check" in caplog.text
+def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrapper starts as a stock engine, and may be given back; what is said then is said once each time."""
+    asked = matcher(path)
+    said = []
+    for mode in (EngineMode.STOCK, EngineMode.STOCK, EngineMode.WRAPPER, EngineMode.WRAPPER, EngineMode.STOCK):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert match(asked, namespace(), mode).profile is not None
+        said.append(caplog.text)
+    stock, again, wrapper, still, back = said
+    assert "needs the wrapper on this engine, with its self-check passed" in stock
+    assert "a stock engine cannot" not in stock
+    assert f"reuse profile {path} holds" in wrapper
+    assert again == still == ""
+    assert "needs the wrapper" in back
 
 
 def test_the_file_is_read_once(path: Path) -> None:
