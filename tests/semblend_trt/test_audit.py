@@ -54,6 +54,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "logs" / "audit.jsonl"
 
 
+@pytest.mark.known_defect(35)
 def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
     before = time.time()
     log = AuditLog(path, rank=3)
@@ -132,6 +133,7 @@ def test_a_log_may_end_on_its_own_thread(path: Path) -> None:
     assert log.dropped == 1
 
 
+@pytest.mark.known_defect(35)
 def test_one_file_stays_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     real = os.open
@@ -158,6 +160,7 @@ def test_process_that_ends_writes_its_lines(path: Path) -> None:
     assert [line["event"] for line in read(path)] == ["last"]
 
 
+@pytest.mark.known_defect(35)
 def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
     code = (
         "import sys; from semblend_trt.audit import AuditLog\n"
