@@ -1,0 +1,148 @@
+"""Replicas that stand in for engines, in the test's own event loop, and routers in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from semblend_trt.fleet.router.app import Router
+from semblend_trt.fleet.router.config import RouterConfig
+from semblend_trt.model_tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+SECRET = "a secret of the router"
+
+
+@dataclass
+class StandIn:
+    """A replica that answers with its number. `behave` says how: well, busy, dying (before its first byte), cut (behind
+    it), large, or ill. It keeps the bodies and headers that it was sent."""
+
+    number: int
+    behave: str = "well"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Any] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=500 if self.behave == "ill" else 200)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(request.headers)
+        if self.behave == "busy":
+            return web.Response(status=503)
+        if self.behave == "dying":
+            return self._cut(request)
+        if self.behave == "large":
+            return web.Response(body=b" " * 4096)
+        if body.get("max_tokens") == 0:
+            return web.json_response({"error": {"message": "max_tokens"}}, status=400)
+        details = {"cached_tokens": 2, "reused_tokens": 3, "computed_tokens": 1}
+        usage = {"prompt_tokens": 6, "completion_tokens": 1, "prompt_tokens_details": details}
+        answer = {"choices": [{"text": str(self.number)}], "usage": usage}
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "first"}]}\n\n')
+        if self.behave == "cut":
+            return self._cut(request)
+        if self.behave == "endless":
+            try:
+                while True:
+                    await response.write(b": still here\n\n")
+                    await asyncio.sleep(0)
+            finally:
+                self.left.set()
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    @staticmethod
+    def _cut(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+
+@dataclass
+class Routed:
+    """A router that runs, as its client sees it, and the replicas behind it."""
+
+    client: TestClient[Any, Any]
+    router: Router
+    replicas: list[StandIn]
+
+    async def ask(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, Any, Any]:
+        """Status, answer and headers of one request; `headers` are the request's, the other fields its body's."""
+        headers = fields.pop("headers", None)
+        async with self.client.post(path, json=fields, headers=headers) as response:
+            return response.status, await response.json(), response.headers
+
+    def count(self, name: str, **labels: str) -> float:
+        value = self.router.counters.registry.get_sample_value(name, labels)
+        assert value is not None, f"{name} {labels}"
+        return value
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_qwen2_path: Path) -> Any:
+    return load_tokenizer(str(tiny_qwen2_path))
+
+
+@pytest.fixture
+def routed(tokenizer: Any) -> Callable[..., Any]:
+    """routed(test, replicas=2, **fields of the configuration): runs `test(Routed)`, a coroutine function."""
+
+    @asynccontextmanager
+    async def running(count: int, fields: dict[str, Any]) -> AsyncIterator[Routed]:
+        stand_ins = [StandIn(number) for number in range(1, count + 1)]
+        servers = []
+        for stand_in in stand_ins:
+            servers.append(TestServer(stand_in.app()))
+            await servers[-1].start_server()
+            stand_in.url = str(servers[-1].make_url(""))
+        table = {
+            "model": "tiny",
+            "replicas": [{"url": each.url, "worker_id": each.number} for each in stand_ins],
+            "secret_env": "SECRET",
+            "health_seconds": 3600,
+        }
+        config = RouterConfig.model_validate(table | fields)
+        router = Router(config, {"SECRET": SECRET}, tokenizer, None)
+        try:
+            server = TestServer(router.app())
+            await server.start_server()
+            async with TestClient(server) as client:
+                yield Routed(client, router, stand_ins)
+        finally:
+            for each in servers:
+                await each.close()
+
+    def run(test: Callable[[Routed], Any], replicas: int = 2, **fields: Any) -> Any:
+        async def all_of_it() -> Any:
+            async with running(replicas, fields) as parts:
+                return await test(parts)
+
+        return asyncio.run(all_of_it())
+
+    return run

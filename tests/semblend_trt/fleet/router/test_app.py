@@ -1,0 +1,254 @@
+"""The router in front of stand-in replicas: what reaches them, what comes back, who is refused, and what is retried."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from semblend_trt.fleet.router.tenants import Caller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.semblend_trt.fleet.router.conftest import Routed
+
+KEYS = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": [name]} for name in ("acme", "globex")]
+
+
+def as_tenant(name: str, **more: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}", **more}
+
+
+def test_bodies_go_through_and_answers_come_back(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="somebody")
+        assert (status, answer["choices"]) == (200, [{"text": "1"}])
+        assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "somebody"}]
+        assert headers["X-SemBlend-Worker"] == "1.0"
+        assert headers["X-Request-ID"] == parts.replicas[0].headers[0]["X-Request-ID"]
+        refused = await parts.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=0)
+        assert refused[:2] == (400, {"error": {"message": "max_tokens"}})
+        assert parts.count("semblend_router_requests_total", worker="1.0", status="200") == 1
+        assert parts.count("semblend_router_tokens_total", kind="prompt") == 3 + refused_tokens(parts)
+
+    def refused_tokens(parts: Routed) -> int:
+        """The tiny tokenizer has no template, so the chat's length is guessed by its bytes."""
+        return len(json.dumps(parts.replicas[0].bodies[1])) // 4
+
+    routed(test)
+
+
+def test_streams_go_through_byte_by_byte(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+            assert response.content_type == "text/event-stream"
+            stream = await response.read()
+        url = parts.replicas[1].url + "/v1/completions"
+        async with aiohttp.request("POST", url, json={"stream": True}) as response:
+            straight = await response.read()
+        assert stream.replace(b'"1"', b'"2"') == straight
+        assert parts.count("semblend_router_first_byte_seconds_count") == 1
+
+    routed(test)
+
+
+def test_a_clients_salt_is_left_out(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        await parts.ask(prompt="abc", cache_salt="stolen")
+        assert "cache_salt" not in parts.replicas[0].bodies[0]
+        assert parts.count("semblend_router_client_salts_total") == 1
+
+    routed(test)
+
+
+def test_tenants_get_their_salts_from_the_router(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        for name in ("acme", "globex", "acme"):
+            status, _, _ = await parts.ask(prompt="abc", cache_salt="stolen", headers=as_tenant(name))
+            assert status == 200
+        bodies = [*parts.replicas[0].bodies, *parts.replicas[1].bodies]
+        salts = [body["cache_salt"] for body in bodies]
+        assert sorted(map(salts.count, set(salts))) == [1, 2]
+        assert "stolen" not in salts
+        assert not any("Authorization" in each for replica in parts.replicas for each in replica.headers)
+
+    routed(test, keys=KEYS)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "reason"),
+    [
+        ({}, 401, "unknown_key"),
+        (as_tenant("nobody"), 401, "unknown_key"),
+        (as_tenant("acme") | {"X-Tenant-ID": "globex"}, 403, "tenant_forbidden"),
+    ],
+)
+def test_who_may_not_ask_reaches_no_replica(
+    routed: Callable[..., Any], headers: dict[str, str], status: int, reason: str
+) -> None:
+    async def test(parts: Routed) -> None:
+        got, answer, _ = await parts.ask(prompt="abc", headers=headers)
+        assert (got, answer["error"]["code"]) == (status, reason)
+        assert [replica.bodies for replica in parts.replicas] == [[], []]
+        assert parts.count("semblend_router_refusals_total", reason=reason) == 1
+        async with parts.client.get("/v1/models", headers=headers) as response:
+            assert response.status == status
+
+    routed(test, keys=KEYS)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [(b"x" * 3000, 413, "body_too_large"), (b"{", 400, "bad_json"), (b'"a"', 400, "bad_json")],
+)
+def test_bad_bodies_reach_no_replica(routed: Callable[..., Any], body: bytes, status: int, code: str) -> None:
+    async def test(parts: Routed) -> None:
+        async with parts.client.post("/v1/completions", data=body) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+        assert parts.replicas[0].bodies == []
+        assert parts.count("semblend_router_refusals_total", reason=code) == 1
+
+    routed(test, max_body_bytes=2048)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("behave", "reason"), [("dying", "unreachable"), ("busy", "unwilling")])
+def test_another_replica_is_asked_before_the_first_byte(
+    routed: Callable[..., Any], behave: str, reason: str, stream: bool
+) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = behave
+        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
+            assert response.status == 200
+            assert response.headers["X-SemBlend-Worker"] == "2.0"
+            assert b'"2"' in await response.read()
+        assert len(parts.replicas[0].bodies) == 1
+        assert parts.count("semblend_router_retries_total", reason=reason) == 1
+        # Who is dead is left alone until a check finds it well; who is busy is not.
+        healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
+        assert healthy == (behave == "busy")
+        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
+
+    routed(test)
+
+
+def test_a_stream_that_is_cut_ends_with_an_error_and_is_not_repeated(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "cut"
+        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+            first, last = [line for line in (await response.read()).decode().split("\n\n") if line]
+        assert json.loads(first.removeprefix("data: "))["choices"] == [{"text": "first"}]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "broken_stream"
+        assert parts.replicas[1].bodies == []
+        assert parts.count("semblend_router_broken_streams_total") == 1
+        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 0
+
+    routed(test)
+
+
+def test_without_a_willing_replica_the_request_is_refused(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        for replica in parts.replicas:
+            replica.behave = "dying"
+        status, answer, _ = await parts.ask(prompt="abc")
+        assert (status, answer["error"]["code"]) == (503, "no_replica")
+        assert "replica 2.0 failed" in answer["error"]["message"]
+        assert (await parts.ask(prompt="abc"))[1]["error"]["message"] == (
+            "the request was not served: no replica is healthy; try again later"
+        )
+        async with parts.client.get("/health") as response:
+            assert (response.status, (await response.json())["replicas"]) == (503, {"1.0": False, "2.0": False})
+
+    routed(test)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_replica(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "endless"
+        response = await parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+        await response.content.readany()
+        assert parts.count("semblend_router_replica_in_flight", worker="1.0") == 1
+        # The prompt is computed, so it is no load any more.
+        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
+        response.close()
+        await parts.replicas[0].left.wait()
+        while parts.count("semblend_router_replica_in_flight", worker="1.0"):
+            await asyncio.sleep(0)
+
+    routed(test)
+
+
+def test_an_answer_that_is_too_large_is_refused(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "large"
+        status, answer, _ = await parts.ask(prompt="abc")
+        assert (status, answer["error"]["code"]) == (502, "answer_too_large")
+
+    routed(test, max_answer_bytes=1024)
+
+
+def test_a_prompt_that_cannot_be_read_goes_to_the_least_loaded(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        assert [(await parts.ask(prompt=5))[1]["choices"][0]["text"] for _ in range(4)] == ["1", "2", "1", "2"]
+        assert parts.count("semblend_router_fallbacks_total", reason="unread_prompt") == 4
+
+    routed(test)
+
+
+def test_it_tells_of_itself(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        async with parts.client.get("/health") as response:
+            status = await response.json()
+        assert status == {"status": "ok", "replicas": {"1.0": True, "2.0": True}, "directory": {}}
+        async with parts.client.get("/v1/models") as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+        async with parts.client.get("/metrics") as response:
+            assert 'semblend_router_replica_healthy{worker="1.0"} 1.0' in await response.text()
+        async with parts.client.get("/nothing") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "http_error")
+
+    routed(test)
+
+
+def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: Any) -> None:
+    path = tmp_path / "requests.jsonl"
+
+    async def test(parts: Routed) -> None:
+        headers = as_tenant("acme", **{"X-Session-ID": "session-7"})
+        for stream in (False, True):
+            body = {"prompt": "a secret document\n\nasked about", "stream": stream}
+            async with parts.client.post("/v1/completions", json=body, headers=headers) as response:
+                await response.read()
+        await parts.ask(prompt="a secret document\n\nasked about", headers=as_tenant("globex"))
+        parts.replicas[0].behave = parts.replicas[1].behave = "dying"
+        await parts.ask(prompt="b", headers=headers)
+
+    routed(test, keys=KEYS, telemetry={"path": path})
+    text = path.read_text()
+    for word in ("secret", "document", "acme", "session-7"):
+        assert word not in text
+    whole, streamed, other, refused = map(json.loads, text.splitlines())
+    assert [block["content_hash"] for block in whole["blocks"]] == [
+        block["content_hash"] for block in streamed["blocks"]
+    ]
+    assert not {block["content_hash"] for block in whole["blocks"]} & {
+        block["content_hash"] for block in other["blocks"]
+    }
+    assert whole["tenant_id"] == streamed["tenant_id"] != other["tenant_id"]
+    assert (whole["session_id"], other.get("session_id")) == (streamed["session_id"], None)
+    assert [block["token_count"] for block in whole["blocks"]] == [len("a secret document\n\n"), len("asked about")]
+    assert "observed_ttft_ms" not in whole
+    assert 0 < streamed["observed_ttft_ms"] <= streamed["observed_total_latency_ms"]
+    for line in (whole, streamed):
+        assert (line["observed_prefix_hit_tokens"], line["observed_prefill_tokens"]) == (2, 1)
+        assert (line["metadata"]["reused_tokens"], line["metadata"]["status"]) == (3, 200)
+    assert (refused["metadata"]["status"], refused["metadata"]["attempts"]) == (503, 2)
+
+
+def test_a_caller_keeps_its_salt_out_of_its_representation() -> None:
+    assert "pepper" not in repr(Caller("acme", "pepper"))

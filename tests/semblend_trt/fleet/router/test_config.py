@@ -1,0 +1,109 @@
+"""The router's configuration: the example that is checked in, defaults, and a sentence for each mistake."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.router.config import RouterConfig, TelemetryConfig, load_config
+
+EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"
+LEAST = 'model = "m"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
+SECRET = "0123456789abcdef"
+
+
+def loaded(tmp_path: Path, text: str) -> RouterConfig:
+    path = tmp_path / "router.toml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def with_comments_taken(text: str) -> dict[str, Any]:
+    """The example with what it only mentions."""
+    return tomllib.loads(re.sub(r"^# ?(?=[\[a-z0-9_]+(?:\]| = ))", "", text, flags=re.MULTILINE))
+
+
+def test_the_example_holds_the_defaults() -> None:
+    config = load_config(EXAMPLE)
+    assert [replica.worker_id for replica in config.replicas] == [1, 2]
+    fields = ("host", "port", "policy", "dp_rank", "health_seconds", "connect_seconds", "silence_seconds")
+    fields += ("read_seconds", "attempts", "max_body_bytes", "max_answer_bytes")
+    written = tomllib.loads(EXAMPLE.read_text())
+    for name in fields:
+        if name in RouterConfig.model_fields:
+            assert written[name] == RouterConfig.model_fields[name].default
+    assert config.keys == []
+    assert config.telemetry is None
+
+
+def test_the_example_names_every_field() -> None:
+    values = with_comments_taken(EXAMPLE.read_text())
+    assert set(values) == set(RouterConfig.model_fields)
+    config = RouterConfig.model_validate(values)
+    assert {name for key in values["keys"] for name in key} == {"sha256", "env", "tenants"}
+    assert set(values["telemetry"]) == set(TelemetryConfig.model_fields)
+    assert config.telemetry == TelemetryConfig(path=Path("requests.jsonl"))
+    assert config.keys[0].digest({}) == hashlib.sha256(b"test").hexdigest()
+    assert config.keys[1].digest({"SUPPORT_KEY": "k"}) == hashlib.sha256(b"k").hexdigest()
+    assert config.secret({"ROUTER_SECRET": SECRET}) == SECRET.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model = 'm'", "replicas: this field is missing"),
+        ("[[replicas]]\nurl = 'http://a'\nworker_id = 1", "model: this field is missing"),
+        ("model = ", "router.toml is not TOML: Invalid value"),
+        ("color = 1\n" + LEAST, "color: there is no such field"),
+        ("policy = 'best'\n" + LEAST, "policy: use one of round_robin, least_loaded, exact_prefix, span_overlap"),
+        ("port = 70000\n" + LEAST, "port: Input should be less than or equal to 65535 (given: 70000)"),
+        (LEAST.replace("http:", "ftp:"), "replicas.0.url: give an address that begins with http:// or https://"),
+        (LEAST + LEAST[len('model = "m"\n') :], "two replicas have worker_id 1 and dp_rank 0; give each its own"),
+        (LEAST + "[telemetry]\npath = 'a'", "keys and telemetry need secret_env"),
+        (LEAST + "[[keys]]\ntenants = ['a']", "keys.0: give either sha256 or env"),
+        (LEAST + "[[keys]]\nenv = 'K'\nsha256 = 'x'\ntenants = ['a']", "keys.0.sha256: String should match pattern"),
+        (LEAST + "[[keys]]\nenv = 'K'\ntenants = ['a b']", "keys.0.tenants.0: String should match pattern"),
+        (LEAST + "[[keys]]\nenv = 'K'\ntenants = []", "keys.0.tenants: List should have at least 1 item"),
+        ("attempts = 0\nhealth_seconds = 0\n" + LEAST, "(1 more fields are wrong)"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(problem)) as refused:
+        loaded(tmp_path, text)
+    assert "\n" not in str(refused.value)
+    assert "router.toml" in str(refused.value)
+
+
+def test_a_servers_password_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        loaded(tmp_path, f'nats_url = "{"secret" * 1000}"\n' + LEAST)
+    assert "nats_url" in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert "hidden" not in repr(loaded(tmp_path, 'nats_url = "nats://u:hidden@a"\n' + LEAST))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nothing cannot be read: No such file or directory"):
+        load_config(tmp_path / "nothing")
+    (tmp_path / "large").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(ConfigurationError, match="large has more than 1048576 bytes"):
+        load_config(tmp_path / "large")
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({}, "the configuration names the variable S, which is not set; set it"),
+        ({"S": "short"}, "the secret in S has 5 bytes; give at least 16"),
+    ],
+)
+def test_a_secret_has_to_be_there(tmp_path: Path, environment: dict[str, str], problem: str) -> None:
+    config = loaded(tmp_path, 'secret_env = "S"\n' + LEAST)
+    with pytest.raises(ConfigurationError, match=problem):
+        config.secret(environment)

@@ -1,0 +1,81 @@
+"""Who a caller is hangs on the API key alone; a tenant's salt on the router's secret, and on nothing sent."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from multidict import CIMultiDict
+
+from semblend_trt.fleet.router.config import KeyConfig, ReplicaConfig, RouterConfig
+from semblend_trt.fleet.router.refusals import RequestRefusedError
+from semblend_trt.fleet.router.tenants import Caller, Tenants
+from semblend_trt.namespace import salt_digest
+
+ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
+REPLICA = ReplicaConfig(url="http://127.0.0.1:1", worker_id=1)
+
+
+def tenants(environment: dict[str, str] = ENVIRONMENT, *, with_keys: bool = True) -> Tenants:
+    keys = [
+        KeyConfig(sha256=hashlib.sha256(b"acme-key").hexdigest().upper(), tenants=["acme"]),
+        KeyConfig(env="SHARED", tenants=["acme", "globex"]),
+    ]
+    config = RouterConfig(model="m", secret_env="SECRET", replicas=[REPLICA], keys=keys if with_keys else [])
+    return Tenants(config, environment)
+
+
+def headers(key: str | None = None, tenant: str | None = None, session: str | None = None) -> CIMultiDict[str]:
+    given = {"Authorization": None if key is None else f"Bearer {key}", "x-tenant-id": tenant, "x-session-id": session}
+    return CIMultiDict({name: value for name, value in given.items() if value is not None})
+
+
+def test_a_key_of_one_tenant_speaks_for_it() -> None:
+    known = tenants()
+    caller = known.caller(headers("acme-key", session="s1"))
+    assert (caller.tenant, caller.session) == ("acme", "s1")
+    assert known.caller(headers("acme-key", "acme", "s1")) == caller
+    assert known.caller(headers("shared-key", "acme", "s1")) == caller
+
+
+def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts() -> None:
+    known = tenants()
+    salts = {known.caller(headers("shared-key", tenant)).salt for tenant in ("acme", "globex")}
+    salts.add(tenants(ENVIRONMENT | {"SECRET": "t" * 16}).caller(headers("acme-key")).salt)
+    assert len(salts) == 3
+    assert len({salt_digest(salt or "") for salt in salts}) == 3
+    assert known.caller(headers("acme-key")).salt not in repr(known.caller(headers("acme-key")))
+
+
+@pytest.mark.parametrize(
+    ("key", "tenant", "session", "status", "reason"),
+    [
+        (None, None, None, 401, "unknown_key"),
+        ("guess", "acme", None, 401, "unknown_key"),
+        ("acme-key", "globex", None, 403, "tenant_forbidden"),
+        ("shared-key", "initech", None, 403, "tenant_forbidden"),
+        ("shared-key", None, None, 400, "tenant_missing"),
+        ("acme-key", None, "s" * 257, 400, "bad_session"),
+        ("acme-key", None, "", 400, "bad_session"),
+    ],
+)
+def test_whoever_claims_more_is_refused(
+    key: str | None, tenant: str | None, session: str | None, status: int, reason: str
+) -> None:
+    with pytest.raises(RequestRefusedError) as refused:
+        tenants().caller(headers(key, tenant, session))
+    assert (refused.value.status, refused.value.reason) == (status, reason)
+    assert "guess" not in str(refused.value)
+
+
+def test_the_scheme_counts() -> None:
+    with pytest.raises(RequestRefusedError, match="the API key is missing or unknown"):
+        tenants().caller(CIMultiDict({"Authorization": "Basic acme-key"}))
+
+
+def test_without_keys_nobody_is_told_apart() -> None:
+    everybody = tenants(with_keys=False)
+    assert everybody.caller(headers("whatever", session="s")) == Caller(session="s")
+    with pytest.raises(RequestRefusedError, match="this router knows no tenants") as refused:
+        everybody.caller(headers(tenant="acme"))
+    assert refused.value.reason == "tenant_forbidden"
