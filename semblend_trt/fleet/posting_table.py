@@ -160,26 +160,33 @@ def search(
     """
     entries, levels = asked
     mask = len(table.slots) - 1
-    last = np.full(len(found), -1, dtype=np.int64)
-    lowest = np.zeros(len(found), dtype=np.uint8)
+    # Of each owner worker << 8 | level, -1 in other namespaces; of each worker number << 8 | level of the last entry
+    # that it was met with: one load for each slot that is passed.
+    reached = np.full(len(owners.slots), -1, dtype=np.int64)
+    for owner in range(len(reached)):
+        if owners.namespaces[owner] == namespace:
+            reached[owner] = np.int64(owners.workers[owner]) << 8 | np.int64(owners.levels[owner])
+    met = np.full(len(found), -1, dtype=np.int64)
     for number in range(len(entries)):
         if number + _AHEAD < len(entries):
             _fetch(table, entries[number + _AHEAD])
-        wanted = np.uint64(entries[number])
+        wanted, most = np.uint64(entries[number]), np.int64(levels[number])
         at = _home(table, wanted << _HALF)
         while table.slots[at] != _EMPTY:
             word = table.slots[at]
-            owner = np.int64(word & _LOW)
             at = (at + 1) & mask
-            if word >> _HALF != wanted or owners.namespaces[owner] != namespace:
+            if word >> _HALF != wanted:
                 continue
-            level, worker = owners.levels[owner], owners.workers[owner]
-            if level > levels[number]:
+            owner = reached[np.int64(word & _LOW)]
+            worker, level = owner >> 8, owner & 255
+            if owner < 0 or level > most:
                 continue
-            if last[worker] != number:
-                last[worker], lowest[worker] = number, level
+            before = met[worker]
+            if before >> 8 != number:
                 found[worker] += shares[level]
                 matches[worker] += 1
-            elif level < lowest[worker]:
-                found[worker] += shares[level] - shares[lowest[worker]]
-                lowest[worker] = level
+            elif level < before & 255:
+                found[worker] += shares[level] - shares[before & 255]
+            else:
+                continue
+            met[worker] = number << 8 | level
