@@ -200,7 +200,7 @@ def _evidence(llm: LLM) -> list[CheckEvidence]:
 
 def _share(ours: list[Any], theirs: list[Any]) -> float:
     """Of two lists of answers, the share that is equal; deviations may differ in their last digits."""
-    alike = [_rounded(our) == _rounded(their) for our, their in zip(ours, theirs, strict=True)]
+    alike: list[bool] = [_rounded(our) == _rounded(their) for our, their in zip(ours, theirs, strict=True)]
     return sum(alike) / len(alike)
 
 

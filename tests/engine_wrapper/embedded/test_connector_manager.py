@@ -5,6 +5,8 @@ from engine_wrapper.embedded.connector_manager import ConnectorContractError, Kv
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
+from semblend_trt.errors import SemBlendError
+from tests.semblend_trt.rank_threads import on_ranks
 
 
 class Scheduler(KvCacheConnectorScheduler):
@@ -216,3 +218,35 @@ def test_get_finished_returns_two_lists(finished):
 def test_request_finished_says_true_or_false():
     with broken("finished_returns_bool"):
         KvCacheConnectorManager(Worker(), Scheduler(saving=None)).request_finished(request(), [])
+
+
+def on_two_ranks(work, **answers):
+    """What `work` returns on each of two ranks, the first of which has a scheduler with these answers."""
+    return on_ranks(2, lambda ranks: work(
+        KvCacheConnectorManager(Worker(), Scheduler(**answers) if ranks.rank == 0 else None, ranks=ranks)
+    ))  # fmt: skip
+
+
+def test_the_scheduler_of_rank_0_answers_for_every_rank():
+    def work(manager):
+        matched = manager.get_num_new_matched_tokens(request(), 0)
+        manager.update_state_after_alloc(request(), [1])
+        manager.handle_metadata()
+        saving = manager.request_finished(request(), [1])
+        return matched, manager.worker.get_connector_meta(), saving, manager.pending_transfers, manager.reuse_of(1)
+
+    assert (
+        on_two_ranks(work, answer=(5, False), saving=True, metadata={"plan": 1})
+        == [(5, {"plan": 1}, True, [1], None)] * 2
+    )
+
+
+def test_what_the_scheduler_raises_is_raised_on_every_rank():
+    def work(manager):
+        with pytest.raises(SemBlendError) as raised:
+            manager.handle_metadata()
+        return str(raised.value)
+
+    first, second = on_two_ranks(work, metadata=lambda: None)
+    assert "metadata_picklable" in first
+    assert second == f"the connector failed on rank 0 (ConnectorContractError: {first})"

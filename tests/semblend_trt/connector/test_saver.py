@@ -1,0 +1,116 @@
+"""Of several ranks, a donor is saved where all of them hold it, and lost where one of them has lost it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from kernels.layout import KvGeometry
+from kernels.rope import RopeRotation
+from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.donors.arena import DeviceTier
+from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.tiers import HostTier
+from semblend_trt.ranks import EngineRanks
+from semblend_trt.staging import HostWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from semblend_trt.runtime import SavedDonor
+
+GEOMETRY = KvGeometry(2, 1, 8, 4)
+ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
+TOKENS = 7
+
+
+class OtherRank:
+    """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def gather(self, own: Any) -> list[Any]:
+        assert len(own) == len(self.tokens)
+        return [own, self.tokens]
+
+
+@pytest.fixture
+def other() -> OtherRank:
+    return OtherRank()
+
+
+@pytest.fixture
+def saver(other: OtherRank) -> Iterator[DonorSaver]:
+    pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
+    device = DeviceTier(4, GEOMETRY, torch.float32, torch.device("cpu"))
+    store = DonorStore(HostTier(1 << 20, pin=False), device)
+    ranks = EngineRanks(0, 2, other.gather)
+    built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), ranks=ranks)
+    yield built
+    built.close()
+
+
+def save(saver: DonorSaver, tier: Tier = Tier.HOST) -> None:
+    saver.start(1, "donor", tier, [2, 0], TOKENS)
+    saver.drain()
+
+
+def finished(saver: DonorSaver) -> SavedDonor:
+    ((request_id, news),) = saver.finished()
+    assert request_id == 1
+    return news
+
+
+def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other: OtherRank) -> None:
+    save(saver)
+    other.tokens = [-1]
+    assert saver.finished() == []
+    other.tokens = [TOKENS]
+    assert finished(saver).tokens == TOKENS
+    other.tokens = []
+    assert saver.finished() == []
+
+
+def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, other: OtherRank) -> None:
+    save(saver)
+    assert "donor" in saver._store
+    other.tokens = [0]
+    news = finished(saver)
+    assert (news.tokens, news.error) == (0, "another rank does not hold it")
+    assert "donor" not in saver._store
+
+
+def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: OtherRank) -> None:
+    save(saver)
+    other.tokens = [4]
+    news = finished(saver)
+    assert (news.tokens, news.error) == (4, None)
+
+
+def test_an_own_failure_is_told_with_its_reason(saver: DonorSaver, other: OtherRank) -> None:
+    with mock.patch.object(saver, "_save_on_host", side_effect=OSError("no room")):
+        save(saver)
+    other.tokens = [TOKENS]
+    assert finished(saver).error == "OSError: no room"
+
+
+def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSaver, other: OtherRank) -> None:
+    save(saver, Tier.DEVICE)
+    other.tokens = [TOKENS]
+    finished(saver)
+    saver.demote("donor")
+    saver.demote("unknown")
+    saver.drain()
+    other.tokens = [-1, 1]
+    assert saver.lost() == []
+    other.tokens = [0, 1]
+    (lost,) = saver.lost()
+    assert (lost.donor_id, lost.tokens, lost.error) == ("donor", 0, "another rank does not hold it")
+    assert "donor" not in saver._store
+    other.tokens = []
+    assert saver.lost() == []
