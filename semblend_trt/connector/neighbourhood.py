@@ -56,14 +56,17 @@ class Neighbourhood:
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         namespace_key = self._key_of_donor.pop(donor_id, None)
+        self._news.held(donor_id, tokens, tier)
         if self._neighbours is not None and namespace_key is not None:
             self._neighbours.donor_held(namespace_key, donor_id, tokens)
-        self._news.held(donor_id, tokens, tier)
 
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        self._news.found(donor_id, namespace_key, tokens, tier)
         if self._neighbours is not None:
             self._neighbours.donor_held(namespace_key, donor_id, tokens)
-        self._news.found(donor_id, namespace_key, tokens, tier)
+
+    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        self._news.embedded(donor_id, vector)
 
     def moved(self, donor_id: str, tier: str) -> None:
         self._news.moved(donor_id, tier)
@@ -81,14 +84,17 @@ class Neighbourhood:
 
 
 class _Records:
-    """Writes what the neighbours' thread found to the audit log and counts it."""
+    """Writes what the neighbours' thread found to the audit log, counts it, and tells the fleet of vectors."""
 
-    def __init__(self, journal: Journal, metrics: Metrics) -> None:
-        self._journal, self._metrics = journal, metrics
+    def __init__(self, journal: Journal, metrics: Metrics, news: DonorNews) -> None:
+        self._journal, self._metrics, self._news = journal, metrics, news
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         self._journal.neighbours(request_id, nearest)
         self._metrics.neighbours_found(nearest)
+
+    def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        self._news.embedded(donor_id, vector)
 
     def neighbours_counted(self, event: str) -> None:
         self._metrics.neighbours_counted(event)
@@ -110,5 +116,5 @@ def neighbourhood_for(
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         return text_decoder(folder)
 
-    records = _Records(journal, metrics)
+    records = _Records(journal, metrics, news)
     return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,10 @@ class Listener(Protocol):
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         """The nearest donors of a request, the nearest first; none where none is near enough."""
+        ...
+
+    def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """A held donor's vector, float32 [dim] of unit length, which nobody changes."""
         ...
 
     def neighbours_counted(self, event: str) -> None:

@@ -185,6 +185,7 @@ class NeighbourWorker:
             is_live = job.owner in self._live
         if is_live and vector.any():
             index.add(job.namespace_key, str(job.owner), vector)
+            self._listener.donor_embedded(str(job.owner), vector)
 
     def _search(self, job: Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
         hits = index.find(job.namespace_key, vector, self._nearest) if vector.any() else []

@@ -44,6 +44,9 @@ class DonorNews(Protocol):
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         """The donor, kept by an earlier process, is held in `tier`; told once a request has named its namespace."""
 
+    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """The donor, told of before, has this vector (float32 [dim], which nobody changes); any thread may say so."""
+
     def moved(self, donor_id: str, tier: str) -> None:
         """The donor is held in `tier` now."""
 
@@ -62,6 +65,8 @@ class Silence:
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
 
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
+
+    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None: ...
 
     def moved(self, donor_id: str, tier: str) -> None: ...
 
@@ -82,7 +87,10 @@ def _never_raises(method: Callable[_Arguments, None]) -> Callable[_Arguments, No
 
 
 class DonorAnnouncer:
-    """Tells one publisher of one library's donors. All methods but `close` belong to the library's thread."""
+    """Tells one publisher of one library's donors.
+
+    All methods but `close` and `embedded` belong to the library's thread.
+    """
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         """`leave` is called once, by `close`, when nothing more is told."""
@@ -112,6 +120,18 @@ class DonorAnnouncer:
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         unnamed = self._unnamed.setdefault(namespace_key, {})
         unnamed[donor_id] = Held(None, b"", tier, len(tokens), tokens)
+
+    @_never_raises
+    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        if not self._publisher.embeddings:
+            return
+        for unnamed in list(self._unnamed.values()):
+            if donor_id in unnamed:
+                unnamed[donor_id].embedding = vector
+        held = self._library.donors.get(donor_id)
+        if held is not None:
+            held.embedding = vector
+            self._publisher.changed(self._library, donor_id)
 
     @_never_raises
     def moved(self, donor_id: str, tier: str) -> None:

@@ -33,8 +33,8 @@ class Held:
     """A donor as the serving path left it: `tokens` int32 [n] until it is sketched, then what was made of them.
 
     `namespace` is None until it is known; no library holds such a donor. `salted_key` is the sketch key of a request
-    with a salt, empty for one without. `tier` may change; `is_unfit` marks
-    a donor that no event can tell of.
+    with a salt, empty for one without. `tier` may change, and `embedding` (float32 [dim]) may come later; `is_unfit`
+    marks a donor that no event can tell of.
     """
 
     namespace: CacheNamespace | None
@@ -75,9 +75,12 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What readers were told of a donor: which one the id meant, its tier, and its part of the state's digest."""
+    """What readers were told of a donor: which one the id meant, with which embedding, its tier, its part of the
+    state's digest.
+    """
 
     held: Held
+    embedding: npt.NDArray[np.float32] | None
     tier: str
     digest: int
 
@@ -176,12 +179,13 @@ class Outbox:
         held, told = library.donors.get(donor_id), self._told.get(donor_id)
         if held is None or held.is_unfit:
             return None if told is None else self._evicted(donor_id)
-        if told is None or told.held is not held:
+        # Nothing but a registration can carry an embedding, and one of a known donor replaces what was known.
+        if told is None or told.held is not held or told.embedding is not held.embedding:
             return self._registered(library, donor_id, held)
         tier = held.tier
         if told.tier == tier:
             return None
-        self._note(donor_id, held, tier)
+        self._note(donor_id, held, told.embedding, tier)
         return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
 
     def _evicted(self, donor_id: str) -> Notice:
@@ -191,10 +195,8 @@ class Outbox:
     def _registered(self, library: HeldDonors, donor_id: str, held: Held) -> Notice | None:
         if not self._describe(library, donor_id) or held.namespace is None:
             return None
-        tier = held.tier
-        announcement = Announcement(
-            donor_id, held.namespace, tier, held.count, held.digest, held.sketch, held.embedding
-        )
+        tier, embedding = held.tier, held.embedding
+        announcement = Announcement(donor_id, held.namespace, tier, held.count, held.digest, held.sketch, embedding)
         try:
             payload = self._writer.registered(announcement)
         except EventError as error:
@@ -202,12 +204,12 @@ class Outbox:
             held.is_unfit = True
             self._counters.count_dropped("oversize")
             return None
-        self._note(donor_id, held, tier)
+        self._note(donor_id, held, embedding, tier)
         return self._notice("donor_registered", payload)
 
-    def _note(self, donor_id: str, held: Held, tier: str) -> None:
+    def _note(self, donor_id: str, held: Held, embedding: npt.NDArray[np.float32] | None, tier: str) -> None:
         self._unlearn(donor_id)
-        self._told[donor_id] = told = _Told(held, tier, donor_digest(donor_id, tier))
+        self._told[donor_id] = told = _Told(held, embedding, tier, donor_digest(donor_id, tier))
         self._digest ^= told.digest
 
     def _unlearn(self, donor_id: str) -> None:

@@ -55,7 +55,7 @@ class EventPublisher:
         max_changes: int = MAX_CHANGES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters, self.emitter = counters, emitter
+        self.counters, self.emitter, self.embeddings = counters, emitter, embeddings
         self._options, self._clock, self._max_changes = options, clock, max_changes
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)

@@ -21,10 +21,13 @@ class Records:
     """Keeps what the thread tells."""
 
     def __init__(self):
-        self.found, self.events = {}, []
+        self.found, self.embedded, self.events = {}, {}, []
 
     def neighbours_found(self, request_id, nearest):
         self.found[request_id] = nearest
+
+    def donor_embedded(self, donor_id, vector):
+        self.embedded[donor_id] = vector
 
     def neighbours_counted(self, event):
         self.events.append(event)
@@ -80,6 +83,15 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     assert made.nearest(8) == ()
     assert records.found == {7: (near,), 8: ()}
     assert sorted(records.events) == ["donor_embedded"] * 5 + ["request_embedded"] * 2
+
+
+def test_the_vectors_of_held_donors_are_told(made, records):
+    made.donor_held("space", "donor", text(1))
+    made.look_up(1, "space", text(2))
+    assert made.settle(WAIT)
+    (vector,) = static().embed([decoder()(text(1))])
+    assert list(records.embedded) == ["donor"]
+    np.testing.assert_array_equal(records.embedded["donor"], vector)
 
 
 def test_another_salt_finds_nothing(made):

@@ -148,3 +148,20 @@ def test_the_last_word_says_that_nothing_is_held() -> None:
         reader.observe(notice.payload)
     assert reader.workers[(3, 0)].donors == {}
     assert not reader.problem_counts
+
+
+def test_an_embedding_that_comes_later_is_told_by_one_more_registration() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["a"] = donor()
+    box.take(10)
+    library.donors["a"].embedding = np.ones(4, dtype=np.float32)
+    for kinds in (["donor_registered"], []):
+        box.changes.append((library, "a"))
+        box.absorb(10)
+        assert [notice.kind for notice in box.take(10)] == kinds
+    library.donors["a"].tier = "host"
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["donor_relocated"]
+    assert box.announced == {"a": "host"}
