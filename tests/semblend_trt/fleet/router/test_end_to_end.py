@@ -1,0 +1,198 @@
+"""A whole fleet: a NATS server, two workers with the shipped model and a router in front, each a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.fleet.telemetry import read_trace
+from tests.semblend_trt.conftest import NatsServer
+from validation.documents import stock_list
+from validation.prompts import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MODEL = files("validation") / "assets" / "model"
+ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
+TENANTS = ("acme", "globex")
+CONFIG = """
+port = 0
+model = "{model}"
+nats_url = "{nats}"
+secret_env = "ROUTER_SECRET"
+
+{tables}
+[telemetry]
+path = "{trace}"
+"""
+
+
+class Process:
+    """A server that says its address on standard error when it listens."""
+
+    def __init__(self, *command: str, **variables: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+        environment = inherited | {"OMP_NUM_THREADS": "1"} | variables
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+        )
+
+    def address(self) -> str:
+        """Waits for it."""
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if " on http://" in line:
+                return line.split(" on ")[1].strip()
+        raise AssertionError("".join(said))
+
+    def end(self, *, at_once: bool = False) -> None:
+        if at_once:
+            self.process.kill()
+        else:
+            self.process.terminate()
+        self.process.wait(30)
+
+
+@dataclass
+class Fleet:
+    """What runs, and how it is asked."""
+
+    workers: dict[str, Process]
+    url: str
+    trace: Path
+
+    def open(self, prompt: str, tenant: str, **fields: Any) -> Any:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
+        headers = {"Authorization": f"Bearer key of {tenant}"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=120)
+
+    def ask(self, prompt: str, tenant: str = "acme", **fields: Any) -> tuple[str, dict[str, Any]]:
+        """The worker that answered, and its answer."""
+        with self.open(prompt, tenant, **fields) as response:
+            return response.headers["X-SemBlend-Worker"], json.load(response)
+
+    def gauge(self, name: str, worker: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        values = [line.split()[1] for line in lines if line.startswith(f'semblend_router_{name}{{worker="{worker}"}}')]
+        return float(values[0]) if values else 0.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    server = NatsServer(folder / "nats")
+    server.start()
+    ending = contextlib.ExitStack()
+    ending.callback(server.kill)
+    with ending:
+        workers = {}
+        for number in (1, 2):
+            command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32"]
+            command += ["--port", "0", "--worker-id", str(number), "--nats", server.url]
+            workers[f"{number}.0"] = worker = Process(*command, "--profile", str(MODEL / "reuse-profile.json"))
+            ending.callback(worker.end)
+        tables = "".join(
+            f'[[replicas]]\nurl = "{worker.address()}"\nworker_id = {name.split(".")[0]}\n'
+            for name, worker in workers.items()
+        )
+        for tenant in TENANTS:
+            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
+            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+        config = folder / "router.toml"
+        trace = folder / "trace.jsonl"
+        config.write_text(CONFIG.format(model=MODEL, nats=server.url, tables=tables, trace=trace))
+        router = Process("-c", ROUTER, "router", "--config", str(config), ROUTER_SECRET="a secret of the router")
+        ending.callback(router.end)
+        yield Fleet(workers, router.address(), trace)
+
+
+def prompts(seed: int) -> list[tuple[str, str]]:
+    """Prompts and answers: the same documents in either order, behind other instructions, and other questions."""
+    generator = random.Random(seed)
+    lists = [stock_list(generator, rows=12) for _ in range(6)]
+    orders = (lists, lists[::-1], lists[2:] + lists[:2])
+    instructions = ("Answer briefly.", "Look up what is asked for.", "Use the documents.")
+    questions = [lists[at].questions[row] for at, row in ((1, 0), (4, 7), (2, 3))]
+    return [
+        (render(instruction, [each.text for each in order], question.text), question.answer)
+        for instruction, order, question in zip(instructions, orders, questions, strict=True)
+    ]
+
+
+def reused(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["reused_tokens"])
+
+
+def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
+    (first, expected), *others = prompts(0)
+    holder, answer = fleet.ask(first)
+    assert (answer["choices"][0]["text"], reused(answer)) == (expected, 0)
+    while not fleet.gauge("donors", holder):
+        pass
+    for prompt, expected in others:
+        worker, answer = fleet.ask(prompt)
+        assert (worker, answer["choices"][0]["text"]) == (holder, expected)
+        assert reused(answer) > 400
+    with fleet.open(others[0][0], "acme", stream=True) as response:
+        assert response.headers["X-SemBlend-Worker"] == holder
+        *events, end = [line.decode().strip() for line in response if line.strip()]
+    assert end == "data: [DONE]"
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert "".join(texts) == others[0][1]
+
+
+def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet: Fleet) -> None:
+    """Its request goes to whom it is the turn of, and that is not the replica that was asked last."""
+    prompt, expected = prompts(0)[1]
+    holder, _ = fleet.ask(prompt)
+    worker, answer = fleet.ask(prompt, "globex", cache_salt="guessed")
+    assert worker != holder
+    assert (answer["choices"][0]["text"], reused(answer)) == (expected, 0)
+
+
+def test_the_trace_has_no_text(fleet: Fleet) -> None:
+    prompt = prompts(1)[0][0]
+    for tenant in TENANTS:
+        fleet.ask(prompt, tenant)
+    while (text := fleet.trace.read_text()).count("\n") < 7:
+        pass
+    lines = [line.model_dump() for line in read_trace(text.splitlines())]
+    *_, acme, globex = lines
+    assert acme["tenant_id"] != globex["tenant_id"]
+    assert sum(block["token_count"] for block in acme["blocks"]) == acme["metadata"]["prompt_tokens"]
+    assert {line["metadata"]["held_tokens"] > 400 for line in lines[1:3]} == {True}
+    for word in (*TENANTS, *prompt.split()):
+        assert word.isdigit() or len(word) < 5 or word not in text
+
+
+def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
+    prompt = prompts(0)[2][0]
+    holder, _ = fleet.ask(prompt)
+    other = next(name for name in fleet.workers if name != holder)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(fleet.ask, prompt, max_tokens=300, ignore_eos=True)
+        while not fleet.gauge("replica_in_flight", holder):
+            pass
+        fleet.workers[holder].end(at_once=True)
+        worker, answer = asking.result()
+    assert worker == other
+    assert answer["usage"]["completion_tokens"] == 300
+    assert (fleet.gauge("replica_healthy", holder), fleet.gauge("replica_healthy", other)) == (0, 1)
