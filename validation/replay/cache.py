@@ -8,7 +8,7 @@ from semblend_trt.donors.eviction import DonorHistory
 from validation.replay.blocks import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from semblend_trt.donors.eviction import EvictionPolicy
     from validation.replay.blocks import Blocks
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 class BlockCache:
     """Each held block is one donor to `policy`. Not thread safe; a request is served whole before the next.
 
-    A block with a parent is held only while its parent is. Blocks of fewer than `min_tokens` or more than `capacity`
-    tokens are never held. With `looks_ahead` the blocks of the request itself may go as well once it is served, which
-    no policy that does not know the future should do.
+    A block with a parent is held only while its parent is, one of more than `capacity` tokens never. With `looks_ahead`
+    the blocks of the request itself may go as well once it is served, which no policy that does not know the future
+    should do. `before` is the block that stood before each held one in the request that brought it, or NONE.
     """
 
-    def __init__(
-        self, blocks: Blocks, policy: EvictionPolicy, capacity: int, *, min_tokens: int = 1, looks_ahead: bool = False
-    ) -> None:
+    def __init__(self, blocks: Blocks, policy: EvictionPolicy, capacity: int, *, looks_ahead: bool = False) -> None:
         self._blocks, self._policy, self._capacity = blocks, policy, capacity
-        self._min_tokens, self._looks_ahead = min_tokens, looks_ahead
+        self._looks_ahead = looks_ahead
+        self.before: dict[int, int] = {}
         self._donor_of: dict[int, str] = {}
         self._block_of: dict[str, int] = {}
         self._histories: dict[int, DonorHistory] = {}
@@ -38,12 +37,13 @@ class BlockCache:
     def __contains__(self, block: object) -> bool:
         return block in self._donor_of
 
-    def serve(self, wanted: Iterable[int], seconds: float) -> frozenset[int]:
+    def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
         """Serves a request of these blocks and returns those that were held when it came.
 
         What was missing is held from then on, as far as there is room beside the request's other blocks. `seconds` is
         the time by the policy's clock. The first block counts as the last used: of a prompt, the end should go first.
         """
+        before = dict(zip(reversed(wanted), reversed([NONE, *wanted[:-1]]), strict=True))  # of their first places
         request = [block for block in dict.fromkeys(wanted) if self._may_be_held(block)]
         hits = frozenset(block for block in request if block in self._donor_of)
         self.regrets += sum(block in self._gone for block in request)
@@ -57,12 +57,13 @@ class BlockCache:
         if not self._looks_ahead:
             self._make_room(sum(self._blocks.tokens[block] for block in missing), hits)
         for block in missing:
+            self.before[block] = before[block]
             self._hold(block, ticks[block], seconds)
         self._make_room(0)
         return hits
 
     def _may_be_held(self, block: int) -> bool:
-        return block >= 0 and self._min_tokens <= self._blocks.tokens[block] <= self._capacity
+        return block != NONE and 0 < self._blocks.tokens[block] <= self._capacity
 
     def _missing(self, request: list[int], hits: frozenset[int]) -> list[int]:
         """What is to be held now, parents first: what fits beside the rest of the request, and whose parent does."""

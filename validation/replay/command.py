@@ -133,12 +133,15 @@ def _outcomes(
 def _facts(trace: Trace) -> list[str]:
     facts = [
         f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
-        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct."
+        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
+        f"Times to the first token observed: {len(trace.observations):,}.",
     ]
     if trace.skipped:
         facts.append(f"Lines that were passed over: {trace.skipped:,}; the first time because {trace.first_skipped}.")
     if abs(trace.observed_over_counted - 1.0) > 0.05:
-        facts.append(f"Engines counted {trace.observed_over_counted:.2f} tokens for each token of the trace's blocks.")
+        facts.append(
+            f"Engines computed or found cached {trace.observed_over_counted:.2f} tokens for each of the blocks' tokens."
+        )
     return facts
 
 

@@ -60,7 +60,8 @@ class LatencyModel:
         if len(ttft) <= _PAIRS + 1 or len(np.unique(computed)) < 3:
             raise ConfigurationError(
                 f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
-                f"computed tokens; at least {_PAIRS + 2} and 3 are needed to fit a latency model."
+                f"computed tokens; a latency model needs at least {_PAIRS + 2} and 3, name result rows that have them "
+                "with --latency-profile."
             )
         columns = _columns(computed, reused)
         choices = ((), (_REUSED,), (_PAIRS,), (_REUSED, _PAIRS))

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Optimum:
     """An `EvictionPolicy` for a `BlockCache` that looks ahead.
 
-    No policy reaches a higher share of hits where all blocks are of one size. Where sizes differ it is a good order but
-    no bound: the best choice is then a knapsack.
+    No policy finds more blocks held where all are of one size. Where sizes differ it is a good order but no bound: the
+    best choice is then a knapsack.
     """
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:

@@ -46,4 +46,7 @@ def _draw_panel(axes: Any, lines: Sequence[Line], value: Any) -> None:
         style = "k--" if policy == OPTIMUM else "-"
         axes.plot(*zip(*points, strict=True), style, marker=_MARKERS[index % len(_MARKERS)], alpha=0.8, label=policy)
     axes.set_xscale("log")
+    capacities = sorted({line.capacity_tokens for line in lines})
+    axes.set_xticks(capacities, [f"{each:,}" for each in capacities])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -34,7 +34,8 @@ as donors. No block of a request goes while it is served. Every reused token cos
 
 Reused: share of the prompts' tokens that were not computed. Extrapolated: share of the requests that lie outside of
 what the model was fitted to. Regrets: blocks that were asked for again after they had been evicted. `{OPTIMUM}` knows
-every future request (Belady 1966): the bound where blocks have one size, a good order but no bound where sizes differ.
+every future request (Belady 1966): the bound of held blocks where all have one size; where sizes differ, or spans lose
+their first tokens, a good order but no bound.
 Differences are the policy's minus those of lru with their {CONFIDENCE:.0%} interval, from {RESAMPLES:,} bootstrap
 resamples of runs of successive requests; `*` marks those that exclude 0.
 """

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semblend_trt.donors.eviction import Eviction, eviction_factory
+from validation.replay.blocks import NONE
 from validation.replay.cache import BlockCache
 from validation.replay.optimum import Optimum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -27,8 +28,9 @@ EXACT_PREFIX, SPAN = "exact_prefix", "span"
 class ReuseRule:
     """Which held blocks count. With `as_prefixes` only those behind nothing but held ones, as in a prefix cache.
 
-    Otherwise any, wherever it stands, of at least `min_tokens` tokens, of which the first `recompute_tokens` are
-    computed again. A request's last token is always computed.
+    Otherwise spans, wherever they stand: runs of held blocks that stood in the same order when they came, of at least
+    `min_tokens` tokens, of which the first `recompute_tokens` are computed again. A request's last token is always
+    computed.
     """
 
     name: str
@@ -45,14 +47,13 @@ class ReuseRule:
         if self.as_prefixes:
             return "What counts is the leading run of held blocks, at no cost but that of a reused token."
         return (
-            f"What counts is every held block of at least {self.min_tokens:,} tokens, wherever it stands; its first "
-            f"{self.recompute_tokens:,} tokens are computed again."
+            f"What counts is every run of held blocks, wherever it stands, of at least {self.min_tokens:,} tokens that "
+            f"stood in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
         )
 
-    def reused(self, blocks: Blocks, request: Sequence[int], hits: frozenset[int], prompt_tokens: int) -> int:
-        """Tokens of a request that are not computed. A block that stands in it twice counts twice."""
-        kept = sum(max(0, blocks.tokens[block] - self.recompute_tokens) for block in request if block in hits)
-        return max(0, min(kept, prompt_tokens - 1))
+    def reused(self, spans: Iterable[int]) -> int:
+        """Tokens that are not computed, given those of each run of held blocks."""
+        return sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,12 +87,24 @@ def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -
         if looks_ahead
         else eviction_factory(Eviction(policy), lambda: now.seconds)(),
         capacity_tokens,
-        min_tokens=rule.min_tokens,
         looks_ahead=looks_ahead,
     )
     prompt_tokens = trace.prompt_tokens()
     reused = np.zeros(len(prompt_tokens), dtype=np.int64)
     for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
         now.request, now.seconds = index, seconds
-        reused[index] = rule.reused(blocks, request, cache.serve(request, seconds), prompt_tokens[index])
+        hits = cache.serve(request, seconds)
+        reused[index] = min(rule.reused(_spans(request, hits, blocks, cache)), max(0, prompt_tokens[index] - 1))
     return Outcome(rule.name, policy, capacity_tokens, reused, cache.evictions, cache.regrets)
+
+
+def _spans(request: Sequence[int], hits: frozenset[int], blocks: Blocks, cache: BlockCache) -> Iterator[int]:
+    """Tokens of each run of held blocks that stood behind each other when they came; a block may be in two runs."""
+    span, last = 0, NONE
+    for block in request:
+        if block not in hits or cache.before[block] != last:
+            yield span
+            span = 0
+        span += blocks.tokens[block] if block in hits else 0
+        last = block
+    yield span

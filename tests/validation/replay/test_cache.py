@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.donors.eviction import Eviction, eviction_factory
+from validation.replay.blocks import NONE
 from validation.replay.cache import BlockCache
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def test_what_holds_after_every_request(
         assert hits == before & set(request)
         assert hits <= held <= before | set(request)  # a request evicts none of its own
         assert cache.used_tokens == sum(blocks.tokens[block] for block in held) <= capacity
-        assert all(blocks.parents[block] in held | {-1} for block in held)
+        assert all(blocks.parents[block] in held | {NONE} for block in held)
         if sum(blocks.tokens[block] for block in set(request)) <= capacity:
             assert set(request) <= held
 
@@ -104,9 +105,9 @@ def test_what_comes_back_after_it_went_is_a_regret(trace_from: Callable[..., Tra
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
 
 
-def test_blocks_below_the_least_or_shared_with_nobody_are_not_held(trace_from: Callable[..., Trace]) -> None:
-    trace = trace_from([["b", "c"], ["b", "c"]], TOKENS)
-    cache = BlockCache(trace.spans, eviction_factory(Eviction.LRU, lambda: 0.0)(), 8, min_tokens=3)
-    served = [cache.serve([-1, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
+def test_what_is_shared_with_nobody_or_has_no_tokens_is_not_held(trace_from: Callable[..., Trace]) -> None:
+    trace = trace_from([["none", "c"], ["none", "c"]], TOKENS | {"none": 0})
+    cache = BlockCache(trace.spans, eviction_factory(Eviction.LRU, lambda: 0.0)(), 8)
+    served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
     assert served == [frozenset(), frozenset({1})]
-    assert cache.used_tokens == 3
+    assert cache.used_tokens == TOKENS["c"]

@@ -66,7 +66,7 @@ def test_predictions_beyond_what_was_observed_are_told() -> None:
     ids=["none", "all alike", "too few"],
 )
 def test_too_little_to_fit_is_refused(seen: list[Observation]) -> None:
-    with pytest.raises(ConfigurationError, match=r"a test: .* needed to fit a latency model"):
+    with pytest.raises(ConfigurationError, match=r"a test: .* a latency model needs at least 5 and 3"):
         LatencyModel.fitted(seen, "a test")
 
 

@@ -22,7 +22,7 @@ PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tok
 def test_behind_another_header_only_spans_count(trace_from: Callable[..., Trace]) -> None:
     trace = trace_from([["header", "document"], ["other", "document"], ["header", "document", "small"]], TOKENS)
     assert simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == [0, 0, 600]
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 484, 84 + 484]
+    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 500 - 16, 600 - 16]
 
 
 def test_short_spans_do_not_count_and_the_last_token_is_always_computed(trace_from: Callable[..., Trace]) -> None:
@@ -33,7 +33,18 @@ def test_short_spans_do_not_count_and_the_last_token_is_always_computed(trace_fr
 
 def test_a_block_that_stands_in_a_prompt_twice_is_not_its_own_hit(trace_from: Callable[..., Trace]) -> None:
     trace = trace_from([["header", "header", "small"], ["header", "small", "header"]], TOKENS)
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 2 * 84]
+    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 120 - 16 + 100 - 16]
+
+
+def test_short_blocks_make_a_span_where_they_stand_as_they_stood_when_they_came(
+    trace_from: Callable[..., Trace],
+) -> None:
+    small = dict.fromkeys("abcdef", 30)
+    trace = trace_from(
+        [["header", *"abcd"], ["other", *"abcd"], ["other", *"dcba"], ["other", *"bcefab"]], TOKENS | small
+    )
+    # In the last one `other`, b c, and a b are spans of at least 64 tokens only where they are long enough.
+    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 120 - 16, 84, 84]
 
 
 @pytest.mark.parametrize("rule", [PREFIX, SPAN])

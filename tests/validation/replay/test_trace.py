@@ -74,10 +74,15 @@ def test_what_was_observed_is_kept_where_it_says_enough(line: Callable[..., Trac
             line(1, "a", [100], **(enough | {"observed_ttft_ms": None})),
             line(2, "a", [100], **(enough | {"observed_prefill_tokens": None})),
             line(3, "a", [100], **(enough | {"observed_total_latency_ms": 30.0})),
+            line(4, "a", [100], **enough, metadata={"status": 503}),
+            line(5, "a", [100], **enough, metadata={"status": 200, "prompt_tokens": 150}),
         ]
     )
-    assert [(each.ttft_ms, each.computed, each.reused) for each in trace.observations] == [(30.0, 90, 30)]
-    assert trace.observed_over_counted == pytest.approx(1.2)
+    assert [(each.ttft_ms, each.computed, each.reused) for each in trace.observations] == [
+        (30.0, 90, 30),
+        (30.0, 90, 60),
+    ]
+    assert trace.observed_over_counted == pytest.approx(1.35)
 
 
 def test_a_bad_line_is_named_or_counted(line: Callable[..., TraceLine], tmp_path: Path) -> None:
