@@ -46,8 +46,11 @@ def attach_to_executor(
     parts: ExecutorParts | None, llm_args: Any, facts: ModelFacts | None, runtime: Runtime,
     pool: torch.Tensor, sink: EvidenceSink,
 ) -> Attachment:  # fmt: skip
-    """Attaches what can be attached, on every rank or on none. Never raises."""
-    reason = _on_all_ranks(parts, _guard_refusal(parts, runtime))
+    """Attaches what can be attached, on every rank or on none. Never raises.
+
+    Every rank registers its caches at the same place, so that all of them meet here.
+    """
+    reason = _on_all_ranks(runtime, _guard_refusal(parts, runtime))
     if reason is not None or parts is None or facts is None:
         reason = reason or "caches_refused"
         logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
@@ -78,19 +81,10 @@ def _guard_refusal(parts: ExecutorParts | None, runtime: Runtime) -> str | None:
         return "probe_failed"
 
 
-def _on_all_ranks(parts: ExecutorParts | None, reason: str | None) -> str | None:
-    """The reason of any rank: one that publishes what the others withhold would give its requests other prefixes.
-
-    Every rank registers its caches at the same place, so that all of them meet here.
-    """
-    dist = None if parts is None else parts.dist
-    if int(getattr(dist, "tp_size", 1) or 1) == 1:
-        return reason
-    gather = getattr(dist, "tp_allgather", None)
-    if not callable(gather):
-        return reason or "ranks_unknown"
+def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
+    """The reason of any rank: one that publishes what the others withhold, or computes other rows, is one too many."""
     try:
-        return next((each for each in gather(reason) if each is not None), None)
+        return next((each for each in runtime.ranks.gather(reason) if each is not None), None)
     except Exception:
         logger.exception("the ranks could not tell one another what they found")
         return reason or "ranks_unknown"
@@ -99,13 +93,26 @@ def _on_all_ranks(parts: ExecutorParts | None, reason: str | None) -> str | None
 def _plans(
     parts: ExecutorParts, llm_args: Any, facts: ModelFacts, runtime: Runtime, pool: torch.Tensor, sink: EvidenceSink
 ) -> tuple[PlannedForward | None, str | None]:
+    forward, reason = None, _probed(parts, llm_args, facts)
+    if reason is None:
+        try:
+            forward = PlannedForward(
+                parts, runtime, pool, facts.rotation, sink, getattr(llm_args, "max_num_tokens", None)
+            )
+            forward.install()
+        except Exception:
+            logger.exception("the engine's decoder cannot be hooked")
+            forward, reason = None, "probe_failed"
+    refused = _on_all_ranks(runtime, reason)
+    if refused is not None and forward is not None:
+        forward.remove()
+    return (forward, None) if refused is None else (None, refused)
+
+
+def _probed(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
+    """Why the engine's decoder is not hooked, None when nothing is known against it."""
     try:
-        reason = execution_refusal(parts, llm_args, facts)
-        if reason is not None:
-            return None, reason
-        forward = PlannedForward(parts, runtime, pool, facts.rotation, sink)
-        forward.install()
+        return execution_refusal(parts, llm_args, facts)
     except Exception:
-        logger.exception("the engine's decoder cannot be hooked")
-        return None, "probe_failed"
-    return forward, None
+        logger.exception("the engine's decoder cannot be examined")
+        return "probe_failed"

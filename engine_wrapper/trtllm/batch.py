@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, schedule_of, works_of
+from engine_wrapper.portions import Portion, portions
 from engine_wrapper.trtllm.layout_error import LayoutError
 from kernels.sparse_prefill.rows import to_device
 
@@ -56,26 +57,45 @@ class Batch:
             raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
         return cls(ids, begins, lengths, contexts, input_ids)
 
-    def schedule(
-        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], block_size: int, num_layers: int
-    ) -> LayerSchedule:
-        """The layer schedule, on the engine's device. `plans` by request id; `blocks`: every request's block ids.
+    def schedules(
+        self,
+        plans: Mapping[int, SemanticKvPlan],
+        blocks: list[list[int]],
+        block_size: int,
+        num_layers: int,
+        max_rows: int | None = None,
+    ) -> list[tuple[LayerSchedule, torch.Tensor | None]]:
+        """The layer schedules of forwards of at most `max_rows` rows (see `engine_wrapper.portions`), to be run in
+        order, and which of each one's outputs the engine has asked for, int64, None for all. Both on the engine's
+        device.
 
-        Raises PlanError when a plan does not fit its request, and ValueError when a block is missing.
+        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
+        request, and ValueError when a block is missing.
         """
         slices = [
             self._slice(index, plans.get(request_id), blocks[index], block_size)
             for index, request_id in enumerate(self.request_ids)
         ]
-        schedule = build_schedule(slices, num_layers)
-        # Rows of the engine's own tokens: the last ones of each sequence in layer 0.
-        ends = np.cumsum([rows.count for rows in schedule.stages[0].sequences])
-        own = [np.arange(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
-        device = self.input_ids.device
-        schedule = schedule.to(device)
-        tokens = schedule.token_ids.to(self.input_ids.dtype)
-        tokens[to_device(torch.from_numpy(np.concatenate(own)), device)] = self.input_ids
-        return replace(schedule, token_ids=tokens)
+        found, done = [], 0
+        for part in portions(works_of(slices, num_layers), num_layers, max_rows):
+            scheduled = sum(part.scheduled)
+            found.append(self._schedule(part, self.input_ids[done : done + scheduled], num_layers))
+            done += scheduled
+        return found
+
+    def _schedule(
+        self, part: Portion, input_ids: torch.Tensor, num_layers: int
+    ) -> tuple[LayerSchedule, torch.Tensor | None]:
+        """`input_ids`: the engine's tokens of the part, which stand behind the plans' rows of each sequence."""
+        device = input_ids.device
+        ends = np.cumsum([len(work.positions) for work in part.works])
+        own = [np.arange(end - count, end) for end, count in zip(ends, part.scheduled, strict=True)]
+        schedule = schedule_of(part.works, num_layers).to(device)
+        tokens = schedule.token_ids.to(input_ids.dtype)
+        tokens[to_device(torch.from_numpy(np.concatenate(own)), device)] = input_ids
+        asked = np.repeat([count > 0 for count in part.scheduled], [work.outputs for work in part.works])
+        wanted = None if asked.all() else to_device(torch.from_numpy(np.flatnonzero(asked)), device)
+        return replace(schedule, token_ids=tokens), wanted
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
         begin, length = self.begins[index], self.lengths[index]

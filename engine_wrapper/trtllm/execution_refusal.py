@@ -33,7 +33,7 @@ def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) ->
         _refused_settings(llm_args)
         or _refused_executor(parts)
         or _refused_engine(parts.model_engine)
-        or _refused_model(parts, facts)
+        or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))
     )
 
 
@@ -46,7 +46,7 @@ def _refused_settings(llm_args: Any) -> str | None:
             return reason
     if getattr(llm_args, "enable_lora", False):
         return "lora"
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+    for name in ("context_parallel", "pipeline_parallel"):
         if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
             return name
     # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
@@ -83,7 +83,7 @@ def _graph_holder(model_engine: Any) -> Any:
     return runners[0] if len(runners) == 1 else None
 
 
-def _refused_model(parts: ExecutorParts, facts: ModelFacts) -> str | None:
+def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str | None:
     decoder = parts.decoder
     layers = getattr(decoder, "layers", None)
     if layers is None or not callable(getattr(decoder, "forward", None)) or len(layers) != facts.num_layers:
@@ -93,13 +93,13 @@ def _refused_model(parts: ExecutorParts, facts: ModelFacts) -> str | None:
     if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
         return "layer_offsets"
     for index, layer in enumerate(layers):
-        refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts)
+        refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts, ranks)
         if refusal is not None:
             return refusal
     return None
 
 
-def _refused_attention(attention: Any, index: int, facts: ModelFacts) -> str | None:
+def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int) -> str | None:
     if type(attention).__name__ == "MLA" or hasattr(attention, "kv_lora_rank"):
         return "mla"
     backend = getattr(attention, "attn", None)
@@ -108,7 +108,9 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts) -> str | N
     if "forward" in (getattr(backend, "__dict__", None) or {}):
         return "model_patched"
     sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
-    wanted = (facts.head_dim, facts.num_heads * facts.head_dim, facts.kv_heads * facts.head_dim)
+    # A rank has its share of the heads, and at least one KV head.
+    heads, kv_heads = facts.num_heads // ranks, max(1, facts.kv_heads // ranks)
+    wanted = (facts.head_dim, heads * facts.head_dim, kv_heads * facts.head_dim)
     if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
         return "model_layout"
     if getattr(attention, "has_quant_scale", False):

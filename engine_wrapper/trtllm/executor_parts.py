@@ -17,12 +17,11 @@ _MAX_FRAMES = 16
 
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
-    """`manager` is the executor's KV cache manager, `dist` its communicator (None where it has none)."""
+    """`manager` is the executor's KV cache manager."""
 
     executor: Any
     manager: Any
     model_engine: Any
-    dist: Any
 
     @property
     def model(self) -> Any:
@@ -44,7 +43,7 @@ def find_executor(worker: object) -> ExecutorParts | None:
         held = getattr(owner, "__dict__", None) or {}
         connector = held.get("kv_connector_manager")
         if connector is not None and getattr(connector, "worker", None) is worker:
-            return ExecutorParts(owner, held.get("kv_cache_manager"), held.get("model_engine"), held.get("dist"))
+            return ExecutorParts(owner, held.get("kv_cache_manager"), held.get("model_engine"))
         if frame.f_back is None:
             return None
         frame = frame.f_back

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine_wrapper.sparse_forward import EvidenceSink
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
+    from semblend_trt.ranks import Ranks
 
 # Wishes of a call that the attention here does not grant; each stands among its options or its `forward_args`.
 _UNKNOWN_WISHES = (
@@ -41,8 +42,8 @@ _UNKNOWN_WISHES = (
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and are compared at checkpoints.
 
-    `schedule` has its tensors on the pool's device. `evidence_sink` is told what each check found; the host waits for
-    the device at checkpoints only.
+    `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
+    is told what each check found; the host waits for the device at checkpoints only.
     """
 
     # The engine pads rows for graphs only.
@@ -54,11 +55,13 @@ class PlannedRows:
         pool: torch.Tensor,
         geometry: KvGeometry,
         rotation: RopeRotation,
+        ranks: Ranks,
         evidence_sink: EvidenceSink | None = None,
     ) -> None:
         self._course: Course = schedule
         self._pool = pool
         self._geometry = geometry
+        self._ranks = ranks
         self._evidence_sink = evidence_sink
         self._next_stage = 0
         self._stage: Stage = schedule.stages[0]
@@ -104,7 +107,7 @@ class PlannedRows:
             queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
         checkpoint = self._course.checkpoint
         if checkpoint is not None and checkpoint.layer == layer:
-            self._found = checkpoint.deviations(keys, values, self._pool, self._geometry)
+            self._found = checkpoint.deviations(keys, values, self._pool, self._geometry, self._ranks)
         sequences = self._stage.sequences
         write_rows(keys, values.contiguous(), self._pool, layer, sequences, self._geometry)
         scale = self._geometry.head_dim**-0.5

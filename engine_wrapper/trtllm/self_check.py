@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
+    from semblend_trt.ranks import Ranks
 
 # Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
 MIN_TOKENS, MAX_TOKENS = 64, 512
@@ -42,12 +43,13 @@ _KEEP_ALL = 1e30
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """`forward` is the decoder's own, hooked; `pool` the engine's."""
+    """`forward` is the decoder's own, hooked; `pool` the engine's. `ranks` run it together."""
 
     forward: Callable[..., torch.Tensor]
     pool: torch.Tensor
     geometry: KvGeometry
     rotation: RopeRotation
+    ranks: Ranks
 
     def fits(self, batch: Batch) -> bool:
         """Whether the first sequence of the batch is a prompt that was computed from position 0, and long enough."""
@@ -56,7 +58,7 @@ class SelfCheck:
     def run(self, batch: Batch, options: dict[str, Any], hidden: torch.Tensor, block_ids: list[int]) -> None:
         """`hidden`: what the engine computed for the batch, [tokens, hidden], in the request's `block_ids`.
 
-        Raises LayoutError `self_check` with what differs.
+        Raises LayoutError `self_check` with what differs, on every rank when it does on one.
         """
         tokens = min(batch.lengths[0], MAX_TOKENS)
         positions = options["position_ids"].flatten()[:tokens]
@@ -65,21 +67,31 @@ class SelfCheck:
         blocks = self.geometry.blocks_for(tokens)
         scratch = self.pool.new_zeros(blocks, *self.pool.shape[1:])
         ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
-        _compare("hidden rows", self._rows(Batch((0,), (0,), (tokens,), 1, ids), {}, options, scratch), engine_rows)
+        whole = self._rows(Batch((0,), (0,), (tokens,), 1, ids), {}, options, scratch)
+        found = [_difference("hidden rows", whole, engine_rows)]
         for layer in range(self.geometry.num_layers):
             theirs = self._kv(self.pool, block_ids[:blocks], layer, tokens)
-            _compare(f"KV of layer {layer}", self._kv(scratch, list(range(blocks)), layer, tokens), theirs)
+            ours = self._kv(scratch, list(range(blocks)), layer, tokens)
+            found.append(_difference(f"KV of layer {layer}", ours, theirs))
+        self._judge(found)
         plan = self._plan(ids.tolist())
         rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
         planned = self._rows(rest, {0: plan}, options, scratch)
-        _compare("hidden rows of a plan", planned, engine_rows[plan.prefix_end :])
+        self._judge([_difference("hidden rows of a plan", planned, engine_rows[plan.prefix_end :])])
+
+    def _judge(self, found: list[str | None]) -> None:
+        """Raises the first difference of any rank: one that went on alone would wait for the others."""
+        own = next((each for each in found if each is not None), None)
+        problem = next((each for each in self.ranks.gather(own) if each is not None), None)
+        if problem is not None:
+            raise LayoutError("self_check", problem)
 
     def _rows(
         self, batch: Batch, plans: Mapping[int, SemanticKvPlan], options: dict[str, Any], scratch: torch.Tensor
     ) -> torch.Tensor:
         blocks = list(range(scratch.shape[0]))
-        schedule = batch.schedule(plans, [blocks], self.geometry.block_size, self.geometry.num_layers)
-        rows = PlannedRows(schedule, scratch, self.geometry, self.rotation)
+        (schedule, _), *_ = batch.schedules(plans, [blocks], self.geometry.block_size, self.geometry.num_layers)
+        rows = PlannedRows(schedule, scratch, self.geometry, self.rotation, self.ranks)
         return run_rows(self.forward, options, schedule, rows)
 
     def _kv(self, pool: torch.Tensor, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
@@ -106,11 +118,11 @@ class SelfCheck:
         )
 
 
-def _compare(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def _difference(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """What is wrong with ours, None when they agree."""
     bound = _BOUNDS.get(theirs.dtype, _HALF_BOUND)
     if ours.shape != theirs.shape:
-        raise LayoutError("self_check", f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}")
+        return f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}"
     difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     # Written so that NaN fails.
-    if not difference <= bound:
-        raise LayoutError("self_check", f"{what} differ from the engine's by {difference:.3g}, above {bound:g}")
+    return None if difference <= bound else f"{what} differ from the engine's by {difference:.3g}, above {bound:g}"

@@ -115,15 +115,18 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
-        tracked = self._requests.pop(int(request.request_id))
+        tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return False
         try:
+            self._drain()  # while it is tracked: what its check found may be among the news
             return self._finish(tracked, request, len(cache_block_ids))
         except Exception:
             tracked.release_leases()
             self._cancel_intent(tracked)
             raise
+        finally:
+            self._requests.pop(tracked.request_id)
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +296,6 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _finish(self, tracked: TrackedRequest, request: Any, num_blocks: int) -> bool:
-        self._drain()
         self._settle_outcome(tracked)
         tracked.release_leases()
         saving = False

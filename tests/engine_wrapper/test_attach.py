@@ -12,10 +12,13 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.runtime import EngineMode, runtime_for
 from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManagerV2
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
+from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from semblend_trt.ranks import Ranks
 
 
 class Site:
@@ -130,13 +133,7 @@ def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny
 NOTHING = {
     "windows by layer": (set_on(lambda e, _: e.kv_cache_manager, is_vswa=True), "sliding_window"),
     "disaggregated": (set_on(lambda e, _: e, kv_cache_transceiver=object()), "disaggregated"),
-    "ranks that cannot agree": (set_on(lambda e, _: e, dist=SimpleNamespace(tp_size=2)), "ranks_unknown"),
-    "another rank refuses": (
-        set_on(
-            lambda e, _: e, dist=SimpleNamespace(tp_size=2, tp_allgather=lambda mine: [mine, "publication_unknown"])
-        ),
-        "publication_unknown",
-    ),
+    "ranks that cannot agree": (set_on(args_of, tensor_parallel_size=2), "ranks_unknown"),
 }
 
 
@@ -151,14 +148,31 @@ def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path: Pat
     site.worker.close()
 
 
-def test_the_ranks_agree_before_anything_is_attached(tiny_qwen2_path: Path) -> None:
-    told: list[Any] = []
-    dist = SimpleNamespace(tp_size=2, tp_allgather=lambda mine: told.append(mine) or [mine, mine])
-    site = Site(tiny_qwen2_path, set_on(lambda e, _: e, dist=dist))
-    site.args.tensor_parallel_size = 1  # the stand-in's pool holds every head
-    assert site.attach().guard_refusal is None
-    assert told == [None]
-    site.worker.close()
+OF_ONE_RANK = {
+    "the guard": (lambda e, _: vars(e.kv_cache_manager).update(is_vswa=True), ("sliding_window", "sliding_window")),
+    "the decoder": (lambda e, _: vars(attention(e)).update(kv_lora_rank=512), (None, "mla")),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE_RANK)
+def test_what_one_rank_cannot_attach_no_rank_attaches(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    # Each stand-in holds the whole model, and is no part of a larger one.
+    monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
+    change, refusals = OF_ONE_RANK[case]
+    sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
+
+    def attach(ranks: Ranks) -> tuple[str | None, str | None]:
+        site = sites[ranks.rank]
+        site.runtime.ranks = ranks
+        attachment = site.attach()
+        return attachment.guard_refusal, attachment.execution_refusal
+
+    assert on_ranks(2, attach) == [refusals] * 2
+    for site in sites:
+        site.worker.close()
+        assert site.attributes() == site.before
 
 
 def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from engine_wrapper.embedded.model_shard import keep_shard
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.outcome import Outcome
+from semblend_trt.ranks import Ranks
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import EngineMode, runtime_for
 from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, executor_of
+from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from semblend_trt.connector.report import ReuseReport
 
 
 class Service:
-    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other."""
+    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other.
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.args = LlmArgs(path, **settings)
-        self.scheduler = SemBlendKvConnectorScheduler(self.args)
+    As one of several `ranks` it holds their part of the model (`source`), and rank 0's scheduler answers for all.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks | None = None, source: Any = None, **settings: Any) -> None:
+        self.ranks = ranks or Ranks()
+        self.args = LlmArgs(path, tensor_parallel_size=self.ranks.size, **settings)
+        runtime_for(self.args).ranks = self.ranks
+        self.scheduler = SemBlendKvConnectorScheduler(self.args) if self.ranks.rank == 0 else None
         self.worker = SemBlendKvConnectorWorker(self.args)
-        self.executor = executor_of(path, self.worker, self.scheduler)
+        self.executor = executor_of(path, self.worker, self.scheduler, source=source)
         self.executor._maybe_init_kv_connector_manager()
         self.manager = self.executor.kv_cache_manager
 
     def serve(self, request: LlmRequest) -> torch.Tensor:
-        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        matched, is_async = self.asked(lambda scheduler: scheduler.get_num_new_matched_tokens(request, 0))
         assert not is_async
         self.manager.add_sequence(request)
-        self.scheduler.update_state_after_alloc(request, request.blocks)
+        self.asked(lambda scheduler: scheduler.update_state_after_alloc(request, request.blocks))
         data = SimpleNamespace(
             request_id=request.request_id,
             new_tokens=request.tokens,
@@ -48,7 +61,7 @@ class Service:
         request.context_current_position = matched
         logits = self.executor.prefill(request)
         self.worker.wait_for_save(None)
-        if self.scheduler.request_finished(request, request.blocks):
+        if self.asked(lambda scheduler: scheduler.request_finished(request, request.blocks)):
             done: list[int] = self.worker.get_finished([request.request_id], [])[0]
             while not done:
                 done = self.worker.get_finished([], [])[0]
@@ -57,12 +70,22 @@ class Service:
         return logits
 
     def bind(self, **scheduled: Any) -> None:
-        metadata = self.scheduler.build_connector_meta(SimpleNamespace(**scheduled))
+        metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
         assert isinstance(metadata, SemBlendConnectorMetadata)
         self.worker.bind_connector_meta(metadata)
 
+    def asked(self, question: Callable[[SemBlendKvConnectorScheduler], Any]) -> Any:
+        """What rank 0's scheduler answers."""
+        return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
+
+    def report(self, request_id: int) -> ReuseReport:
+        report: ReuseReport | None = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
+        assert report is not None
+        return report
+
     def close(self) -> None:
-        self.scheduler.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self.worker.close()
 
 
@@ -92,8 +115,7 @@ def test_documents_at_other_places_are_reused_and_never_published(service: Servi
     published = set(service.manager.impl.tree)
     shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
     logits = service.serve(shuffled)
-    report = service.scheduler.reuse_of(2)
-    assert report is not None
+    report = service.report(2)
     assert report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE.value
     assert report.offered_tokens == 170
     assert service.manager.impl.tree == published
@@ -129,13 +151,59 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
     logits = service.serve(LlmRequest(2, [*document, *text(7, 9)]))
     assert torch.isfinite(logits).all()
     assert runtime_for(service.args).mode is EngineMode.STOCK
-    report = service.scheduler.reuse_of(2)
-    assert report is not None
+    report = service.report(2)
     assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
     assert service.manager.impl.tree == published
     # Holes need a decoder that computes them.
     service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
-    report = service.scheduler.reuse_of(3)
-    assert report is not None
+    report = service.report(3)
     assert report.reason == "hole_needs_wrapper"
     service.close()
+
+
+@pytest.mark.parametrize("policy", ["position_fix", "verified"])
+def test_ranks_execute_one_plan_together(
+    tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    document = text(1, 90)
+    prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
+
+    def serve(ranks: Ranks, source: Any = None) -> tuple[torch.Tensor, ReuseReport]:
+        service = Service(tiny_qwen2_path, ranks, source)
+        logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
+        assert service.worker._runtime.mode is EngineMode.WRAPPER
+        report = service.report(2)
+        service.close()
+        return logits[-1], report
+
+    def profile(size: int) -> str:
+        """The path of a profile for engines of so many ranks."""
+        path = tmp_path / f"profile-{size}.json"
+        service = Service(tiny_qwen2_path)
+        namespace, geometry = service.scheduler.namespace, service.manager.geometry  # type: ignore[union-attr]
+        service.close()
+        namespace = replace(namespace, tensor_parallel={"tp_size": size, "pp_size": 1, "cp_size": 1})
+        geometry = replace(geometry, kv_heads=geometry.kv_heads // size)
+        check = ProfileCheck(layer=1, threshold=1.0)
+        ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(path)
+        return str(path)
+
+    monkeypatch.setenv("SEMBLEND_POLICY", policy)
+    monkeypatch.setenv("SEMBLEND_PROFILE", profile(1))
+    expected, alone = serve(Ranks())
+    monkeypatch.setenv("SEMBLEND_PROFILE", profile(2))
+    sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+
+    def serve_part(ranks: Ranks) -> tuple[torch.Tensor, ReuseReport]:
+        keep_shard(sources[ranks.rank], ranks)
+        return serve(ranks, sources[ranks.rank])
+
+    (first, report), (second, _) = on_ranks(2, serve_part)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, atol=1e-3, rtol=0)
+    assert (report.outcome, report.offered_tokens, report.reused_tokens) == (
+        alone.outcome,
+        alone.offered_tokens,
+        alone.reused_tokens,
+    )
+    assert report.reused_tokens == 90 if policy == "position_fix" else 0 < report.reused_tokens < 90

@@ -46,8 +46,8 @@ class PyTorchModelEngine:
 class PyExecutor:
     """`_torch/pyexecutor/py_executor.py`, PyExecutor (1.2 @3277953): an executor of one request after the other."""
 
-    def __init__(self, manager: Any, model_engine: Any, worker: Any, scheduler: Any = None, dist: Any = None) -> None:
-        self.kv_cache_manager, self.model_engine, self.dist = manager, model_engine, dist
+    def __init__(self, manager: Any, model_engine: Any, worker: Any, scheduler: Any = None) -> None:
+        self.kv_cache_manager, self.model_engine = manager, model_engine
         self.kv_cache_transceiver = self.drafter = None
         self.kv_connector_manager = SimpleNamespace(worker=worker, scheduler=scheduler)
 
@@ -77,10 +77,12 @@ class PyExecutor:
 
 
 def executor_of(
-    path: Path, worker: Any, scheduler: Any = None, *, fused: bool = True, style: str = "1.2", blocks: int = 96
-) -> PyExecutor:
-    """An executor over the tiny model of a folder. Unwritten KV is NaN."""
-    source: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    path: Path, worker: Any, scheduler: Any = None, *, fused: bool = True, style: str = "1.2", blocks: int = 96,
+    source: Any = None,
+) -> PyExecutor:  # fmt: skip
+    """An executor over the tiny model of a folder, or over one rank's part of it (`source`). Unwritten KV is NaN."""
+    if source is None:
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     config = source.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, head_dim, BLOCK)

@@ -47,7 +47,7 @@ class Bench:
         self.executor: PyExecutor = executor_of(path, None, **options)
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
-        parts = ExecutorParts(self.executor, manager, self.executor.model_engine, None)
+        parts = ExecutorParts(self.executor, manager, self.executor.model_engine)
         self.evidence: list[CheckEvidence] = []
         self.forward = PlannedForward(parts, self.runtime, manager.pool, facts.rotation, self.evidence.append)
         self.forward.install()

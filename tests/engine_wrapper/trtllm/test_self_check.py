@@ -12,6 +12,7 @@ from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.self_check import MIN_TOKENS, SelfCheck
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import executor_of
 
@@ -24,7 +25,11 @@ def check(tiny_qwen2_path: Path) -> SelfCheck:
     executor = executor_of(tiny_qwen2_path, None)
     manager = executor.kv_cache_manager
     return SelfCheck(
-        executor.model_engine.model.model.forward, manager.pool, manager.geometry, model_facts(tiny_qwen2_path).rotation
+        executor.model_engine.model.model.forward,
+        manager.pool,
+        manager.geometry,
+        model_facts(tiny_qwen2_path).rotation,
+        Ranks(),
     )
 
 
@@ -68,7 +73,8 @@ def test_what_differs_is_named(tiny_qwen2_path: Path, what: str) -> None:
             manager.pool[request.blocks[0], 1] *= 1.5
         hooks = DecoderHooks(decoder, stock)
         hooks.install()
-        check = SelfCheck(stock, manager.pool, manager.geometry, model_facts(tiny_qwen2_path).rotation)
+        rotation = model_facts(tiny_qwen2_path).rotation
+        check = SelfCheck(stock, manager.pool, manager.geometry, rotation, Ranks())
         with pytest.raises(LayoutError) as error:
             check.run(Batch.of_call(options), options, hidden, request.blocks)
         errors.append(error.value)
