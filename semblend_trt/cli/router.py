@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     router = Router(config, os.environ, load_tokenizer(config.model), _nats(config))
     if arguments.check:
-        sys.stdout.write(f"{arguments.config}: {len(config.replicas)} replicas, policy {config.policy}\n")
+        count = len(config.replicas)
+        sys.stdout.write(f"{arguments.config}: {count} replica{'s' * (count != 1)}, policy {config.policy}\n")
         return 0
     asyncio.run(serve(router.app(), config.host, config.port, "routing"))
     return 0

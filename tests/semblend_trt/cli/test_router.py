@@ -1,0 +1,100 @@
+"""`semblend-trt router`: a configuration that holds, one sentence for one that does not, and an end when it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.cli import router as command
+from semblend_trt.cli.main import main
+from semblend_trt.fleet.router.config import load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TABLES = '[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
+
+
+@pytest.fixture
+def write(tmp_path: Path, tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """write(lines): the path of a configuration with the tiny model and these lines before its tables."""
+    for name in [name for name in os.environ if "SEMBLEND_" in name]:
+        monkeypatch.delenv(name)
+
+    def make(lines: str = "", model: Path = tiny_qwen2_path, tables: str = TABLES) -> str:
+        path = tmp_path / "router.toml"
+        path.write_text(f'model = "{model}"\n{lines}\n{tables}')
+        return str(path)
+
+    return make
+
+
+def test_a_configuration_that_holds_is_told(write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write()
+    assert main(["router", "--config", path, "--check"]) == 0
+    assert capsys.readouterr().out == f"{path}: 1 replica, policy span_overlap\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("colour = 1", "colour: there is no such field"),
+        ('secret_env = "NO_SUCH_VARIABLE"', "the configuration names the variable NO_SUCH_VARIABLE, which is not set"),
+        ('nats_subject = "a b"', "nats_subject: subject 'a b' is not of letters, digits, _ and -"),
+    ],
+)
+def test_one_that_does_not_is_one_sentence(write, capsys: pytest.CaptureFixture[str], lines: str, problem: str) -> None:
+    assert main(["router", "--config", write(lines), "--check"]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_a_model_without_tokenizer_is_named(write, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["router", "--config", write(model=tmp_path), "--check"]) == 2
+    assert f"tokenizer {tmp_path} cannot be read" in capsys.readouterr().err
+
+
+def test_events_are_read_where_the_file_says_else_where_the_settings_say(
+    write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command._nats(load_config(write())) is None
+    monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://settings:1")
+    monkeypatch.setenv("SEMBLEND_NATS_STREAM", "donors")
+    by_settings = command._nats(load_config(write()))
+    by_file = command._nats(load_config(write('nats_url = "nats://file:1"\nnats_subject = "theirs"')))
+    assert by_settings is not None
+    assert by_file is not None
+    assert (by_settings.servers, by_settings.subject) == (("nats://settings:1",), "semantic-kv-events")
+    assert (by_file.servers, by_file.subject, by_file.stream) == (("nats://file:1",), "theirs", None)
+
+
+def test_it_serves_until_it_is_told_to_end(
+    write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is written when it listens, which is when this test ends it."""
+    from semblend_trt.fleet.router import serving
+
+    class Heard:
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+            threading.Timer(0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        def flush(self) -> None: ...
+
+    heard = Heard()
+    monkeypatch.setattr(serving.sys, "stderr", heard)
+    assert main(["router", "--config", write("port = 0")]) == 0
+    assert heard.text.startswith("routing on http://127.0.0.1:")
+
+
+def test_an_address_in_use_is_named(write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["router", "--config", write('host = "192.0.2.1"\nport = 1')]) == 2
+    assert "192.0.2.1:1 cannot be listened on" in capsys.readouterr().err
