@@ -54,13 +54,19 @@ def token_after(number: int) -> int:
 class Rows:
     """What one request's rows hold: `numbers`, and of each row whether it was moved from another position.
 
-    `is_cold`: a cold run would hold the same.
+    `is_cold`: a cold run would hold the same. Its answer begins at `prompt_len`, for as long as it is not paused.
     """
 
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, numbers: list[int], prompt_len: int) -> None:
         self.numbers = numbers
         self.moved = [False] * len(numbers)
         self.is_cold = True
+        self._prompt_len = prompt_len
+
+    def check_answer(self, tokens: Sequence[int]) -> None:
+        """Raises AssertionError where a token of the answer does not follow from the row before it."""
+        for position in range(self._prompt_len, len(tokens)):
+            assert tokens[position] == token_after(self.numbers[position - 1]), "an answer of another request's KV"
 
     def place(self, numbers: Sequence[int], *, moved: bool) -> None:
         self.numbers.extend(numbers)
@@ -77,7 +83,7 @@ class PatternRunner(ModelRunner):
     `requests` holds every request by its id, those that donors may come from too. A request is looked up there alone.
     """
 
-    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:  # noqa: ARG002
         self.view = pool_view(pool, geometry)
         self._block_size = geometry.block_size
         self.requests: dict[int, LlmRequest] = {}
@@ -111,12 +117,16 @@ class PatternRunner(ModelRunner):
 
     def _begin(self, request: LlmRequest, piece: SequenceSlice) -> None:
         """What the request's rows hold before its first slice: its exact prefix, and what a plan has placed."""
-        self.started_again += request.request_id in self.rows
+        if (paused := self.rows.get(request.request_id)) is not None:
+            self.started_again += 1
+            paused.check_answer(request.all_tokens)
         plan = None if self.plan_source is None else self.plan_source(piece.request_id)
         if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
             plan = None
         exact = piece.begin if plan is None else plan.num_computed_tokens
-        rows = self.rows[piece.request_id] = Rows(chain(owner_number(request.root_key), request.tokens(0, exact)))
+        rows = self.rows[piece.request_id] = Rows(
+            chain(owner_number(request.root_key), request.tokens(0, exact)), request.prompt_len
+        )
         if plan is not None:
             rows.is_cold = plan.is_exact
             self._fill(rows, request, plan, piece.block_ids)

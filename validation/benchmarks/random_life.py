@@ -13,7 +13,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConf
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.benchmarks.bench_model import make_runner
-from validation.benchmarks.pattern_runner import PatternRunner, chain, owner_number, token_after
+from validation.benchmarks.pattern_runner import PatternRunner, chain, owner_number
 from validation.engines import environment
 
 if TYPE_CHECKING:
@@ -199,11 +199,7 @@ class Life:
             rows = self._runner.rows.pop(request.request_id, None)
             if rows is None:
                 continue  # it was cancelled before it ran
-            tokens = request.all_tokens
-            cold = chain(owner_number(request.root_key), tokens)
-            numbers = cold if rows.is_cold else rows.numbers
-            for position in range(request.orig_prompt_len, len(tokens)):
-                assert tokens[position] == token_after(numbers[position - 1]), "an answer of another request's KV"
+            rows.check_answer(request.all_tokens)
             self.counts["hits"] += request.py_num_connector_matched_tokens > 0
             self.counts["moved_hits"] += not rows.is_cold
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
