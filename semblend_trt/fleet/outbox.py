@@ -6,10 +6,11 @@ changes of one donor that nobody was told of in between become one event or none
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt.fleet.events import EventError
 from semblend_trt.fleet.sketch import sketch_key, sketch_of_donor
@@ -51,7 +52,7 @@ class Held:
         """Makes sketch and digest and lets the tokens go."""
         tokens = self.tokens
         if tokens is not None and self.namespace is not None:
-            key = self.salted_key or sketch_key(self.namespace.key, None)
+            key = self.salted_key or _open_key(self.namespace.key)
             self.sketch = sketch_of_donor(tokens, key).to_bytes()
             self.digest = token_digest(tokens, self.salted_key)
             self.tokens = None
@@ -64,8 +65,7 @@ class HeldDonors:
     donors: dict[str, Held] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(NamedTuple):
     """One message ready to be sent."""
 
     kind: str
@@ -73,8 +73,7 @@ class Notice:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
+class _Told(NamedTuple):
     """What readers were told of a donor: which one the id meant, with which embedding, its tier, its part of the
     state's digest.
     """
@@ -230,6 +229,12 @@ class Outbox:
             self._counters.count_dropped("internal_error")
             return False
         return True
+
+
+@functools.lru_cache(maxsize=64)
+def _open_key(namespace_key: str) -> bytes:
+    """The sketch key of a namespace's requests without a salt; those with one are secrets, and not remembered."""
+    return sketch_key(namespace_key, None)
 
 
 def _ids_of(library: HeldDonors) -> Iterable[str]:

@@ -32,6 +32,7 @@ MAX_LEVEL = 63
 KEY_BYTES = 16
 # Magic, version, level, entries, anchors of the whole donor.
 _HEADER = struct.Struct("<2sBBII")
+_HALVES = struct.Struct("<QQ")
 _MAGIC, _VERSION = b"SK", 1
 MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
 _PERSON = b"semblend-sketch1"
@@ -157,7 +158,8 @@ def warm_up() -> None:
 def _halves(key: bytes) -> tuple[np.uint64, np.uint64]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a sketch key has {KEY_BYTES} bytes, not {len(key)}; make one with sketch_key()")
-    return np.uint64(int.from_bytes(key[:8], "little")), np.uint64(int.from_bytes(key[8:], "little"))
+    low, high = _HALVES.unpack(key)
+    return np.uint64(low), np.uint64(high)
 
 
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from semblend_trt.errors import ConfigurationError
@@ -21,7 +22,6 @@ from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.namespace import CacheNamespace
@@ -137,7 +137,7 @@ class EventWriter:
 
     def registered(self, donor: Announcement) -> bytes:
         """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
-        metadata: Any = list(donor.sketch) if self._is_json else donor.sketch
+        metadata: Any = self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch
         segment: dict[str, Any] = {
             "segment_id": 0,
             "token_range": (0, donor.tokens),
@@ -227,6 +227,16 @@ class EventWriter:
                 self._namespaces.pop(next(iter(self._namespaces)))
             encoded = self._namespaces[namespace] = self._raw(text)
         return encoded
+
+
+# Each byte as JSON writes it, with a comma, in four characters: one look-up for all, and then the blanks go.
+_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
+
+
+def _as_json_list(data: bytes) -> bytes:
+    """What JSON makes of `list(data)`, several times as fast."""
+    written = _BYTES_IN_JSON.take(np.frombuffer(data, dtype=np.uint8)).tobytes()
+    return b"[" + written[:-1].translate(None, b" ") + b"]"
 
 
 def _base64(embedding: npt.NDArray[np.float32]) -> str:

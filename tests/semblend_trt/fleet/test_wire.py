@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -89,6 +90,14 @@ def test_a_namespace_too_large_takes_no_id(writer, base_namespace) -> None:
 
 
 @pytest.mark.known_defect(32)
+@pytest.mark.parametrize("data", [b"", bytes(256 * 2), bytes(range(256)), b"\x00", b"\xff\x0a"])
+def test_json_has_a_sketchs_bytes_as_a_list_without_blanks(namespace, data) -> None:
+    payload = EventWriter(EMITTER, EventFormat.JSON).registered(announcement(namespace, sketch=data))
+    written = json.dumps(list(data), separators=(",", ":")).encode()
+    assert b'"provider_metadata":' + written in payload
+    assert decode(payload).data.segments[0].provider_metadata == data
+
+
 def test_embeddings_go_out_only_when_asked_for(namespace) -> None:
     embedding = np.arange(384, dtype=np.float32)
     donor = announcement(namespace, embedding=embedding)
