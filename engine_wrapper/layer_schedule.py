@@ -16,9 +16,10 @@ from semblend_trt.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.plan import SemanticKvPlan
 
-__all__ = ["LayerSchedule", "SequenceSlice", "Stage", "build_schedule"]
+__all__ = ["LayerSchedule", "SequenceSlice", "Stage", "build_schedule", "schedule_of", "works_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,24 @@ def build_schedule(
     Raises PlanError when there is nothing to run, when a slice is empty, or when a plan does not fit the model or its
     slice.
     """
+    schedule = schedule_of(works_of(slices, num_layers), num_layers)
+    return schedule if torch.device(device).type == "cpu" else schedule.to(device)
+
+
+def works_of(slices: Sequence[SequenceSlice], num_layers: int) -> list[SequenceWork]:
+    """What each slice computes. Raises PlanError as `build_schedule` does."""
     if not slices:
         raise PlanError("no_slices", "an iteration without a slice has nothing to run")
-    works = [work_of(piece, num_layers) for piece in slices]
+    return [work_of(piece, num_layers) for piece in slices]
+
+
+def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
+    """The schedule of one forward over `works`, its index tensors on the host."""
     course = course_of(works, 0, num_layers)
-    schedule = LayerSchedule(
+    return LayerSchedule(
         course.stages,
         course.output_rows,
         course.checkpoint,
         token_ids=torch.from_numpy(np.concatenate([work.token_ids for work in works])),
         positions=torch.from_numpy(np.concatenate([work.positions for work in works])),
     )
-    return schedule if torch.device(device).type == "cpu" else schedule.to(device)

@@ -60,7 +60,7 @@ class Executor:
         check_cache_dtype(cache.dtype, runner.dtype)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
         self.pool = KvPool(blocks, geometry, runner.dtype, runner.device)
-        self.model_runner.attach_pool(self.pool.tensor, geometry)
+        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
         rules = ReuseRules(cache.enable_block_reuse, cache.enable_partial_reuse, cache.copy_on_partial_reuse)
         self._is_v2 = uses_v2(llm_args)
         self.block_manager = BlockManager(

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
 from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import SequenceSlice, schedule_of, works_of
+from engine_wrapper.portions import portions
 from engine_wrapper.sparse_forward import EvidenceSink, LayerHook, SparseForward
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import current_stream
@@ -16,9 +19,8 @@ from semblend_trt.streams import current_stream
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from engine_wrapper.graph_forward import GraphForward
+    from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.evidence import CheckEvidence
@@ -69,6 +71,7 @@ class ModelRunner:
         self._loaded = loaded
         self._forward: SparseForward | None = None
         self._graphs: GraphForward | None = None
+        self._max_rows: int | None = None
         self.plan_source: PlanSource | None = None
         self.readiness: LayerReadiness | None = None
         self.evidence_sink: EvidenceSink | None = None
@@ -127,10 +130,12 @@ class ModelRunner:
         runner.before_layer = runner.after_layer = None
         return runner
 
-    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
-        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]. Raises ConfigurationError."""
+    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
+        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.portions`). Raises
+        ConfigurationError."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
-        self._graphs = None
+        self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
             from engine_wrapper.graph_forward import GraphForward
 
@@ -164,12 +169,29 @@ class ModelRunner:
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
-        planned = [self._with_plan(piece) for piece in slices]
-        schedule = build_schedule(planned, self.facts.num_layers)
-        lengths = [len(piece.token_ids) for piece in slices]
+        num_layers = self.facts.num_layers
+        works = works_of([self._with_plan(piece) for piece in slices], num_layers)
+        found: list[list[torch.Tensor]] = [[] for _ in works]
+        parts = portions(works, num_layers, self._max_rows)
+        for part in parts:
+            lengths = [work.outputs if all_rows else 1 for work in part.works]
+            logits = self._run(part.works, all_rows)
+            if len(parts) == 1:
+                return list(logits.split(lengths)) if all_rows else logits
+            for owner, scheduled, rows in zip(part.owners, part.scheduled, logits.split(lengths), strict=True):
+                if scheduled:
+                    found[owner].append(rows.clone())  # the next replay of a graph writes over them
+        if all_rows:
+            return [torch.cat(rows) for rows in found]
+        return torch.cat([rows[-1] for rows in found])
+
+    def _run(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor:
+        """Runs one forward. Returns logits of each work's last output row, or of all its output rows."""
+        assert self._forward is not None
+        schedule = schedule_of(works, self.facts.num_layers)
         before_layer = self._before_layer()
         if not all_rows:
-            schedule = schedule.last_rows(lengths)
+            schedule = schedule.last_rows([work.outputs for work in works])
             without_hooks = before_layer is None and self.after_layer is None
             if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
                 return self._graphs(schedule)
@@ -181,7 +203,7 @@ class ModelRunner:
         if self.evidence_sink is not None:
             for evidence in found:
                 self.evidence_sink(evidence)
-        return list(logits.split(lengths)) if all_rows else logits
+        return logits
 
     def _before_layer(self) -> LayerHook | None:
         """What this forward calls before each layer: the hook, behind the arrival of the layer's KV."""
