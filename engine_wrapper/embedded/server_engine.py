@@ -157,7 +157,7 @@ class EngineThread:
             return
         try:
             job.stream = self._llm.generate_async(token_ids, params, streaming, cache_salt)
-        except SemBlendError as error:
+        except Exception as error:  # one request's trouble is no other's
             job.tell(error)
         else:
             self._jobs.append(job)

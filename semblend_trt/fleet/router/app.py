@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import time
@@ -130,9 +131,11 @@ class Router:
         except RequestRefusedError as refusal:
             observed.status = refusal.status
             raise
+        except asyncio.CancelledError:
+            observed.status = CLIENT_LEFT
+            raise
         finally:
             if self._trace is not None:
-                observed.status = observed.status or CLIENT_LEFT
                 metadata = {"policy": self._config.policy, "route": request.path, **told}
                 served = ServedRequest(request_id, timestamp_ms, self._name, caller, body, size, observed, metadata)
                 self._trace.note(served)
@@ -166,7 +169,7 @@ class Router:
                     tried.add(choice.worker)
                     if error.reason == "unreachable":
                         self._replicas.found_dead(choice.worker)
-                    self.counters.retries.labels(error.reason).inc()
+                    self.counters.failed_attempts.labels(error.reason).inc()
                     continue
             self._count(choice.worker, choice.reused_tokens, prompt, observed)
             return response

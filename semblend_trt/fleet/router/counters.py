@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Why a request was placed by load alone.
 FALLBACKS = ("unread_prompt", "slow_reading", "directory_failed")
-RETRIES = ("unreachable", "unwilling")
+FAILED_ATTEMPTS = ("unreachable", "unwilling")
 TRACE_RESULTS = ("written", "dropped", "failed")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -43,8 +43,11 @@ class RouterCounters:
         self.fallbacks = Counter(
             "semblend_router_fallbacks", "Requests placed by load alone.", ["reason"], registry=registry
         )
-        self.retries = Counter(
-            "semblend_router_retries", "Requests given to another replica.", ["reason"], registry=registry
+        self.failed_attempts = Counter(
+            "semblend_router_failed_attempts",
+            "Times a replica did not answer, and another was asked where there was one.",
+            ["reason"],
+            registry=registry,
         )
         self.broken_streams = Counter(
             "semblend_router_broken_streams", "Streams that a replica did not end.", registry=registry
@@ -69,7 +72,7 @@ class RouterCounters:
         )
         for series, labels in (
             (self.fallbacks, FALLBACKS),
-            (self.retries, RETRIES),
+            (self.failed_attempts, FAILED_ATTEMPTS),
             (self.trace_lines, TRACE_RESULTS),
             (self.tokens, ("prompt", "held")),
         ):

@@ -42,10 +42,13 @@ class ReplicaFailedError(SemBlendError):
 
 @dataclass(slots=True)
 class Observed:
-    """What was seen of an answer: HTTP status, times in seconds from the request on, and its last bytes."""
+    """What was seen of an answer: HTTP status, times in seconds from the request on, and its last bytes.
+
+    `began` is on the clock of `time.perf_counter`.
+    """
 
     began: float
-    status: int = 0
+    status: int = 500
     first_byte_seconds: float | None = None
     seconds: float | None = None
     tail: bytes = b""

@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.server import Worker
+from engine_wrapper.embedded.server import Worker, main
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig(
@@ -109,6 +109,7 @@ def test_a_chat_needs_a_template(make_worker):
         ({"prompt": ["a", "b"]}, 400, "bad_prompt", "one prompt a request"),
         ({"prompt": ""}, 400, "bad_request", "the prompt is empty"),
         ({"prompt": "\ud800"}, 400, "bad_prompt", "lone surrogate"),
+        ({"prompt": [1, 1 << 70]}, 400, "bad_request", "the prompt holds a token id beyond the model's ids"),
         ({"prompt": [1, 900]}, 400, "bad_request", "the prompt holds token id 900"),
         ({"prompt": "a" * 600}, 400, "bad_request", "exceeds max_seq_len 512"),
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
@@ -177,6 +178,11 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
     assert first["computed_tokens"] == other["computed_tokens"] == len(DOCUMENT)
     assert same["cached_tokens"] + same["reused_tokens"] > len(DOCUMENT) // 2
     assert "semblend_requests_total" in metrics
+
+
+def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
+    assert main(["--model", str(tmp_path / "nothing"), "--port", "0"]) == 2
+    assert "nothing" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_models_are_listed(make_worker):

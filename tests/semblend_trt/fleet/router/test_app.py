@@ -128,7 +128,7 @@ def test_another_replica_is_asked_before_the_first_byte(
             assert response.headers["X-SemBlend-Worker"] == "2.0"
             assert b'"2"' in await response.read()
         assert len(parts.replicas[0].bodies) == 1
-        assert parts.count("semblend_router_retries_total", reason=reason) == 1
+        assert parts.count("semblend_router_failed_attempts_total", reason=reason) == 1
         # Who is dead is left alone until a check finds it well; who is busy is not.
         healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
         assert healthy == (behave == "busy")
@@ -248,6 +248,21 @@ def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: 
         assert (line["observed_prefix_hit_tokens"], line["observed_prefill_tokens"]) == (2, 1)
         assert (line["metadata"]["reused_tokens"], line["metadata"]["status"]) == (3, 200)
     assert (refused["metadata"]["status"], refused["metadata"]["attempts"]) == (503, 2)
+
+
+def test_a_client_that_left_is_noted_as_such(routed: Callable[..., Any], tmp_path: Any) -> None:
+    path = tmp_path / "requests.jsonl"
+
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "endless"
+        response = await parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+        await response.content.readany()
+        response.close()
+        await parts.replicas[0].left.wait()
+
+    routed(test, telemetry={"path": path})
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["metadata"]["status"], line["metadata"]["worker"]) == (499, "1.0")
 
 
 def test_a_caller_keeps_its_salt_out_of_its_representation() -> None:
