@@ -10,12 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.embedded.model_shard import keep_shard
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.evidence import CheckEvidence
 from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.ranks import Ranks
 from semblend_trt.span_check import SpanCheck
+from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,16 +32,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Bench:
-    """One tiny model over a pool whose unwritten KV is NaN."""
+    """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
 
-    def __init__(self, path: Path, fused: bool) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+    def __init__(self, model: Any, fused: bool, ranks: Ranks | None = None) -> None:
+        keep_shard(model, ranks or Ranks())
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
         self.pool = torch.full(shape, float("nan"), device=DEVICE)
-        self.forward = SparseForward(model, self.pool, self.geometry, fused=fused)
+        self.forward = SparseForward(model, self.pool, self.geometry, fused, ranks)
         assert (self.forward.fused is not None) == fused
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
@@ -77,6 +80,10 @@ class Bench:
         return logits, kv
 
 
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+
+
 def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
@@ -88,7 +95,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.fixture(params=[False, True], ids=["plain", "fused"])
 def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
-    return Bench(tiny_qwen2_path, fused=request.param)
+    return Bench(load(tiny_qwen2_path), fused=request.param)
 
 
 def plan_of(
@@ -210,7 +217,7 @@ def test_chunks_and_decode_steps_follow_a_checked_plan(bench: Bench, make_plan: 
 def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
     tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, fused: bool
 ) -> None:
-    bench = Bench(tiny_model_paths[family], fused)
+    bench = Bench(load(tiny_model_paths[family]), fused)
     prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 50), (2, 61), (3, 40), (4, 33))}
     cold = {request_id: bench.cold(tokens, request_id) for request_id, tokens in prompts.items()}
     planted = {1: [8, 30], 2: [25]}
@@ -244,7 +251,7 @@ def test_the_kernels_find_the_same_tokens(
 ) -> None:
     """The fused layers through Triton's interpreter against the model's own layers in torch."""
     tokens = tokens_of(44)
-    plain, fused = Bench(tiny_qwen3_path, fused=False), Bench(tiny_qwen3_path, fused=True)
+    plain, fused = (Bench(load(tiny_qwen3_path), fused=fused) for fused in (False, True))
     _, own = plain.cold(tokens)
     other = plain.cold(tokens_of(44, seed=3))[1]
     donor = own.clone()
@@ -269,3 +276,24 @@ def test_a_rehearsal_leaves_the_pool_alone(bench: Bench) -> None:
     bench.forward.rehearse()
     assert bench.pool.isnan().all()
     assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_ranks_that_share_the_heads_decide_what_one_would(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
+) -> None:
+    tokens, other = tokens_of(60), tokens_of(60, seed=9)
+    plan = plan_of(make_plan, tokens, [(5, 45)], SpanCheck(1, largest_share=0.3))
+
+    def run(model: Any, ranks: Ranks) -> tuple[torch.Tensor, list[CheckEvidence]]:
+        bench = Bench(model, fused, ranks)
+        bench.place(1, bench.cold(other)[1], 5, 45)
+        return bench.run(bench.planned(plan))[0], bench.evidence
+
+    expected, (evidence,) = run(load(tiny_qwen2_path), Ranks())
+    models = [load(tiny_qwen2_path) for _ in range(2)]
+    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks))
+    assert torch.equal(first, second)
+    assert close(first, expected)
+    assert found == told == [replace(evidence, largest_kept=pytest.approx(evidence.largest_kept, rel=1e-4))]
+    assert (evidence.reused_tokens, evidence.recomputed_tokens) == (28, 12)
