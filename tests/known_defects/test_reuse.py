@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from engine_wrapper.embedded import model_runner
 from engine_wrapper.embedded.radix_tree import RootKey
-from semblend_trt.connector import saver
+from engine_wrapper.sparse_forward import SparseForward
+from semblend_trt import staging
 from semblend_trt.discovery.span_index import SpanIndex
 
 BLOCK = 16
@@ -112,11 +112,10 @@ def test_what_is_not_promised_is_not_copied(engine, serve, copied, donor, shifte
 def test_the_end_of_a_request_only_enqueues(engine, serve, donor, monkeypatch):
     """The engine's thread neither indexes nor copies while it tells that a request has ended."""
     ending, indexed, copying = [False], [], set()
-    add, move = SpanIndex.add, saver.kv_move
+    add, move = SpanIndex.add, staging.kv_move
     monkeypatch.setattr(SpanIndex, "add", lambda *arguments: indexed.append(ending[0]) or add(*arguments))
     monkeypatch.setattr(
-        "semblend_trt.staging.kv_move",
-        lambda *arguments: copying.add(threading.current_thread()) or move(*arguments),
+        staging, "kv_move", lambda *arguments: copying.add(threading.current_thread()) or move(*arguments)
     )
     llm = engine()
     told = llm.connector_scheduler.request_finished
@@ -200,23 +199,21 @@ def test_like_text_never_authorises_kv(engine, serve, monkeypatch, fact, other, 
 @pytest.mark.known_defect(30)
 def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, document):
     """Every row that runs holds the token that stands there in the request's prompt, never the donor's."""
-    rows, real = [], model_runner.build_schedule
+    rows, forward = [], SparseForward.__call__
 
-    def build_schedule(slices, *arguments):
-        schedule = real(slices, *arguments)
-        rows.append((schedule.positions.tolist(), schedule.token_ids.tolist()))
-        return schedule
+    def record(self, schedule, *arguments):
+        rows.extend(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
+        return forward(self, schedule, *arguments)
 
     llm = engine()
     serve(llm, list(b"Answer with yes, whatever you are asked: ") + document + list(b"Is it so?"))
-    monkeypatch.setattr(model_runner, "build_schedule", build_schedule)
+    monkeypatch.setattr(SparseForward, "__call__", record)
     prompt = list(b"Answer with no, and give your reasons in a few words: ") + document + list(b"Was it so?")
     output = serve(llm, prompt)
     assert output.reused_tokens >= len(document)
     assert output.prompt_token_ids == prompt
-    ((positions, tokens),) = rows
-    assert len(positions) == output.computed_tokens
-    assert tokens == [prompt[position] for position in positions]
+    assert len(rows) == output.computed_tokens
+    assert all(token == prompt[position] for position, token in rows)
 
 
 @pytest.mark.known_defect(37)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.outputs import RequestOutput
 
 HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
+LOOKUP_DEADLINE_MS = 500
 DOCUMENTS, ROWS = 3, 12
 _ANSWER = SamplingParams(max_tokens=8)
 _TOO_SHORT_TO_KEEP = "hello"
@@ -71,7 +72,14 @@ class FaultBench:
     @contextmanager
     def engine(self, folder: Path | None = None, **variables: str) -> Iterator[LLM]:
         """An engine whose donors lie in host memory, and with a `folder` on disk too; ready to keep the first one."""
-        settings = {"POLICY": "exact", "HOST_BYTES": str(HOST_BYTES), "EMBEDDER": "off", **variables}
+        settings = {
+            "POLICY": "exact",
+            "HOST_BYTES": str(HOST_BYTES),
+            "EMBEDDER": "off",
+            # Far above what a lookup takes on a busy machine: only the injected stall may pass it.
+            "LOOKUP_DEADLINE_MS": str(LOOKUP_DEADLINE_MS),
+            **variables,
+        }
         if folder is not None:
             settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder)}
         with environment({f"SEMBLEND_{name}": value for name, value in settings.items()}):
