@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMED_AT_ONCE = 16
-_Arguments = ParamSpec("_Arguments")
+_UNTOLD = "the fleet is not told of a donor"
 _PublisherKey = tuple[ConnectionOptions, Emitter, str, bool, float, float]
 
 
@@ -75,17 +74,6 @@ class Silence:
     def close(self) -> None: ...
 
 
-def _never_raises(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    @functools.wraps(method)
-    def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        try:
-            method(*args, **kwargs)
-        except Exception:
-            logger.exception("the fleet is not told of a donor")
-
-    return guarded
-
-
 class DonorAnnouncer:
     """Tells one publisher of one library's donors.
 
@@ -94,7 +82,7 @@ class DonorAnnouncer:
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
         """`leave` is called once, by `close`, when nothing more is told."""
-        self._publisher, self._leave = publisher, leave
+        self._publisher, self._changed, self._leave = publisher, publisher.changed, leave
         self._library = HeldDonors()
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
         # Donors of earlier processes, by namespace key, until somebody says which namespace that is.
@@ -102,63 +90,81 @@ class DonorAnnouncer:
         self._is_closed = False
         publisher.add(self._library)
 
-    @_never_raises
+    # Each call guards itself: one that did it for all of them would be another step of every event.
+
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        named = (namespace, b"" if salt is None else sketch_key(namespace.key, salt))
-        self._intended[donor_id] = named
-        if self._unnamed:
-            self._name(*named)
+        try:
+            named = (namespace, b"" if salt is None else sketch_key(namespace.key, salt))
+            self._intended[donor_id] = named
+            if self._unnamed:
+                self._name(*named)
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        intended = self._intended.pop(donor_id, None)
-        if intended is not None and not self._is_closed:
-            self._library.donors[donor_id] = Held(*intended, tier, len(tokens), tokens)
-            self._publisher.changed(self._library, donor_id)
+        try:
+            named = self._intended.pop(donor_id, None)
+            if named is not None and not self._is_closed:
+                self._library.donors[donor_id] = Held(named[0], named[1], tier, len(tokens), tokens)
+                self._changed(self._library, donor_id)
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        unnamed = self._unnamed.setdefault(namespace_key, {})
-        unnamed[donor_id] = Held(None, b"", tier, len(tokens), tokens)
+        try:
+            unnamed = self._unnamed.setdefault(namespace_key, {})
+            unnamed[donor_id] = Held(None, b"", tier, len(tokens), tokens)
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
-        if not self._publisher.embeddings:
-            return
-        for unnamed in list(self._unnamed.values()):
-            if donor_id in unnamed:
-                unnamed[donor_id].embedding = vector
-        held = self._library.donors.get(donor_id)
-        if held is not None:
-            held.embedding = vector
-            self._publisher.changed(self._library, donor_id)
+        try:
+            if not self._publisher.embeddings:
+                return
+            for unnamed in list(self._unnamed.values()):
+                if donor_id in unnamed:
+                    unnamed[donor_id].embedding = vector
+            held = self._library.donors.get(donor_id)
+            if held is not None:
+                held.embedding = vector
+                self._changed(self._library, donor_id)
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def moved(self, donor_id: str, tier: str) -> None:
-        held = self._library.donors.get(donor_id)
-        if held is not None:
-            held.tier = tier
-            self._publisher.changed(self._library, donor_id)
-        for unnamed in self._unnamed.values():
-            if donor_id in unnamed:
-                unnamed[donor_id].tier = tier
+        try:
+            held = self._library.donors.get(donor_id)
+            if held is not None:
+                held.tier = tier
+                self._changed(self._library, donor_id)
+            if self._unnamed:
+                for unnamed in self._unnamed.values():
+                    if donor_id in unnamed:
+                        unnamed[donor_id].tier = tier
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def gone(self, donor_id: str) -> None:
-        self._intended.pop(donor_id, None)
-        for unnamed in self._unnamed.values():
-            unnamed.pop(donor_id, None)
-        if self._library.donors.pop(donor_id, None) is not None:
-            self._publisher.changed(self._library, donor_id)
+        try:
+            self._intended.pop(donor_id, None)
+            if self._unnamed:
+                for unnamed in self._unnamed.values():
+                    unnamed.pop(donor_id, None)
+            if self._library.donors.pop(donor_id, None) is not None:
+                self._changed(self._library, donor_id)
+        except Exception:
+            logger.exception(_UNTOLD)
 
-    @_never_raises
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._intended.clear()
-            self._unnamed.clear()
-            self._publisher.remove(self._library)
-            self._leave()
+        try:
+            if not self._is_closed:
+                self._is_closed = True
+                self._intended.clear()
+                self._unnamed.clear()
+                self._publisher.remove(self._library)
+                self._leave()
+        except Exception:
+            logger.exception(_UNTOLD)
 
     def _name(self, namespace: CacheNamespace, salted_key: bytes) -> None:
         """Tells of some donors that were found in this namespace; the others wait for the next request."""
@@ -170,7 +176,7 @@ class DonorAnnouncer:
             donor_id, held = unnamed.popitem()
             held.namespace, held.salted_key = namespace, salted_key
             self._library.donors[donor_id] = held
-            self._publisher.changed(self._library, donor_id)
+            self._changed(self._library, donor_id)
 
 
 _lock = threading.Lock()

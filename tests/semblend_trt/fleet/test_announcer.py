@@ -162,6 +162,9 @@ class BrokenPublisher:
 
     def add(self, library: object) -> None: ...
 
+    def changed(self, *_: Any) -> None:
+        raise RuntimeError("injected")
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("injected")
 
@@ -170,6 +173,7 @@ def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
     news = DonorAnnouncer(BrokenPublisher(), lambda: None)
     news.intended("a", namespace, None)
     news.held("a", text(1, 100), "host")
+    news.embedded("a", np.ones(4, dtype=np.float32))
     news.moved("a", "device")
     news.found("b", namespace.key, text(1, 100), "disk")
     news.intended("c", namespace, None)
