@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from semblend_trt.donors.eviction import DonorHistory
@@ -43,7 +44,9 @@ class BlockCache:
         What was missing is held from then on, as far as there is room beside the request's other blocks. `seconds` is
         the time by the policy's clock. The first block counts as the last used: of a prompt, the end should go first.
         """
-        before = dict(zip(reversed(wanted), reversed([NONE, *wanted[:-1]]), strict=True))  # of their first places
+        before: dict[int, int] = {}
+        for last, block in pairwise((NONE, *wanted)):
+            before.setdefault(block, last)
         request = [block for block in dict.fromkeys(wanted) if self._may_be_held(block)]
         hits = frozenset(block for block in request if block in self._donor_of)
         self.regrets += sum(block in self._gone for block in request)
