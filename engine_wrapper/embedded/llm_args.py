@@ -57,7 +57,7 @@ class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
     `model` and `tokenizer` are local folders or hub ids, `revision` belongs to `model`. `max_seq_len` is the most
-    tokens of a sequence, by default the model's context. `max_num_tokens` bounds the rows of one iteration.
+    tokens of a sequence, by default the model's context. `max_num_tokens` bounds the rows of one forward.
     `lora_config` maps adapter names to task ids: the engine holds no adapter weights, a name only keeps the KV of its
     requests apart. `layer_hooks` off behaves as CUDA-graph replay does, which skips the connector's layer hooks;
     short iterations on a card run as CUDA graphs then, or when the connector says that its hooks do nothing.

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.trtllm import planned_forward
 from engine_wrapper.trtllm.executor_parts import ExecutorParts
 from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.planned_forward import PlannedForward
@@ -120,6 +121,31 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan:
     logits = bench.executor.forward([(1, 60, 10), (2, 0, 33), (3, 21, 1)], tokens, 2)
     assert_close(logits, expected)
     assert len(bench.runtime.active_plans) == 0
+    assert len(bench.evidence) == (1 if plan.is_checked else 0)
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_no_forward_has_more_rows_than_the_engine_has_room_for(
+    bench: Bench, make_plan: Any, monkeypatch: pytest.MonkeyPatch, terms: str
+) -> None:
+    # From the first token of a span to the last one's, and one behind it, where they have to run at once.
+    max_rows = 49 if set(TERMS[terms]) & {"boundary", "check"} else 16
+    bench.prove()
+    rows, own = [], planned_forward.run_rows
+    monkeypatch.setattr(planned_forward, "run_rows", lambda *call: rows.append(len(call[2].token_ids)) or own(*call))
+    planned, cold = bench.request(1, 70), bench.request(2, 33)
+    bench.scatter(planned, SPANS)
+    plan = make_plan(planned.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, prefix_end=60, shift=3, **TERMS[terms])
+    expected = bench.ours(
+        SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
+        SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
+    )
+    bench.runtime.active_plans.put(plan)
+    bench.forward._max_rows = max_rows
+    logits = bench.executor.forward([(1, 60, 10), (2, 0, 33)], planned.tokens[60:] + cold.tokens, 2)
+    assert_close(logits, expected)
+    assert max(rows) <= max_rows
+    assert len(rows) > 1
     assert len(bench.evidence) == (1 if plan.is_checked else 0)
 
 
