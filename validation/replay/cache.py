@@ -66,7 +66,7 @@ class BlockCache:
         return hits
 
     def _may_be_held(self, block: int) -> bool:
-        return block != NONE and 0 < self._blocks.tokens[block] <= self._capacity
+        return block != NONE and self._blocks.tokens[block] <= self._capacity
 
     def _missing(self, request: list[int], hits: frozenset[int]) -> list[int]:
         """What is to be held now, parents first: what fits beside the rest of the request, and whose parent does."""

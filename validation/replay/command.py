@@ -136,6 +136,8 @@ def _facts(trace: Trace) -> list[str]:
         f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
         f"Times to the first token observed: {len(trace.observations):,}.",
     ]
+    if trace.empty:
+        facts.append(f"Requests without tokens, which are not replayed: {trace.empty:,}.")
     if trace.skipped:
         facts.append(f"Lines that were passed over: {trace.skipped:,}; the first time because {trace.first_skipped}.")
     if abs(trace.observed_over_counted - 1.0) > 0.05:

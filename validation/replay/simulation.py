@@ -94,7 +94,7 @@ def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -
     for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
         now.request, now.seconds = index, seconds
         hits = cache.serve(request, seconds)
-        reused[index] = min(rule.reused(_spans(request, hits, blocks, cache)), max(0, prompt_tokens[index] - 1))
+        reused[index] = min(rule.reused(_spans(request, hits, blocks, cache)), prompt_tokens[index] - 1)
     return Outcome(rule.name, policy, capacity_tokens, reused, cache.evictions, cache.regrets)
 
 

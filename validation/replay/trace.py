@@ -26,14 +26,15 @@ class Trace:
     """Requests in the order of their times. Memory grows with requests and blocks; texts and metadata are not kept.
 
     `spans` tells blocks apart by tenant, model, content and length, `prefixes` by everything before them as well; there
-    a block's parent is the one before it. A block without content_hash and text is shared with nobody. `skipped`
-    counts lines that were passed over, `first_skipped` says what was wrong with the first.
+    a block's parent is the one before it. A block without content_hash and text is shared with nobody. `empty` counts
+    requests without tokens, which are not replayed, and `skipped` lines that are no requests; `first_skipped` says what
+    was wrong with the first.
     """
 
     def __init__(self) -> None:
         self.spans, self.prefixes = Blocks(), Blocks()
         self.observations: list[Observation] = []
-        self.skipped, self.first_skipped = 0, ""
+        self.empty, self.skipped, self.first_skipped = 0, 0, ""
         self._span_uses, self._prefix_uses = array("q"), array("q")
         self._starts, self._ends = array("q"), array("q")
         self._seconds = array("d")
@@ -41,14 +42,18 @@ class Trace:
         self._observed_tokens = self._counted_tokens = 0
 
     def add(self, line: TraceLine) -> None:
-        """Takes a request in. Raises ConfigurationError when there are too many."""
-        if len(self) >= MAX_REQUESTS or len(self._span_uses) + len(line.blocks) > MAX_BLOCK_USES:
+        """Takes a request in, without blocks that have no tokens. Raises ConfigurationError when there are too many."""
+        blocks = [block for block in line.blocks if block.token_count]
+        if not blocks:
+            self.empty += 1
+            return
+        if len(self) >= MAX_REQUESTS or len(self._span_uses) + len(blocks) > MAX_BLOCK_USES:
             raise ConfigurationError(
                 f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay a part of it."
             )
         self._starts.append(len(self._span_uses))
         parent, chain_holds = NONE, True
-        for block in line.blocks:
+        for block in blocks:
             content = _content(block)
             span, chain_holds = NONE, chain_holds and content is not None
             if content is not None:
@@ -60,7 +65,7 @@ class Trace:
             self._prefix_uses.append(parent if chain_holds else NONE)
         self._ends.append(len(self._span_uses))
         self._seconds.append(line.timestamp_ms / 1000.0)
-        self._prompt_tokens.append(sum(block.token_count for block in line.blocks))
+        self._prompt_tokens.append(sum(block.token_count for block in blocks))
         observed = Observation.of(line)
         if observed is not None:
             self.observations.append(observed)
@@ -103,7 +108,7 @@ def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
     trace = Trace() if trace is None else trace
     for line in lines:
         trace.add(line)
-    if not any(trace.prompt_tokens()):
+    if not len(trace):
         raise ConfigurationError("the trace holds no request with tokens; there is nothing to replay.")
     return trace
 

@@ -140,11 +140,10 @@ class _Writer:
         workload = self._workload
         if not workload.documents_each:
             return []
-        shifted = is_late and workload.shifts_to is not None
-        kind = workload.shifts_to if shifted and workload.shifts_to is not None else workload.kind
+        shift = workload.shifts_to if is_late else None
         drawn = self._random.choice(workload.documents, workload.documents_each, replace=False, p=self._shares)
         return [
-            self._block(f"document {number}{' of the shift' * shifted}", kind, int(self._document_tokens[number]))
+            self._block(f"document {number} {shift}", shift or workload.kind, int(self._document_tokens[number]))
             for number in drawn
         ]
 

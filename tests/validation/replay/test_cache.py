@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from validation.replay.trace import Trace
 
 TOKENS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8, "f": 9, "g": 40}
-REQUESTS = st.lists(st.lists(st.sampled_from(list(TOKENS)), max_size=6), max_size=25).filter(any)
+REQUESTS = st.lists(st.lists(st.sampled_from(list(TOKENS)), min_size=1, max_size=6), min_size=1, max_size=25)
 CAPACITIES = st.integers(1, 30)
 
 
@@ -105,9 +105,10 @@ def test_what_comes_back_after_it_went_is_a_regret(trace_from: Callable[..., Tra
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
 
 
-def test_what_is_shared_with_nobody_or_has_no_tokens_is_not_held(trace_from: Callable[..., Trace]) -> None:
-    trace = trace_from([["none", "c"], ["none", "c"]], TOKENS | {"none": 0})
+def test_what_is_shared_with_nobody_is_not_held(trace_from: Callable[..., Trace]) -> None:
+    trace = trace_from([["c"], ["c"]], TOKENS)
     cache = BlockCache(trace.spans, eviction_factory(Eviction.LRU, lambda: 0.0)(), 8)
     served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
-    assert served == [frozenset(), frozenset({1})]
+    assert served == [frozenset(), frozenset({0})]
+    assert cache.serve([], 9.0) == frozenset()
     assert cache.used_tokens == TOKENS["c"]

@@ -52,6 +52,11 @@ def test_a_block_without_content_is_shared_with_nobody_and_ends_the_prefix(line:
     assert prefixes(trace) == [[0, -1, -1]] * 2
 
 
+def test_what_has_no_tokens_is_left_out(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
+    assert (spans(trace), prefixes(trace), trace.empty) == ([[0], [0]], [[0], [0]], 2)
+
+
 def test_text_stands_for_a_missing_hash(line: Callable[..., TraceLine]) -> None:
     said = [TraceBlock(text=text, token_count=2) for text in ("same", "same", "other")]
     trace = trace_of([line(0, [], [], blocks=said)])
