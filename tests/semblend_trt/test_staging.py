@@ -20,21 +20,23 @@ GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
 ROW_BYTES = 2 * 2 * 8 * 4  # one token of one layer, float32
 CPU = torch.device("cpu")
+DEVICES = [CPU] + [torch.device("cuda")] * torch.cuda.is_available()
 MOVES = ((0, 3, 9, 11), (1, 0, 21, 5), (0, 13, 40, 1), (1, 9, 27, 4))  # donor, its start, the target's, length
 
 
-def host_donor(tokens: int, seed: int) -> ContiguousKv:
-    generator = torch.Generator().manual_seed(seed)
-    return ContiguousKv(torch.randn(5, tokens, 2, 2, 8, generator=generator).permute(0, 2, 3, 1, 4))
+def host_donor(tokens: int, seed: int, device: torch.device = CPU) -> ContiguousKv:
+    """A donor in host memory that `device` may read."""
+    memory = torch.randn(5, tokens, 2, 2, 8, generator=torch.Generator().manual_seed(seed))
+    return ContiguousKv((memory if device.type == "cpu" else memory.pin_memory()).permute(0, 2, 3, 1, 4))
 
 
-def empty_target() -> PagedKv:
-    pool = torch.full((20, 5, 2, GEOMETRY.row_elements), math.nan)
+def empty_target(device: torch.device = CPU) -> PagedKv:
+    pool = torch.full((20, 5, 2, GEOMETRY.row_elements), math.nan, device=device)
     return PagedKv(pool, torch.tensor([7, 2, 9, 0, 4, 6, 13, 1, 19, 3, 11]), GEOMETRY)
 
 
-def staging(tokens: int, slots: int = 2) -> Staging:
-    return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, CPU)
+def staging(tokens: int, slots: int = 2, device: torch.device = CPU) -> Staging:
+    return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, device)
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,22 +72,26 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
     assert torch.equal(held.tensor, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(capacity, sizes):
-    held = HostKv(tuple(host_donor(size, seed) for seed, size in enumerate(sizes)))
-    expected, target = empty_target(), empty_target()
-    kv_move([Move(ContiguousKv(held.tensor), 0, 0, held.capacity)], expected, ROTATION)
-    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)).copy_up(held, target)
+def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
+    held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
+    expected, target = empty_target(device), empty_target(device)
+    kv_move([Move(ContiguousKv(held.tensor.to(device)), 0, 0, held.capacity)], expected, ROTATION)
+    HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device)).copy_up(held, target)
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_up_and_down_again_changes_no_bit(capacity, sizes):
-    held = HostKv(tuple(host_donor(size, seed) for seed, size in enumerate(sizes)))
-    back = HostKv((ContiguousKv(torch.full_like(held.tensor, math.nan).contiguous()),))
-    writer, blocks = HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)), empty_target()
+def test_up_and_down_again_changes_no_bit(device, capacity, sizes):
+    held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
+    back = HostKv((host_donor(held.capacity, 99, device),))
+    back.copy_(torch.full_like(held.tensor, math.nan))
+    writer = HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device))
+    blocks = empty_target(device)
     writer.copy_up(held, blocks)
     writer.copy(blocks, held.capacity, back)
     assert torch.equal(back.tensor, held.tensor)

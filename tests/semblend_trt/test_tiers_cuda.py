@@ -265,3 +265,50 @@ def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
         card.store.host.save(f"other-{seed}", random_kv(seed))
     torch.cuda.synchronize()
     assert_equal(card.pool, expected)
+
+
+def test_a_donor_is_lifted_bit_for_bit_and_leaves_the_host(card):
+    card.store.drop("near")
+    card.saver.lift("far")
+    card.saver.drain()
+    assert "far" in card.store.device
+    assert "far" not in card.store.host
+    assert torch.equal(card.read("far").cpu(), random_kv(2))
+    assert [timing.what for timing in card.saver.timings][-1] == "lift"
+
+
+def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
+    """The memory that it leaves on the host is written again only when they have run."""
+    expected = expected_pool(card.pool)
+    torch.cuda._sleep(A_WHILE)
+    card.pool[:50].fill_(float("nan"))
+    assert card.loader.load([PLAN]) == []
+    card.store.drop("near")
+    card.saver.lift("far")
+    card.saver.drain()
+    for seed in range(4, 14):  # as many as host memory holds
+        card.store.host.save(f"other-{seed}", random_kv(seed))
+    torch.cuda.synchronize()
+    assert_equal(card.pool[:50], expected[:50])
+    assert torch.equal(card.read("far").cpu(), random_kv(2))
+
+
+def test_a_lifted_donor_is_loaded_from_the_card(card):
+    expected = expected_pool(card.pool)
+    card.store.drop("near")
+    card.saver.lift("far")
+    card.saver.drain()
+    card.saver.demote("far")
+    card.saver.drain()
+    card.keep("near", Tier.DEVICE, 1)
+    card.pool[:50].fill_(float("nan"))
+    assert card.loader.load([PLAN]) == []
+    torch.cuda.synchronize()
+    assert_equal(card.pool[:50], expected[:50])
+
+
+def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
+    card.saver.lift("far")  # "near" has 32 of the 40 blocks
+    card.saver.drain()
+    assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
+    assert "far" not in card.store.device
