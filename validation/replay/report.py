@@ -27,17 +27,18 @@ _HEADINGS = (
     "reused - lru, points | mean TTFT - lru"
 )
 _NOTES = f"""
-All times are **predicted by the model**, in ms; none is measured. Requests are served one after the other in the order
-of their times, each whole before the next; the time in a queue does not count. A block is shared as a whole or not at
-all, never with another tenant or model, and each held block is one donor to the policy; a connector keeps whole prompts
-as donors. No block of a request goes while it is served. Every reused token costs the same, whether exact or moved.
+All times are **predicted by the model**, in ms; none is measured. One cache serves the whole trace, as if there were one
+replica: one request after the other in the order of their times, each whole before the next, without the time in a
+queue. A block is shared as a whole or not at all, never with another tenant or model, and each held block is one donor
+to the policy; a connector keeps whole prompts as donors. No block of a request goes while it is served. Every reused
+token costs the same, whether exact or moved.
 
 Reused: share of the prompts' tokens that were not computed. Extrapolated: share of the requests that lie outside of
 what the model was fitted to. Regrets: blocks that were asked for again after they had been evicted. `{OPTIMUM}` knows
 every future request (Belady 1966): the bound of held blocks where all have one size; where sizes differ, or spans lose
-their first tokens, a good order but no bound.
-Differences are the policy's minus those of lru with their {CONFIDENCE:.0%} interval, from {RESAMPLES:,} bootstrap
-resamples of runs of successive requests; `*` marks those that exclude 0.
+their first tokens, a good order but no bound. Differences are the policy's minus those of lru with their
+{CONFIDENCE:.0%} interval, from {RESAMPLES:,} bootstrap resamples of runs of successive requests; `*` marks those that
+exclude 0.
 """
 
 
