@@ -1,4 +1,4 @@
-"""Unit vectors for the search benchmark: made in clusters, or embedded from a text file."""
+"""Unit vectors for the search benchmarks: of passages of a text, or made in clusters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
+from semblend_trt.benchmarks.span_corpus import EXCERPT, TOKENIZER, chained
 from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
 
 if TYPE_CHECKING:
@@ -18,9 +20,22 @@ DIM = 384
 FIELDS = 100
 ENTRIES_PER_TOPIC = 50
 LOCAL_RANK = 16
-PASSAGE_CHARACTERS = 800
+CHUNK = 50_000
+MOST_CHARACTERS, LEAST_CHARACTERS = 800, 200
+# Made text has passages of so many characters, and so many characters a token at least.
+MADE_CHARACTERS, CHARACTERS_PER_TOKEN = 600, 2.5
+TOKENS_A_PIECE = 1000
 
 Vectors = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """`vectors` float32 [n, 384] to search, `queries` float32 [m, 384], and in words what they are."""
+
+    source: str
+    vectors: Vectors
+    queries: Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +73,56 @@ class Topics:
         return _unit(made)
 
 
-def embedded_passages(path: Path, count: int, queries: int) -> tuple[Vectors, Vectors]:
-    """Vectors of `count` passages of 800 characters of a text (plain or gzip), and of `queries` passages that begin 300
-    characters later, by the embedder that needs no model. Raises ValueError when the text is too short."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        text = file.read((count + 1) * PASSAGE_CHARACTERS)
-    if len(text) < (count + 1) * PASSAGE_CHARACTERS:
-        raise ValueError(f"{path} has {len(text)} characters, too few for {count} passages of {PASSAGE_CHARACTERS}")
+def synthetic(count: int, queries: int) -> Collection:
+    """`count` vectors of topics, and other vectors of the same topics as queries."""
+    topics = Topics.made(count, seed=0)
+    vectors = np.empty((count, DIM), dtype=np.float32)
+    for first in range(0, count, CHUNK):
+        vectors[first : first + CHUNK] = topics.vectors(min(CHUNK, count - first), seed=2 + first)
+    return Collection(f"{count} synthetic vectors in clusters", vectors, topics.vectors(queries, seed=1))
+
+
+def embedded_passages(path: Path | None, count: int, queries: int) -> Collection:
+    """Passages of a text (UTF-8, gzipped when its name ends in .gz), by the embedder that needs no model; without a
+    `path`, of text made from the shipped excerpt, which is too short itself: word parts follow each other as they do
+    there.
+
+    The text is cut into passages of one length without overlap. The even queries are passages that are not stored; the
+    odd ones begin at the middle of a stored one. Raises ValueError when the text is too short.
+    """
+    held_out = -(-queries // 2)
+    cut = count + held_out
+    if path is None:
+        text, name = _made_text(cut * MADE_CHARACTERS), "text made after the shipped excerpt"
+    else:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            text, name = file.read(cut * MOST_CHARACTERS), path.name
+    length = len(text) // cut
+    if length < LEAST_CHARACTERS:
+        raise ValueError(f"{name} has {len(text)} characters, too few for {cut} passages of {LEAST_CHARACTERS}")
+    numbers = np.random.default_rng(0).permutation(cut)
+    stored = np.sort(numbers[held_out:])
+    begins = np.empty(queries, dtype=np.int64)
+    begins[::2] = numbers[:held_out] * length
+    # The very last passage has nothing behind its middle.
+    begins[1::2] = np.random.default_rng(1).choice(stored[:-1], queries // 2, replace=False) * length + length // 2
+    passages = [text[at * length : (at + 1) * length] for at in stored]
     embedder = embedder_for(EmbedderKind.STATIC)
-    begins = np.random.default_rng(0).choice(count, queries, replace=False) * PASSAGE_CHARACTERS + 300
-    passages = [text[at : at + PASSAGE_CHARACTERS] for at in range(0, count * PASSAGE_CHARACTERS, PASSAGE_CHARACTERS)]
-    return embedder.embed(passages), embedder.embed([text[at : at + PASSAGE_CHARACTERS] for at in begins])
+    return Collection(
+        f"{len(set(passages))} different passages of {length} characters of {name}, none overlapping, "
+        f"embedder {embedder.identity}",
+        embedder.embed(passages),
+        embedder.embed([text[at : at + length] for at in begins]),
+    )
+
+
+def _made_text(characters: int) -> str:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    sample = tokenizer.encode(EXCERPT.read_text("utf-8"), add_special_tokens=False).ids
+    tokens = chained(np.asarray(sample, dtype=np.int32), int(characters / CHARACTERS_PER_TOKEN), seed=5).tolist()
+    pieces = [tokens[at : at + TOKENS_A_PIECE] for at in range(0, len(tokens), TOKENS_A_PIECE)]
+    return "".join(tokenizer.decode_batch(pieces))[:characters]
 
 
 def _unit(vectors: Vectors) -> Vectors:

@@ -33,17 +33,17 @@ class Hit:
 class SemanticIndex:
     """Unit vectors by entry id, each in the namespace of a key; a search sees its own namespace only. Thread safe.
 
-    `identity` names the embedder, `dim` is its vectors' size. Exact up to 16,384 entries of a namespace, approximate
-    beyond (see VectorShelf).
+    `identity` names the embedder, `dim` is its vectors' size, which must be even. Exact but for the rounding to half
+    precision up to 16,384 entries of a namespace, approximate beyond (see VectorShelf).
     """
 
     def __init__(self, identity: str, dim: int) -> None:
+        if dim < 2 or dim % 2:
+            raise ValueError(f"vectors of {dim} numbers; take an embedder with an even number of them")
         self.identity, self.dim = identity, dim
         self._lock = threading.Lock()
         self._shelves: dict[str, VectorShelf] = {}
-        self._slots: dict[str, tuple[str, int]] = {}
-        self._entries: dict[int, str] = {}
-        self._next_slot = 0
+        self._namespace_keys: dict[str, str] = {}
 
     def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
         """Enters one vector float32 [dim], in place of an earlier one of this id. Raises as `add_all`."""
@@ -60,12 +60,10 @@ class SemanticIndex:
         with self._lock:
             for entry_id in entry_ids:
                 self._remove(entry_id)
-            slots = np.arange(self._next_slot, self._next_slot + len(entry_ids), dtype=np.int64)
-            self._next_slot += len(entry_ids)
-            shelf = self._shelves.setdefault(namespace_key, VectorShelf(self.dim))
-            shelf.add(slots, vectors)
-            for entry_id, slot in zip(entry_ids, slots.tolist(), strict=True):
-                self._slots[entry_id], self._entries[slot] = (namespace_key, slot), entry_id
+            if namespace_key not in self._shelves:
+                self._shelves[namespace_key] = VectorShelf(self.dim)
+            self._shelves[namespace_key].add(entry_ids, vectors)
+            self._namespace_keys.update(dict.fromkeys(entry_ids, namespace_key))
 
     def remove(self, entry_id: str) -> bool:
         """Takes an entry out; False when there is none."""
@@ -80,27 +78,18 @@ class SemanticIndex:
             raise ValueError(f"count {count} must be at least 1")
         with self._lock:
             shelf = self._shelves.get(namespace_key)
-            if shelf is None:
-                return []
-            return [Hit(self._entries[slot], similarity) for slot, similarity in shelf.find(vector, count)]
+            return [] if shelf is None else [Hit(*found) for found in shelf.find(vector, count)]
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._namespace_keys)
 
     def __contains__(self, entry_id: object) -> bool:
-        return entry_id in self._slots
+        return entry_id in self._namespace_keys
 
     def save(self, path: Path) -> None:
         """Writes everything to `path`, replacing the file in one step. Raises ConfigurationError when that fails."""
         with self._lock:
-            records = [
-                ShelfRecord(
-                    key,
-                    [(slot, entry_id) for entry_id, (owner, slot) in self._slots.items() if owner == key],
-                    shelf.to_bytes(),
-                )
-                for key, shelf in self._shelves.items()
-            ]
+            records = [ShelfRecord(key, shelf.entry_ids, shelf.to_bytes()) for key, shelf in self._shelves.items()]
             write_index(path, self.identity, self.dim, records)
 
     @classmethod
@@ -111,30 +100,24 @@ class SemanticIndex:
         another embedder than `identity`, and for one with a namespace that is not among `namespace_keys`, if given.
         """
         dim, records = read_index(path, identity, namespace_keys)
-        index = cls(identity, dim)
-        for record in records:
-            try:
-                shelf = VectorShelf.from_bytes(dim, record.vectors)
-            except ValueError as error:
-                raise ConfigurationError(f"{path} cannot be read: {error}; delete it") from error
-            index._shelves[record.namespace_key] = shelf
-            for slot, entry_id in record.entries:
-                index._slots[entry_id], index._entries[slot] = (record.namespace_key, slot), entry_id
-            if len(shelf) != len(record.entries):
-                raise ConfigurationError(
-                    f"{path} names {len(record.entries)} entries for {len(shelf)} vectors; delete it"
-                )
-        index._next_slot = max(index._entries, default=-1) + 1
+        try:
+            index = cls(identity, dim)
+            for record in records:
+                shelf = VectorShelf.from_bytes(dim, record.entry_ids, record.vectors)
+                index._shelves[record.namespace_key] = shelf
+                index._namespace_keys.update(dict.fromkeys(record.entry_ids, record.namespace_key))
+            if len(index) != sum(map(len, index._shelves.values())):
+                raise ValueError("an entry stands in two namespaces")
+        except ValueError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error}; delete it") from error
         return index
 
     def _remove(self, entry_id: str) -> bool:
-        found = self._slots.pop(entry_id, None)
-        if found is None:
+        namespace_key = self._namespace_keys.pop(entry_id, None)
+        if namespace_key is None:
             return False
-        namespace_key, slot = found
-        del self._entries[slot]
         shelf = self._shelves[namespace_key]
-        shelf.remove(slot)
+        shelf.remove(entry_id)
         if not len(shelf):
             del self._shelves[namespace_key]
         return True

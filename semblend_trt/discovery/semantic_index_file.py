@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAGIC = b"SBLNDVEC"
-VERSION = 1
+VERSION = 2
 
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ShelfRecord:
-    """One namespace: its key, the (slot, entry id) pairs, and its vectors as the index library writes them."""
+    """One namespace: its key, its entries by row, and its vectors as the index library writes them."""
 
     namespace_key: str
-    entries: list[tuple[int, str]]
+    entry_ids: list[str]
     vectors: bytes
 
 
@@ -41,7 +41,7 @@ def write_index(path: Path, identity: str, dim: int, records: list[ShelfRecord])
     Raises ConfigurationError naming the path when it cannot be written; an earlier file is then untouched.
     """
     shelves = [
-        {"namespace": record.namespace_key, "entries": record.entries, "bytes": len(record.vectors)}
+        {"namespace": record.namespace_key, "entries": record.entry_ids, "bytes": len(record.vectors)}
         for record in records
     ]
     header = json.dumps({"version": VERSION, "identity": identity, "dim": dim, "shelves": shelves}).encode()
@@ -87,9 +87,9 @@ def read_index(path: Path, identity: str, namespace_keys: Collection[str] | None
             raise ConfigurationError(f"the index {path} was made by {header['identity']}, not by {identity}; delete it")
         records = []
         for shelf in header["shelves"]:
-            entries = [(int(slot), str(entry_id)) for slot, entry_id in shelf["entries"]]
             begin, end = end, end + int(shelf["bytes"])
-            records.append(ShelfRecord(str(shelf["namespace"]), entries, bytes(body[begin:end])))
+            entry_ids = [str(entry_id) for entry_id in shelf["entries"]]
+            records.append(ShelfRecord(str(shelf["namespace"]), entry_ids, bytes(body[begin:end])))
         dim = int(header["dim"])
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigurationError):

@@ -1,118 +1,171 @@
-"""The vectors of one namespace in a faiss index that changes its form as it grows."""
+"""The vectors of one namespace: faiss compares short codes of all, then the vectors themselves of the best."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss
 import numpy as np
-import numpy.typing as npt
 
-# Up to here every vector is compared, which takes a few milliseconds; beyond, those of the nearest clusters.
-FLAT_ENTRIES = 16_384
-# Clusters are made again when a shelf has grown by this factor, so that each vector is clustered twice at most.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+# Up to here the vectors themselves are compared, in half a millisecond; beyond, codes come first.
+EXACT_ENTRIES = 16_384
+# Up to here a search compares the codes of all entries, since texts need not cluster: with half of 100,000 passages of
+# books compared, a tenth of the neighbours is missed. Beyond, it compares COMPARED * sqrt(COMPARED / entries) codes,
+# those of the nearest clusters: ever fewer, since the codes of more entries do not stay in a processor's cache.
+COMPARED = 100_000
+# The best of the codes, whose vectors are compared: so many for each entry wanted, and so many at least.
+CANDIDATES_PER_HIT, LEAST_CANDIDATES = 20, 200
+
+# A search spends about as long on opening a cluster as on 300 codes, so clusters are large.
+CLUSTER_ENTRIES = 4096
+# Clusters are made again when a shelf has grown by this factor, so that each vector is encoded twice or thrice.
 GROWTH = 4
-
-CLUSTERS_PER_ROOT = 4
-# A search compares about this many vectors at any size, those of the nearest clusters, of which it takes this many at
-# least.
-COMPARED = 3072
-LEAST_CLUSTERS = 8
 SAMPLES_PER_CLUSTER = 40
+LEAST_SAMPLES = 16_384
 TRAINING_ROUNDS = 8
+ENCODED_AT_ONCE = 65_536
 
 
 class VectorShelf:
-    """Vectors of unit length by slot, an int64. Not thread safe.
+    """Vectors of unit length by entry id, in rows without gaps. Not thread safe.
 
-    Beyond FLAT_ENTRIES it is an inverted file of 4 * sqrt(entries) clusters over numbers of half precision, of which
-    those nearest to a query are searched. Crossing FLAT_ENTRIES, and each growth by 4 after that, clusters all
-    vectors again: seconds for 100,000, amortised over those added since.
+    Vectors stand in half precision, 2 * dim bytes each. Beyond EXACT_ENTRIES, each has a code of 4 bits for every two
+    numbers as well (product quantisation; one instruction looks up 16 or more), in clusters of 4,096 to 16,384. Up to
+    COMPARED entries every code is compared, whatever the clusters are. Crossing EXACT_ENTRIES, and each growth by 4
+    after that, makes clusters and codes again: seconds for 100,000, amortised over those added since.
     """
 
-    def __init__(self, dim: int, index: Any = None) -> None:
+    def __init__(self, dim: int) -> None:
+        """`dim` is even."""
         self._dim = dim
-        self._index = _flat(dim) if index is None else index
-        self._next_build = FLAT_ENTRIES
-        if index is not None and not self._is_flat:
-            self._next_build = max(FLAT_ENTRIES, GROWTH * (index.nlist // CLUSTERS_PER_ROOT) ** 2)
+        self._entry_ids: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._vectors: Any = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
+        self._codes: Any = None
+        self._search: Any = self._vectors
 
     @classmethod
-    def from_bytes(cls, dim: int, content: bytes) -> VectorShelf:
-        """Reads `to_bytes` back. Raises ValueError when the bytes hold no index of this dimension."""
+    def from_bytes(cls, dim: int, entry_ids: Sequence[str], content: bytes) -> VectorShelf:
+        """Reads `to_bytes` back. Raises ValueError when the bytes hold no shelf of these entries and this dimension."""
         try:
-            index = faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8))
+            search = faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8))
         except Exception as error:
             raise ValueError(f"no vector index: {error}") from error
-        if index.d != dim:
-            raise ValueError(f"vectors of {index.d} entries, not {dim}")
-        return cls(dim, index)
+        shelf = cls(dim)
+        shelf._search = shelf._vectors = search
+        if isinstance(search, faiss.IndexRefine):
+            shelf._codes = faiss.downcast_index(search.base_index)
+            shelf._vectors = faiss.downcast_index(search.refine_index)
+        if not isinstance(shelf._vectors, faiss.IndexScalarQuantizer):
+            raise ValueError("no vectors in half precision")
+        if shelf._vectors.d != dim:
+            raise ValueError(f"vectors of {shelf._vectors.d} numbers, not {dim}")
+        if not len(entry_ids) == len(set(entry_ids)) == shelf._vectors.ntotal:
+            raise ValueError(f"{len(entry_ids)} entries named for {shelf._vectors.ntotal} vectors")
+        shelf._name(entry_ids)
+        return shelf
 
     def to_bytes(self) -> bytes:
-        """The whole shelf, as `from_bytes` reads it."""
-        return bytes(faiss.serialize_index(self._index).data)
+        """The vectors and codes, as `from_bytes` reads them together with `entry_ids`."""
+        return bytes(faiss.serialize_index(self._search).data)
 
     @property
-    def _is_flat(self) -> bool:
-        return isinstance(self._index, faiss.IndexIDMap2)
+    def entry_ids(self) -> list[str]:
+        """The entries in the order of their rows."""
+        return self._entry_ids.copy()
 
     def __len__(self) -> int:
-        return int(self._index.ntotal)
+        return len(self._entry_ids)
 
-    def add(self, slots: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]) -> None:
-        """Enters vectors float32 [n, dim] under slots int64 [n] that are not taken."""
-        self._index.add_with_ids(vectors, slots)
-        if len(self) > self._next_build:
-            self._build()
+    def add(self, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
+        """Enters vectors float32 [n, dim] under n ids that are not taken."""
+        rows = np.arange(len(self), len(self) + len(entry_ids), dtype=np.int64)
+        self._vectors.add(vectors)
+        self._name(entry_ids)
+        if len(self) > self._most_entries():
+            self._encode()
+        elif self._codes is not None:
+            self._codes.add_with_ids(vectors, rows)
 
-    def remove(self, slot: int) -> None:
-        """Takes the vector at `slot` out; the others keep their slots."""
-        self._index.remove_ids(np.array([slot], dtype=np.int64))
+    def remove(self, entry_id: str) -> None:
+        """Takes an entry out; that of the last row takes its row."""
+        row, last = self._rows.pop(entry_id), len(self) - 1
+        moved = self._entry_ids.pop()
+        if self._codes is not None:
+            self._remove_code(row)
+        size = self._vectors.code_size
+        if row != last:
+            self._entry_ids[row], self._rows[moved] = moved, row
+            if self._codes is not None:
+                _, ids, place = self._code_of(last)
+                ids[place] = row
+            stored = faiss.rev_swig_ptr(self._vectors.codes.data(), (last + 1) * size).reshape(-1, size)
+            stored[row] = stored[last]
+        self._vectors.codes.resize(last * size)
+        self._vectors.ntotal = last
 
-    def find(self, vector: npt.NDArray[np.float32], count: int) -> list[tuple[int, float]]:
-        """At most `count` slots with their inner products, the nearest first; `vector` is float32 [dim]."""
-        if not self._is_flat:
-            self._index.nprobe = max(LEAST_CLUSTERS, COMPARED * self._index.nlist // max(1, len(self)))
-        products, slots = self._index.search(vector[None], min(count, len(self)))
-        return [(int(slot), float(product)) for slot, product in zip(slots[0], products[0], strict=True) if slot >= 0]
-
-    def _build(self) -> None:
-        slots, vectors = self._contents()
-        clusters = CLUSTERS_PER_ROOT * math.isqrt(len(slots))
-        # The index owns its quantizer only when it is told so.
-        quantizer = faiss.IndexFlatIP(self._dim)
-        index = faiss.IndexIVFScalarQuantizer(
-            quantizer,
-            self._dim,
-            clusters,
-            faiss.ScalarQuantizer.QT_fp16,
-            faiss.METRIC_INNER_PRODUCT,
-            False,
-        )
-        quantizer.this.disown()
-        index.own_fields = True
-        index.cp.niter, index.cp.max_points_per_centroid = TRAINING_ROUNDS, SAMPLES_PER_CLUSTER
-        index.cp.min_points_per_centroid = 1
-        index.train(vectors)
-        index.set_direct_map_type(faiss.DirectMap.Hashtable)  # removal then finds its vector without a scan
-        index.add_with_ids(vectors, slots)
-        self._index, self._next_build = index, GROWTH * len(slots)
-
-    def _contents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """All slots int64 [n] and their vectors float32 [n, dim]."""
-        if self._is_flat:
-            slots = faiss.vector_to_array(self._index.id_map).astype(np.int64)
-            return slots, self._index.index.reconstruct_n(0, len(self))
-        lists = self._index.invlists
-        parts = [
-            faiss.rev_swig_ptr(lists.get_ids(each), lists.list_size(each)).copy()
-            for each in range(lists.nlist)
-            if lists.list_size(each)
+    def find(self, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
+        """At most `count` entries with their inner products, the nearest first; `vector` is float32 [dim]."""
+        count = min(count, len(self))
+        if count == 0:
+            return []
+        if self._codes is not None:
+            self._codes.nprobe = max(1, int(self._codes.nlist * min(1.0, COMPARED / len(self)) ** 1.5))
+            self._search.k_factor = max(CANDIDATES_PER_HIT, LEAST_CANDIDATES / count)
+            self._search.ntotal = len(self)
+        products, rows = self._search.search(vector[None], count)
+        return [
+            (self._entry_ids[row], product)
+            for row, product in zip(rows[0].tolist(), products[0].tolist(), strict=True)
+            if row >= 0
         ]
-        slots = np.concatenate(parts).astype(np.int64)
-        return slots, self._index.reconstruct_batch(slots)
 
+    def _code_of(self, row: int) -> tuple[int, npt.NDArray[np.int64], int]:
+        """The cluster with a row's code, the rows int64 [n] of that cluster's codes, and which of them it is."""
+        vector, lists = self._vectors.reconstruct(row), self._codes.invlists
+        # The nearest cluster but for rounding.
+        for cluster in self._codes.quantizer.assign(vector[None], self._codes.nlist)[0].tolist():
+            if size := lists.list_size(cluster):
+                ids = faiss.rev_swig_ptr(lists.get_ids(cluster), size)
+                (places,) = np.nonzero(ids == row)
+                if len(places):
+                    return cluster, ids, int(places[0])
+        raise AssertionError(f"row {row} has no code")
 
-def _flat(dim: int) -> Any:
-    return faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+    def _remove_code(self, row: int) -> None:
+        """Takes a row's code out: the last one of its cluster takes its place. faiss's own removal looks at all rows,
+        and leaves codes behind a cluster's end that what is added later mixes with."""
+        cluster, ids, place = self._code_of(row)
+        lists, end = faiss.downcast_InvertedLists(self._codes.invlists), len(ids) - 1
+        blocks = end // lists.n_per_block + 1
+        codes = faiss.rev_swig_ptr(lists.get_codes(cluster), blocks * lists.block_size).reshape(blocks, -1)
+        lists.packer.pack_1(lists.packer.unpack_1(codes, end), place, codes)
+        lists.packer.pack_1(np.zeros(self._codes.code_size, dtype=np.uint8), end, codes)
+        ids[place] = ids[end]
+        lists.resize(cluster, end)
+        self._codes.ntotal -= 1
+
+    def _name(self, entry_ids: Sequence[str]) -> None:
+        self._rows.update(zip(entry_ids, range(len(self), len(self) + len(entry_ids)), strict=True))
+        self._entry_ids += entry_ids
+
+    def _most_entries(self) -> int:
+        """How many entries there may be before clusters are made again."""
+        return EXACT_ENTRIES if self._codes is None else GROWTH * CLUSTER_ENTRIES * int(self._codes.nlist)
+
+    def _encode(self) -> None:
+        clusters = max(1, len(self) // CLUSTER_ENTRIES)
+        codes = faiss.index_factory(self._dim, f"IVF{clusters},PQ{self._dim // 2}x4fs", faiss.METRIC_INNER_PRODUCT)
+        codes.cp.niter, codes.cp.max_points_per_centroid = TRAINING_ROUNDS, SAMPLES_PER_CLUSTER
+        codes.cp.min_points_per_centroid = 1
+        sampled = min(len(self), max(LEAST_SAMPLES, SAMPLES_PER_CLUSTER * clusters))
+        sample = np.random.default_rng(0).choice(len(self), sampled, replace=False)
+        codes.train(self._vectors.reconstruct_batch(np.sort(sample)))
+        for row in range(0, len(self), ENCODED_AT_ONCE):
+            codes.add(self._vectors.reconstruct_n(row, min(ENCODED_AT_ONCE, len(self) - row)))
+        self._codes, self._search = codes, faiss.IndexRefine(codes, self._vectors)

@@ -1,31 +1,55 @@
-"""The search benchmark: its truth is the truth, its vectors are unit vectors, its rows are written."""
+"""The search benchmarks: their truth is the truth, their vectors are what they say, their rows are written."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 
 import numpy as np
 import pytest
 
 from kernels.benchmarks.rows import Results
-from semblend_trt.benchmarks import semantic_search
-from semblend_trt.benchmarks.semantic_search import NEAREST, Truth, compare, measure
-from semblend_trt.benchmarks.semantic_vectors import DIM, Topics, embedded_passages
+from semblend_trt.benchmarks.semantic_libraries import CANDIDATES, compare
+from semblend_trt.benchmarks.semantic_search import NEAREST, Truth, filled, measure, search_of
+from semblend_trt.benchmarks.semantic_vectors import (
+    DIM,
+    LEAST_CHARACTERS,
+    Collection,
+    Topics,
+    embedded_passages,
+    synthetic,
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"word{number}" for number in rng.integers(0, 5000, 4000)))
+    return path
 
 
 def test_truth_is_that_of_one_plain_search():
-    topics = Topics.made(3000, seed=0)
-    vectors, queries = topics.vectors(3000, seed=2), topics.vectors(20, seed=1)
-    truth = Truth(queries)
-    for first in range(0, 3000, 700):
-        truth.add(vectors[first : first + 700], first)
-    expected = np.argsort(-(queries @ vectors.T), axis=1)[:, :NEAREST]
-    np.testing.assert_array_equal(truth.ids, expected)
-    assert truth.recall([row.tolist() for row in expected]) == 1.0
-    assert truth.recall([row[:5].tolist() for row in expected]) == 0.5
-    assert truth.recall([[] for _ in expected]) == 0.0
-    assert math.isnan(truth.recall([[] for _ in expected], least=2.0))
+    collection = synthetic(3000, 20)
+    truth = Truth(collection)
+    products = collection.queries @ collection.vectors.T
+    expected = np.argsort(-products, axis=1)[:, :NEAREST]
+    np.testing.assert_allclose(truth.products, np.take_along_axis(products, expected, axis=1), atol=1e-6)
+    np.testing.assert_array_equal(truth.recall(expected.tolist()), 1.0)
+    np.testing.assert_array_equal(truth.recall(expected[:, :5].tolist()), 0.5)
+    # What is named twice counts once.
+    np.testing.assert_array_equal(truth.recall(np.repeat(expected[:, :5], 2, axis=1).tolist()), 0.5)
+    np.testing.assert_array_equal(truth.recall([[] for _ in expected]), 0.0)
+    assert np.isnan(truth.recall([[] for _ in expected], least=2.0)).all()
+
+
+def test_an_entry_as_near_as_the_tenth_counts_and_one_less_near_does_not():
+    vectors = np.eye(DIM, dtype=np.float32)[:30]
+    query = np.zeros((1, DIM), dtype=np.float32)
+    query[0, :9], query[0, 9:20], query[0, 20:30] = 0.3, 0.1, 0.099
+    truth = Truth(Collection("axes", vectors, query))
+    assert truth.recall([[*range(9), 19]]) == 1.0
+    assert truth.recall([[*range(9), 20]]) == 0.9
 
 
 def test_vectors_are_of_unit_length_and_seeded():
@@ -37,31 +61,52 @@ def test_vectors_are_of_unit_length_and_seeded():
     assert not np.array_equal(vectors, topics.vectors(500, seed=4))
 
 
-def test_rows_say_time_and_recall(monkeypatch, tmp_path):
-    monkeypatch.setattr(semantic_search, "QUERIES", 20)
+def test_rows_say_time_and_recall_and_what_was_searched(tmp_path, text):
     results = Results()
-    measure(4000, results)
+    measure(synthetic(4000, 20), results)
+    measure(embedded_passages(text, 100, 20), results)
     results.write(tmp_path, "semantic_search")
-    time, recall = json.loads((tmp_path / "semantic_search.json").read_text())
-    assert (time["name"], time["unit"], time["goal"]) == ("semantic_p99_ms_4k", "ms", 1.0)
+    rows = {row["name"]: row for row in json.loads((tmp_path / "semantic_search.json").read_text())}
+    assert set(rows) == {f"semantic_{kind}_{size}" for kind in ("p99_ms", "recall") for size in ("4k", "0k")}
+    time, recall = rows["semantic_p99_ms_4k"], rows["semantic_recall_4k"]
+    assert (time["unit"], time["goal"], recall["goal"]) == ("ms", 1.0, 0.98)
     assert time["value"] > 0
-    assert "synthetic" in time["baseline"]
-    assert (recall["name"], recall["value"]) == ("semantic_recall_4k", 1.0)
+    assert "4000 synthetic vectors" in time["baseline"]
+    assert recall["value"] > 0.99
+    assert "100 different passages" in rows["semantic_p99_ms_0k"]["baseline"]
 
 
-def test_the_comparison_shows_every_library(monkeypatch, capsys):
-    topics = Topics.made(2000, seed=0)
-    compare("synthetic", topics.vectors(2000, seed=2), topics.vectors(20, seed=1))
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("ours", "IndexFlatIP", "usearch", "IndexHNSWFlat"))
+def test_the_comparison_has_a_row_for_every_library():
+    results = Results()
+    compare(synthetic(2000, 20), results)
+    names = [row["name"] for row in results.rows]
+    assert len(set(names)) == len(names)
+    for candidate in CANDIDATES:
+        begin = "semantic_library_" + re.sub(r"[^a-z0-9]+", "_", candidate.name.lower())
+        assert any(name.startswith(begin) for name in names) or candidate.name.startswith("usearch")
+    recalls = {row["name"]: float(row["baseline"].split()[1].rstrip(";")) for row in results.rows}
+    assert recalls["semantic_library_faiss_flat"] == 1.0
+    assert recalls["semantic_library_ours"] > 0.99
 
 
-def test_passages_of_a_text_are_found_by_those_that_overlap_them(tmp_path):
-    rng = np.random.default_rng(0)
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(f"word{number}" for number in rng.integers(0, 5000, 10_000)))
-    vectors, queries = embedded_passages(path, 50, 10)
-    assert vectors.shape == (50, DIM)
-    assert np.all((queries @ vectors.T).max(axis=1) > 0.5)
-    with pytest.raises(ValueError, match="too few for 500 passages"):
-        embedded_passages(path, 500, 10)
+def test_passages_do_not_overlap_and_queries_are_not_stored(text):
+    collection = embedded_passages(text, 60, 21)
+    assert collection.vectors.shape == (60, DIM)
+    assert collection.queries.shape == (21, DIM)
+    assert re.search(r"^60 different passages of \d+ characters of text.txt, none overlapping", collection.source)
+    nearest = (collection.queries @ collection.vectors.T).max(axis=1)
+    # Words here are drawn at random: what shares half of its words with a passage is nearer to it than anything else.
+    assert nearest[::2].max() < 0.45 < nearest[1::2].min()
+
+
+def test_a_text_too_short_is_refused(text):
+    with pytest.raises(ValueError, match=f"too few for 510 passages of {LEAST_CHARACTERS}"):
+        embedded_passages(text, 500, 20)
+
+
+def test_without_a_text_passages_are_made_after_the_excerpt():
+    collection = embedded_passages(None, 300, 20)
+    assert "300 different passages" in collection.source
+    assert "made after the shipped excerpt" in collection.source
+    found = [search_of(filled(collection.vectors))(query) for query in collection.queries]
+    assert Truth(collection).recall(found).mean() > 0.99

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from semblend_trt.discovery import vector_shelf
 from semblend_trt.discovery.semantic_index import Hit, SemanticIndex
+from semblend_trt.discovery.semantic_index_file import ShelfRecord, write_index
+from semblend_trt.discovery.vector_shelf import VectorShelf
 from semblend_trt.errors import ConfigurationError
 
 DIM = 24
@@ -29,7 +31,7 @@ def filled(count: int, key: str = "space") -> tuple[SemanticIndex, np.ndarray]:
 
 
 class AgainstPlainSearch(RuleBasedStateMachine):
-    """Adds, replaces, removes, saves and loads in any order; small shelves are exact, so every answer is."""
+    """Adds, replaces and removes in any order; small shelves are exact but for rounding, so every answer is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class AgainstPlainSearch(RuleBasedStateMachine):
         query = unit(seed)[0]
         expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
         found = self.index.find(key, query, count)
-        np.testing.assert_allclose([hit.similarity for hit in found], expected[:count], atol=1e-5)
+        np.testing.assert_allclose([hit.similarity for hit in found], expected[:count], atol=1e-3)
         assert all(self.held[hit.entry_id][0] == key for hit in found)
 
     @invariant()
@@ -64,12 +66,12 @@ TestAgainstPlainSearch = AgainstPlainSearch.TestCase
 
 def test_another_namespace_finds_nothing():
     index, vectors = filled(10)
-    assert index.find("space", vectors[3], 1) == [Hit("donor-3", pytest.approx(1.0, abs=1e-5))]
+    assert index.find("space", vectors[3], 1) == [Hit("donor-3", pytest.approx(1.0, abs=1e-3))]
     assert index.find("space, salted", vectors[3], 5) == []
 
 
-def test_a_clustered_shelf_finds_what_a_plain_search_finds(monkeypatch):
-    monkeypatch.setattr(vector_shelf, "FLAT_ENTRIES", 500)
+def test_a_large_namespace_finds_what_a_plain_search_finds(monkeypatch):
+    monkeypatch.setattr(vector_shelf, "EXACT_ENTRIES", 500)
     index, vectors = SemanticIndex("test", DIM), unit(2, 3000)
     for start in range(0, 3000, 100):
         index.add_all("space", [str(number) for number in range(start, start + 100)], vectors[start : start + 100])
@@ -85,26 +87,13 @@ def test_a_clustered_shelf_finds_what_a_plain_search_finds(monkeypatch):
         found = [int(hit.entry_id) for hit in index.find("space", query, 10)]
         assert not gone.intersection(found)
         right += len(set(found) & set(expected.tolist()))
-    # Every entry is compared where there are no more than a search may compare.
     assert right / 1000 > 0.99
     for number in kept[:50]:
         assert index.find("space", vectors[number], 1)[0].entry_id == str(number)
 
 
-def test_a_search_of_few_clusters_misses_some(monkeypatch):
-    monkeypatch.setattr(vector_shelf, "FLAT_ENTRIES", 500)
-    monkeypatch.setattr(vector_shelf, "COMPARED", 100)
-    index, vectors = filled(3000)
-    right = 0
-    for query in unit(3, 100):
-        expected = {f"donor-{number}" for number in np.argsort(-(vectors @ query))[:10]}
-        right += len(expected & {hit.entry_id for hit in index.find("space", query, 10)})
-    # 8 of 216 clusters over vectors without any structure: far above the share of 0.04 that chance gives.
-    assert 0.15 < right / 1000 < 0.9
-
-
-def test_a_clustered_shelf_comes_back_from_its_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(vector_shelf, "FLAT_ENTRIES", 200)
+def test_a_large_namespace_comes_back_from_its_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(vector_shelf, "EXACT_ENTRIES", 200)
     index, vectors = filled(600)
     index.add("other", "single", vectors[0])
     index.save(tmp_path / "folder" / "index")
@@ -148,11 +137,23 @@ def test_a_file_of_another_embedder_version_or_namespace_is_refused(monkeypatch,
         SemanticIndex.load(path, "static")
     with pytest.raises(ConfigurationError, match="namespace space"):
         SemanticIndex.load(path, "test", set())
-    monkeypatch.setattr("semblend_trt.discovery.semantic_index_file.VERSION", 2)
-    with pytest.raises(ConfigurationError, match="version 1, not 2"):
+    with monkeypatch.context() as earlier:
+        earlier.setattr("semblend_trt.discovery.semantic_index_file.VERSION", 1)
+        index.save(path)
+    with pytest.raises(ConfigurationError, match="version 1, not 2; delete it"):
         SemanticIndex.load(path, "test")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         SemanticIndex.load(tmp_path / "absent", "test")
+
+
+def test_a_file_whose_entries_do_not_fit_is_refused(tmp_path):
+    path = tmp_path / "index"
+    shelf = VectorShelf(DIM)
+    shelf.add(["a", "b"], unit(1, 2))
+    for keys, entry_ids in ((["space"], ["a"]), (["space", "more"], ["a", "b"])):
+        write_index(path, "test", DIM, [ShelfRecord(key, entry_ids, shelf.to_bytes()) for key in keys])
+        with pytest.raises(ConfigurationError, match=r"entries named|two namespaces"):
+            SemanticIndex.load(path, "test")
 
 
 def test_a_failed_save_leaves_the_earlier_file(monkeypatch, tmp_path):
@@ -182,6 +183,11 @@ def test_a_vector_that_no_embedder_made_is_refused(vector):
     assert len(index) == 3
 
 
+def test_an_odd_size_is_refused():
+    with pytest.raises(ValueError, match="vectors of 383 numbers"):
+        SemanticIndex("test", 383)
+
+
 def test_ids_must_fit_the_vectors():
     index = SemanticIndex("test", DIM)
     with pytest.raises(ValueError, match="1 ids for 2 vectors"):
@@ -193,7 +199,7 @@ def test_ids_must_fit_the_vectors():
 
 
 def test_threads_may_add_remove_and_find_at_once(monkeypatch):
-    monkeypatch.setattr(vector_shelf, "FLAT_ENTRIES", 100)
+    monkeypatch.setattr(vector_shelf, "EXACT_ENTRIES", 100)
     index = SemanticIndex("test", DIM)
     failures = []
 
