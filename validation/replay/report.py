@@ -27,8 +27,8 @@ _HEADINGS = (
     "reused - lru, points | mean TTFT - lru"
 )
 _NOTES = f"""
-All times are **predicted by the model**, in ms; none is measured. One cache serves the whole trace, as if there were one
-replica: one request after the other in the order of their times, each whole before the next, without the time in a
+All times are **predicted by the model**, in ms; none is measured. One cache serves the whole trace, as if there were
+one replica: one request after the other in the order of their times, each whole before the next, without the time in a
 queue. A block is shared as a whole or not at all, never with another tenant or model, and each held block is one donor
 to the policy; a connector keeps whole prompts as donors. No block of a request goes while it is served. Every reused
 token costs the same, whether exact or moved.
