@@ -149,6 +149,22 @@ def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
         assert_same(output, serve(reference, question_about(number)))
 
 
+def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
+    llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
+    for each in (llm, reference):
+        keep(each, 0, 1)
+    library = llm.connector_scheduler.library
+    donor_id = next(iter(library._text_of_donor))
+    assert library.catalog.tier(donor_id) is Tier.HOST
+    for _ in range(2):
+        assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
+        llm.connector_scheduler._drain()  # hears what became of it
+        assert library.catalog.tier(donor_id) is Tier.DEVICE
+        assert library.catalog.stats().lifted == 1
+        assert held(llm) == (1, 1)
+    assert [timing.what for timing in llm.connector_worker.saver.timings].count("lift") == 1
+
+
 def test_one_plan_takes_documents_from_both_tiers(engine):
     llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
     for each in (llm, reference):
