@@ -135,8 +135,13 @@ class NeighbourWorker:
                 self._is_busy = True
                 gone, self._gone = self._gone, []
                 job = self._jobs.popleft() if self._jobs else None
-            for donor_id in gone:
-                index.remove(donor_id)
+            try:
+                for donor_id in gone:
+                    index.remove(donor_id)
+            except Exception as error:
+                # An index that keeps who is gone would name donors that nobody holds.
+                self._refuse(error)
+                return
             if job is not None:
                 self._do(job, embedder, decode, index)
 

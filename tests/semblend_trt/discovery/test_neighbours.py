@@ -12,6 +12,7 @@ import pytest
 
 from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
 from semblend_trt.discovery.neighbours import Neighbours
+from semblend_trt.discovery.semantic_index import SemanticIndex
 from semblend_trt.errors import ConfigurationError
 
 WAIT = 60.0
@@ -190,6 +191,23 @@ def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error):
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
     assert records.events == []
+    made.close()
+
+
+def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(records, monkeypatch, caplog):
+    def broken(self, entry_id):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(SemanticIndex, "remove", broken)
+    made = Neighbours(static, decoder, records, min_similarity=0.6)
+    made.donor_held("space", "donor", text(1))
+    assert made.settle(WAIT)
+    made.donor_gone("donor")
+    assert made.settle(WAIT)
+    assert made.refusal == "injected"
+    made.donor_held("space", "another", text(2))
+    assert made.settle(WAIT)
+    assert list(records.embedded) == ["donor"]
     made.close()
 
 
