@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from validation.machine import describe, versions
 from validation.results import Measured, today, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm import LLM
     from semblend_trt.evidence import CheckEvidence
@@ -108,7 +109,6 @@ def times(bench: Bench, alone: float | None) -> dict[str, Any]:
 
 def live(rank: int, run: Run, folder: Path) -> None:
     """The process of one rank: measures alone, joins the others, measures again, and writes `rank-N.json`."""
-    _take_card(rank)
     if run.device == "cpu":
         torch.set_num_threads(1)
     own = folder / f"rank-{rank}"
@@ -156,11 +156,11 @@ def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Rows) -> None:
 
 def start(run: Run, folder: Path) -> list[dict[str, Any]]:
     """Runs the ranks to their end; returns what each told. Ends the program when one of them fails."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = _context(run)
     processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
-    for process in processes:
-        process.start()
+    for rank, process in enumerate(processes):
+        with _one_card(rank) if run.device == "cuda" else nullcontext():
+            process.start()
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
@@ -168,10 +168,26 @@ def start(run: Run, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
 
 
-def _take_card(rank: int) -> None:
-    """Leaves one card to this process. To be called before anything asks for one."""
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if cards is None else (cards.split(",") + [""] * rank)[rank]
+@contextmanager
+def _one_card(rank: int) -> Iterator[None]:
+    """A process that is started meanwhile sees one card. Set before it starts: what it imports may look for cards."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if visible is None else visible.split(",")[rank]
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
+def _context(run: Run) -> Any:
+    """How processes are started: on a card each one anew, because a fork cannot use CUDA once its parent has."""
+    if run.device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _donors(bench: Bench) -> dict[str, str]:
