@@ -240,10 +240,3 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
     assert converges(reader, worker)
     assert not stranger.publisher.settle(0.5)
     assert stranger.counters.connections == 0
-
-
-def test_credentials_are_handed_to_the_client(tmp_path) -> None:
-    arguments = ConnectionOptions(("nats://localhost",), "subject", creds=tmp_path / "user.creds").client_arguments()
-    assert arguments["user_credentials"] == str(tmp_path / "user.creds")
-    assert not arguments["allow_reconnect"]
-    assert {"tls", "token"}.isdisjoint(arguments)
