@@ -27,7 +27,7 @@ from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError,
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader
 from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, json_object, refusing
-from semblend_trt.fleet.router.serving import serve
+from semblend_trt.fleet.router.serving import metrics_page, serve
 from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
@@ -164,9 +164,7 @@ async def _stream(
 
 
 async def _metrics(_: web.Request) -> web.Response:
-    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return metrics_page()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from semblend_trt.fleet.router.placement import Placer
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.refusals import RequestRefusedError, json_object, refusing
 from semblend_trt.fleet.router.replicas import ReplicaSet
+from semblend_trt.fleet.router.serving import metrics_page
 from semblend_trt.fleet.router.tenants import Tenants
 from semblend_trt.fleet.router.trace_blocks import Hasher
 from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog
@@ -201,7 +202,4 @@ class Router:
         return web.json_response(status, status=200 if is_well else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-        text = generate_latest(self.counters.registry)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return metrics_page(self.counters.registry)

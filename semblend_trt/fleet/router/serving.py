@@ -1,14 +1,18 @@
-"""Runs an aiohttp application until the process is told to end."""
+"""Runs an aiohttp application until the process is told to end, and answers for its metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 # How long requests may go on after the process was told to end, in seconds.
 GRACE_SECONDS = 5.0
@@ -38,3 +42,11 @@ async def serve(app: web.Application, host: str, port: int, what: str) -> None:
         await ended.wait()
     finally:
         await runner.cleanup()
+
+
+def metrics_page(registry: CollectorRegistry | None = None) -> web.Response:
+    """The answer of /metrics: Prometheus' default registry, or the one that is given."""
+    from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+    text = generate_latest(REGISTRY if registry is None else registry)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

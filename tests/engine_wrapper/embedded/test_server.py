@@ -42,7 +42,7 @@ def asked(worker, ask):
         async with TestClient(server) as client:
             return await ask(client)
 
-    return asyncio.run(run())
+    return asyncio.run(asyncio.wait_for(run(), 120))
 
 
 async def answer_of(client, path, body):

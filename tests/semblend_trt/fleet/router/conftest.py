@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+WAIT_SECONDS = 120
 SECRET = "a secret of the router"
 
 
@@ -143,6 +144,6 @@ def routed(tokenizer: Any) -> Callable[..., Any]:
             async with running(replicas, fields) as parts:
                 return await test(parts)
 
-        return asyncio.run(all_of_it())
+        return asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
 
     return run

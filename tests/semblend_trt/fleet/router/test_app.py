@@ -200,6 +200,19 @@ def test_a_prompt_that_cannot_be_read_goes_to_the_least_loaded(routed: Callable[
     routed(test)
 
 
+def test_what_fails_in_the_router_is_answered_and_counted(
+    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(parts: Routed) -> None:
+        monkeypatch.setattr(parts.router, "_forwarder", None)
+        status, answer, _ = await parts.ask(prompt="abc")
+        assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "internal_error", "server_error")
+        assert parts.count("semblend_router_refusals_total", reason="internal_error") == 1
+        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
+
+    routed(test)
+
+
 def test_it_tells_of_itself(routed: Callable[..., Any]) -> None:
     async def test(parts: Routed) -> None:
         async with parts.client.get("/health") as response:

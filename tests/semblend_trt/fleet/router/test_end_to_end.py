@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from validation.documents import stock_list
 from validation.prompts import render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 MODEL = files("validation") / "assets" / "model"
 ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
+WAIT_SECONDS = 120
 TENANTS = ("acme", "globex")
 CONFIG = """
 port = 0
@@ -134,6 +136,13 @@ def prompts(seed: int) -> list[tuple[str, str]]:
     ]
 
 
+def wait_for(holds: Callable[[], object]) -> None:
+    """Waits until `holds()` is true."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "nothing came"
+
+
 def reused(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["reused_tokens"])
 
@@ -142,8 +151,7 @@ def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
     (first, expected), *others = prompts(0)
     holder, answer = fleet.ask(first)
     assert (answer["choices"][0]["text"], reused(answer)) == (expected, 0)
-    while not fleet.gauge("donors", holder):
-        pass
+    wait_for(lambda: fleet.gauge("donors", holder))
     for prompt, expected in others:
         worker, answer = fleet.ask(prompt)
         assert (worker, answer["choices"][0]["text"]) == (holder, expected)
@@ -169,8 +177,8 @@ def test_the_trace_has_no_text(fleet: Fleet) -> None:
     prompt = prompts(1)[0][0]
     for tenant in TENANTS:
         fleet.ask(prompt, tenant)
-    while (text := fleet.trace.read_text()).count("\n") < 7:
-        pass
+    wait_for(lambda: fleet.trace.read_text().count("\n") >= 7)
+    text = fleet.trace.read_text()
     lines = [line.model_dump() for line in read_trace(text.splitlines())]
     *_, acme, globex = lines
     assert acme["tenant_id"] != globex["tenant_id"]
@@ -186,8 +194,7 @@ def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
     other = next(name for name in fleet.workers if name != holder)
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(fleet.ask, prompt, max_tokens=120, ignore_eos=True)
-        while not fleet.gauge("replica_in_flight", holder):
-            pass
+        wait_for(lambda: fleet.gauge("replica_in_flight", holder))
         fleet.workers[holder].kill()
         worker, answer = asking.result()
     assert worker == other

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 from semblend_trt.fleet.router.config import ReplicaConfig
 from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.fleet.routing_policy import Replica
-from tests.semblend_trt.fleet.router.conftest import StandIn
+from tests.semblend_trt.fleet.router.conftest import WAIT_SECONDS, StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ def run(test: Callable[[ReplicaSet, list[StandIn], list[TestServer]], Awaitable[
         for server in servers:
             await server.close()
 
-    asyncio.run(all_of_it())
+    asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
 
 
 def healthy(replicas: ReplicaSet) -> list[bool]:
