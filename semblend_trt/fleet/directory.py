@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +27,7 @@ from semblend_trt.fleet.events import (
     ProviderHeartbeat,
     UnknownEvent,
 )
+from semblend_trt.fleet.followed_worker import FollowedDonor, FollowedWorker
 from semblend_trt.fleet.holder import Holder, Worker, WorkerState
 from semblend_trt.fleet.known_namespaces import KnownNamespaces
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.fleet.events import SemanticKvEvent
-    from semblend_trt.fleet.known_namespaces import KnownNamespace
     from semblend_trt.fleet.sketch import PromptFingerprints
-    from semblend_trt.fleet.sketch_index import Posting
 
     _Prompts = list[tuple[int, PromptFingerprints]]
 
@@ -50,32 +48,11 @@ MAX_WORKERS = 1024
 MAX_DONORS = 131_072
 # Missed heartbeats after which a worker is gone, and the bounds of what it may say that a heartbeat's interval is.
 HEARTBEATS_MISSED = 3
-FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.1, 60.0
 # A generation is a time in microseconds. One that lies further ahead of this reader's own time is not believed.
 MOST_AHEAD_US = 86_400_000_000
-_EXPIRY_SECONDS = 0.05
-
-
-@dataclass(slots=True, eq=False)
-class _Donor:
-    tier: str
-    namespace: KnownNamespace | None = None
-    posting: Posting | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """A worker: its number in the index, when it was believed last, and its donors with their `state_digest`."""
-
-    number: int
-    seen_at: float
-    interval: float = FIRST_INTERVAL
-    donors: dict[str, _Donor] = field(default_factory=dict)
-    digest: int = 0
-    asked_at: float = float("-inf")
-    wants_resync: bool = False
-    # True when donors were left out for want of room: heartbeats then cannot be compared.
-    is_partial: bool = False
+# How often silent workers are looked for, in seconds.
+_LOOK_SECONDS = 0.05
 
 
 class Directory:
@@ -101,7 +78,7 @@ class Directory:
         self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()
         self._continuity = Continuity(max_workers)
-        self._workers: dict[Worker, _Followed] = {}
+        self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
         self._namespaces = KnownNamespaces()
         self._index = SketchIndex(DEFAULT_ENTRIES * max_donors)
@@ -219,7 +196,7 @@ class Directory:
         worker, data = (event.worker_id, event.dp_rank), event.data
         followed = self._workers.get(worker)
         if followed is None:
-            followed = self._workers[worker] = _Followed(self._number_for(worker), now)
+            followed = self._workers[worker] = FollowedWorker(self._number_for(worker), now)
         followed.seen_at = now
         if isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(followed)
@@ -235,19 +212,19 @@ class Directory:
         elif isinstance(data, UnknownEvent):
             self.counts["unknown_kind"] += 1
 
-    def _register(self, followed: _Followed, data: DonorRegistered) -> None:
+    def _register(self, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
         if self._donors >= self._max_donors:
             self.counts["too_many_donors"] += 1
             followed.is_partial = True
             return
-        donor = followed.donors[data.donor_id] = _Donor(data.location.tier)
+        donor = followed.donors[data.donor_id] = FollowedDonor(data.location.tier)
         followed.digest ^= donor_digest(data.donor_id, donor.tier)
         self._donors += 1
         try:
             sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
             donor.namespace = self._namespaces.enter(data.namespace)
-        except NamespaceError:
+        except (NamespaceError, RecursionError):
             self.counts["bad_namespace"] += 1
         except ValueError:
             self.counts["no_sketch"] += 1
@@ -256,20 +233,20 @@ class Directory:
             if donor.posting is None:
                 self.counts["index_full"] += 1
 
-    def _evict(self, followed: _Followed, data: DonorEvicted) -> None:
+    def _evict(self, followed: FollowedWorker, data: DonorEvicted) -> None:
         if data.segments is None:
             self._drop(followed, data.donor_id)
         elif data.donor_id in followed.donors:  # what is left of it cannot be told from what is gone
             self._take_back(followed.donors[data.donor_id])
 
-    def _relocate(self, followed: _Followed, data: DonorRelocated) -> None:
+    def _relocate(self, followed: FollowedWorker, data: DonorRelocated) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is not None:
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
             donor.tier = data.new_location.tier
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
 
-    def _check(self, worker: Worker, followed: _Followed, heartbeat: ProviderHeartbeat) -> None:
+    def _check(self, worker: Worker, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
         known = (len(followed.donors), followed.digest)
         if (
@@ -280,21 +257,21 @@ class Directory:
             self.counts["wrong_state"] += 1
             self._continuity.distrust(worker)
 
-    def _drop(self, followed: _Followed, donor_id: str) -> None:
+    def _drop(self, followed: FollowedWorker, donor_id: str) -> None:
         donor = followed.donors.pop(donor_id, None)
         if donor is not None:
             self._take_back(donor)
             followed.digest ^= donor_digest(donor_id, donor.tier)
             self._donors -= 1
 
-    def _take_back(self, donor: _Donor) -> None:
+    def _take_back(self, donor: FollowedDonor) -> None:
         if donor.posting is not None:
             self._index.remove(donor.posting)
         if donor.namespace is not None:
             self._namespaces.leave(donor.namespace)
         donor.posting = donor.namespace = None
 
-    def _clear(self, followed: _Followed) -> None:
+    def _clear(self, followed: FollowedWorker) -> None:
         self._index.forget(followed.number)
         for donor in followed.donors.values():
             if donor.namespace is not None:
@@ -314,7 +291,7 @@ class Directory:
         """Lets silent workers go, looking for them from time to time."""
         if now < self._expire_at:
             return
-        self._expire_at = now + _EXPIRY_SECONDS
+        self._expire_at = now + _LOOK_SECONDS
         for worker, followed in list(self._workers.items()):
             if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
                 self._clear(followed)

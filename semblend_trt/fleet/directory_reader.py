@@ -53,6 +53,7 @@ class DirectoryReader:
             try:
                 await self._follow()
                 retry_seconds = FIRST_RETRY_SECONDS
+                await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))
             except ConfigurationError as error:
                 logger.error("no donor events are read: %s", error)
                 return

@@ -303,7 +303,7 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     reset, registered = teller.news()
     message = json.loads(registered)
     bad = []
-    for change in ("namespace", "tenant", "sketch", "kind"):
+    for change in ("namespace", "tenant", "nested", "sketch", "kind"):
         copy = json.loads(registered)
         data = copy["data"]
         data["donor_id"], copy["event_id"] = change, 3 + len(bad)
@@ -311,14 +311,16 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
             del data["namespace"]["model"]
         elif change == "tenant":
             data["namespace"]["extra"]["tenant_key"] = "semblend:tenant:v1:" + "0" * 32
+        elif change == "nested":
+            data["namespace"]["extra"]["deep"] = json.loads("[" * 900 + "]" * 900)
         elif change == "sketch":
             data["segments"][0]["provider_metadata"] = [1, 2, 3]
         else:
             data["kind"] = "donor_praised"
         bad.append(json.dumps(copy).encode())
-    assert feed(directory, [reset, json.dumps(message).encode(), *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 5
+    assert feed(directory, [reset, json.dumps(message).encode(), *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 6
     counted = {name: directory.counts[name] for name in ("bad_namespace", "no_sketch", "unknown_kind")}
-    assert counted == {"bad_namespace": 2, "no_sketch": 1, "unknown_kind": 1}
+    assert counted == {"bad_namespace": 3, "no_sketch": 1, "unknown_kind": 1}
     assert directory.holders(text(1, 1000)) == (Holder(WORKER, 1000),)
     assert directory.workers()[0].is_synced
 
