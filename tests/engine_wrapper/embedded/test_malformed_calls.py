@@ -116,7 +116,12 @@ def test_one_request_that_cannot_be_read_spoils_no_other(llm, blocks):
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
-    worker, runtime = llm.connector_worker, runtime_for(llm.llm_args)
+    class Reader:
+        def take(self):
+            told.extend(runtime.saved)
+
+    worker, runtime, told, reader = llm.connector_worker, runtime_for(llm.llm_args), [], Reader()
+    runtime.read_by(reader.take)
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
             intents=(SaveIntent(9, "donor", 100),), progress=(RequestProgress(9, blocks, 8 * len(blocks), True),)
@@ -126,7 +131,7 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     done, _ = worker.get_finished([9], [])
     while 9 not in done:
         done, _ = worker.get_finished([], [])
-    news = runtime.saved.popleft()
+    (news,) = told
     assert news.tokens == kept or news.error is not None
 
 
