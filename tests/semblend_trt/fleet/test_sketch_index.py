@@ -125,3 +125,10 @@ def test_one_chance_meeting_says_nothing() -> None:
     index.add(0, 0, Sketch(0, 1, prompt.entries[:1]))
     index.add(0, 1, Sketch(0, 2, prompt.entries[:2]))
     assert index.search(0, 2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt))]
+
+
+def test_entries_that_a_sketchs_level_cannot_have_count_nothing() -> None:
+    prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
+    index = SketchIndex(1 << 10)
+    index.add(0, 0, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
+    assert index.search(0, 1, prompt).tolist() == [0.0]
