@@ -159,7 +159,9 @@ class HostWriter:
         for part, _, length in held.pieces(0, tokens):
             self._copy_part(source, done, length, part.tensor)
             done += length
-        _wait_for_device(source.pool.device)
+        stream = current_stream(source.pool.device)
+        if stream is not None:
+            stream.synchronize()
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copies all of `held` to the first positions of `target`; done when it returns."""
@@ -171,7 +173,9 @@ class HostWriter:
             kv_move(moves, target, self._rotation)
         else:
             self._stage_up(self._staging, moves, target)
-        _wait_for_device(target.pool.device)
+        stream = current_stream(target.pool.device)
+        if stream is not None:
+            stream.synchronize()
 
     def _stage_up(self, staging: Staging, moves: Sequence[Move], target: PagedKv) -> None:
         num_layers = target.geometry.num_layers
@@ -189,7 +193,6 @@ class HostWriter:
                     staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=0))
                     column += move.length
                 kv_move(staged_moves, part, self._rotation)
-                _wait_for_device(target.pool.device)  # as in _copy_part
 
     def _copy_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> None:
         """Queues the copy of positions `first_token .. first_token + tokens - 1` to the front of `held`."""
@@ -207,8 +210,6 @@ class HostWriter:
                 staged = self._staging.view(self._staging.next(), end - first, length)
                 kv_move([Move(part, first_token + start, 0, length, turn=0)], ContiguousKv(staged), self._rotation)
                 _copy_rows(staged, held[first:end, :, :, start : start + length])
-                # Waiting lets go of the interpreter, which queueing a whole donor at once would keep from the engine.
-                _wait_for_device(source.pool.device)
 
 
 def layers_of(kv: Kv, first: int, end: int) -> Kv:
@@ -246,13 +247,6 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
         return
     for layer, target_layer in zip(runs, target_runs, strict=True):
         target_layer.copy_(layer, non_blocking=True)
-
-
-def _wait_for_device(device: torch.device) -> None:
-    """Waits for what is queued on the current stream; nothing on a CPU."""
-    stream = current_stream(device)
-    if stream is not None:
-        stream.synchronize()
 
 
 def _contiguous(kv: PagedKv | ContiguousKv) -> ContiguousKv:
