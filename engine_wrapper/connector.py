@@ -57,11 +57,12 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         self.attachment: Attachment | None = None
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        super().register_kv_caches(kv_cache_tensor)
+        self._register(kv_cache_tensor)
         if self._runtime.engine is not None:
             attach(self._runtime)
-            return
-        self.attachment = attach_to_caller(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
+        else:
+            self.attachment = attach_to_caller(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
+        self._runtime.caches_registered()
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Ends this iteration's loads.

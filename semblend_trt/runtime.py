@@ -82,6 +82,7 @@ class Runtime:
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
     _reader: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
+    _prepare: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
 
     @property
     def engine(self) -> Any:
@@ -92,10 +93,18 @@ class Runtime:
     def engine(self, engine: Any) -> None:
         self._engine = None if engine is None else weakref.ref(engine)
 
-    def read_by(self, reader: Callable[[], None]) -> None:
-        """From now on `reader`, a method that is held weakly, is called when saves have ended: an engine that has
-        nothing to run asks the scheduler nothing, and would leave its last donors untold."""
+    def read_by(self, reader: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+        """From now on `reader` is called when saves have ended: an engine that has nothing to run asks the scheduler
+        nothing, and would leave its last donors untold. `prepare` is called when the caches are registered. Both are
+        methods and held weakly."""
         self._reader = weakref.WeakMethod(reader)
+        self._prepare = None if prepare is None else weakref.WeakMethod(prepare)
+
+    def caches_registered(self) -> None:
+        """Has the scheduler, where there is one, build what lookups need; it raises nothing."""
+        prepare = None if self._prepare is None else self._prepare()
+        if prepare is not None:
+            prepare()
 
     def news_came(self) -> None:
         """Has the news read, in the engine's thread. Raises nothing."""

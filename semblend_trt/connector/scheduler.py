@@ -67,7 +67,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
-        self._runtime.read_by(self._drain)
+        self._runtime.read_by(self._drain, self.wait_for_initialization)
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
         self._news = neighbourhood_for(

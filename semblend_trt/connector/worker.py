@@ -89,6 +89,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         What one rank refuses, all refuse. Raises ConfigurationError when the tiers' or the staging memory asked for
         cannot be had, on any rank.
         """
+        self._register(kv_cache_tensor)
+        self._runtime.caches_registered()
+
+    def _register(self, kv_cache_tensor: torch.Tensor) -> None:
         join_ranks(self._runtime, self._llm_args)
         failure = None
         try:

@@ -60,6 +60,10 @@ class Scheduler:
 
     def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
         self.runtime, self.fails, self.read = runtime, fails, list[str]()
+        self.prepared = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
 
     def drain(self) -> None:
         if self.fails:
@@ -92,6 +96,16 @@ def test_a_reader_that_fails_is_counted() -> None:
     runtime.saved.append(SavedDonor("unread", 1))
     runtime.news_came()
     assert runtime.faults == {"saved_news": 1}
+
+
+def test_the_scheduler_prepares_when_the_caches_are_registered() -> None:
+    llm_args = LlmArgs()
+    runtime = runtime_for(llm_args)
+    runtime.caches_registered()  # a rank without a scheduler
+    scheduler = Scheduler(runtime)
+    runtime.read_by(scheduler.drain, scheduler.prepare)
+    runtime.caches_registered()
+    assert scheduler.prepared == 1
 
 
 def test_runtime_ends_with_its_arguments() -> None:
