@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 # Up to here the vectors themselves are compared, in half a millisecond; beyond, codes come first.
 EXACT_ENTRIES = 16_384
 # Up to here a search compares the codes of all entries, since texts need not cluster: with half of 100,000 passages of
-# books compared, a tenth of the neighbours is missed. Beyond, it compares COMPARED * sqrt(COMPARED / entries) codes,
-# those of the nearest clusters: ever fewer, since the codes of more entries do not stay in a processor's cache.
+# books compared, a tenth of the neighbours is missed. Beyond, codes stand in clusters, and a search compares
+# COMPARED * sqrt(COMPARED / entries) of them: ever fewer, since more do not stay in a processor's cache.
 COMPARED = 100_000
 # The best of the codes, whose vectors are compared: so many for each entry wanted, and so many at least.
-CANDIDATES_PER_HIT, LEAST_CANDIDATES = 20, 200
+CANDIDATES_PER_HIT, LEAST_CANDIDATES = 15, 150
 
 # A search spends about as long on opening a cluster as on 300 codes, so clusters are large.
 CLUSTER_ENTRIES = 4096
-# Clusters are made again when a shelf has grown by this factor, so that each vector is encoded twice or thrice.
+# Clusters are made again when a shelf has grown by this factor, so that each vector is encoded a few times.
 GROWTH = 4
 SAMPLES_PER_CLUSTER = 40
 LEAST_SAMPLES = 16_384
@@ -35,9 +35,9 @@ class VectorShelf:
     """Vectors of unit length by entry id, in rows without gaps. Not thread safe.
 
     Vectors stand in half precision, 2 * dim bytes each. Beyond EXACT_ENTRIES, each has a code of 4 bits for every two
-    numbers as well (product quantisation; one instruction looks up 16 or more), in clusters of 4,096 to 16,384. Up to
-    COMPARED entries every code is compared, whatever the clusters are. Crossing EXACT_ENTRIES, and each growth by 4
-    after that, makes clusters and codes again: seconds for 100,000, amortised over those added since.
+    numbers as well (product quantisation; one instruction looks up 16 or more). Up to COMPARED entries every code is
+    compared; beyond, codes stand in clusters of 4,096 to 16,384. Crossing EXACT_ENTRIES and COMPARED, and each growth
+    by 4 after that, makes codes and clusters again: seconds for 100,000, amortised over those added since.
     """
 
     def __init__(self, dim: int) -> None:
@@ -89,8 +89,10 @@ class VectorShelf:
         self._name(entry_ids)
         if len(self) > self._most_entries():
             self._encode()
-        elif self._codes is not None:
+        elif self._is_clustered:
             self._codes.add_with_ids(vectors, rows)
+        elif self._codes is not None:
+            self._codes.add(vectors)
 
     def remove(self, entry_id: str) -> None:
         """Takes an entry out; that of the last row takes its row."""
@@ -101,7 +103,7 @@ class VectorShelf:
         size = self._vectors.code_size
         if row != last:
             self._entry_ids[row], self._rows[moved] = moved, row
-            if self._codes is not None:
+            if self._is_clustered:
                 _, ids, place = self._code_of(last)
                 ids[place] = row
             stored = faiss.rev_swig_ptr(self._vectors.codes.data(), (last + 1) * size).reshape(-1, size)
@@ -114,8 +116,9 @@ class VectorShelf:
         count = min(count, len(self))
         if count == 0:
             return []
-        if self._codes is not None:
+        if self._is_clustered:
             self._codes.nprobe = max(1, int(self._codes.nlist * min(1.0, COMPARED / len(self)) ** 1.5))
+        if self._codes is not None:
             self._search.k_factor = max(CANDIDATES_PER_HIT, LEAST_CANDIDATES / count)
             self._search.ntotal = len(self)
         products, rows = self._search.search(vector[None], count)
@@ -138,17 +141,24 @@ class VectorShelf:
         raise AssertionError(f"row {row} has no code")
 
     def _remove_code(self, row: int) -> None:
-        """Takes a row's code out: the last one of its cluster takes its place. faiss's own removal looks at all rows,
-        and leaves codes behind a cluster's end that what is added later mixes with."""
-        cluster, ids, place = self._code_of(row)
-        lists, end = faiss.downcast_InvertedLists(self._codes.invlists), len(ids) - 1
-        blocks = end // lists.n_per_block + 1
-        codes = faiss.rev_swig_ptr(lists.get_codes(cluster), blocks * lists.block_size).reshape(blocks, -1)
-        lists.packer.pack_1(lists.packer.unpack_1(codes, end), place, codes)
-        lists.packer.pack_1(np.zeros(self._codes.code_size, dtype=np.uint8), end, codes)
-        ids[place] = ids[end]
-        lists.resize(cluster, end)
-        self._codes.ntotal -= 1
+        """Takes a row's code out: the last one of all, or of its cluster, takes its place. faiss's own removal looks at
+        all rows, and leaves codes behind the end that what is added later mixes with."""
+        codes = self._codes
+        if not self._is_clustered:
+            packer, last = codes.get_CodePacker(), codes.ntotal - 1
+            _move_code(packer, codes.codes.get(), last // packer.nvec + 1, last, row, codes.code_size)
+        else:
+            cluster, ids, place = self._code_of(row)
+            lists, last = faiss.downcast_InvertedLists(codes.invlists), len(ids) - 1
+            blocks = last // lists.n_per_block + 1
+            _move_code(lists.packer, lists.get_codes(cluster), blocks, last, place, codes.code_size)
+            ids[place] = ids[last]
+            lists.resize(cluster, last)
+        codes.ntotal -= 1
+
+    @property
+    def _is_clustered(self) -> bool:
+        return isinstance(self._codes, faiss.IndexIVF)
 
     def _name(self, entry_ids: Sequence[str]) -> None:
         self._rows.update(zip(entry_ids, range(len(self), len(self) + len(entry_ids)), strict=True))
@@ -156,16 +166,29 @@ class VectorShelf:
 
     def _most_entries(self) -> int:
         """How many entries there may be before clusters are made again."""
-        return EXACT_ENTRIES if self._codes is None else GROWTH * CLUSTER_ENTRIES * int(self._codes.nlist)
+        if not self._is_clustered:
+            return EXACT_ENTRIES if self._codes is None else COMPARED
+        return GROWTH * CLUSTER_ENTRIES * int(self._codes.nlist)
 
     def _encode(self) -> None:
-        clusters = max(1, len(self) // CLUSTER_ENTRIES)
-        codes = faiss.index_factory(self._dim, f"IVF{clusters},PQ{self._dim // 2}x4fs", faiss.METRIC_INNER_PRODUCT)
-        codes.cp.niter, codes.cp.max_points_per_centroid = TRAINING_ROUNDS, SAMPLES_PER_CLUSTER
-        codes.cp.min_points_per_centroid = 1
+        clusters = 0 if len(self) <= COMPARED else len(self) // CLUSTER_ENTRIES
+        kind = f"PQ{self._dim // 2}x4fs"
+        codes = faiss.index_factory(
+            self._dim, f"IVF{clusters},{kind}" if clusters else kind, faiss.METRIC_INNER_PRODUCT
+        )
+        if clusters:
+            codes.cp.niter, codes.cp.max_points_per_centroid = TRAINING_ROUNDS, SAMPLES_PER_CLUSTER
+            codes.cp.min_points_per_centroid = 1
         sampled = min(len(self), max(LEAST_SAMPLES, SAMPLES_PER_CLUSTER * clusters))
         sample = np.random.default_rng(0).choice(len(self), sampled, replace=False)
         codes.train(self._vectors.reconstruct_batch(np.sort(sample)))
         for row in range(0, len(self), ENCODED_AT_ONCE):
             codes.add(self._vectors.reconstruct_n(row, min(ENCODED_AT_ONCE, len(self) - row)))
         self._codes, self._search = codes, faiss.IndexRefine(codes, self._vectors)
+
+
+def _move_code(packer: Any, content: Any, blocks: int, source: int, target: int, code_size: int) -> None:
+    """Moves a code to another place among `blocks` packed blocks, and clears its own."""
+    packed = faiss.rev_swig_ptr(content, blocks * packer.block_size).reshape(blocks, -1)
+    packer.pack_1(packer.unpack_1(packed, source), target, packed)
+    packer.pack_1(np.zeros(code_size, dtype=np.uint8), source, packed)
