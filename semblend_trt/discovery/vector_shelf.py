@@ -189,6 +189,8 @@ class VectorShelf:
 
 def _move_code(packer: Any, content: Any, blocks: int, source: int, target: int, code_size: int) -> None:
     """Moves a code to another place among `blocks` packed blocks, and clears its own."""
-    packed = faiss.rev_swig_ptr(content, blocks * packer.block_size).reshape(blocks, -1)
-    packer.pack_1(packer.unpack_1(packed, source), target, packed)
-    packer.pack_1(np.zeros(code_size, dtype=np.uint8), source, packed)
+    packed = faiss.rev_swig_ptr(content, blocks * packer.block_size).reshape(blocks, 1, -1)
+    # Block by block: the packer refuses places far into a long list.
+    (source_block, source_place), (target_block, target_place) = (divmod(at, packer.nvec) for at in (source, target))
+    packer.pack_1(packer.unpack_1(packed[source_block], source_place), target_place, packed[target_block])
+    packer.pack_1(np.zeros(code_size, dtype=np.uint8), source_place, packed[source_block])

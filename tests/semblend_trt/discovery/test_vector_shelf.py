@@ -127,6 +127,17 @@ def test_growth_makes_more_clusters_and_keeps_every_entry(monkeypatch):
         assert shelf.find(vectors[number], 1)[0][0] == str(number)
 
 
+def test_codes_far_into_a_long_list_are_taken_out(monkeypatch):
+    monkeypatch.setattr(vector_shelf, "EXACT_ENTRIES", 700)
+    shelf, vectors = VectorShelf(DIM), unit(9, 12_000)
+    shelf.add(names(12_000), vectors)
+    for number in (11_990, 5, 9_000):
+        shelf.remove(str(number))
+    for number in (11_989, 11_998, 11_999, 6, 9_001):  # three of the last took the places of those that went
+        assert shelf.find(vectors[number], 1)[0][0] == str(number)
+    assert {shelf.find(vectors[number], 1)[0][0] for number in (5, 9_000, 11_990)}.isdisjoint({"5", "9000", "11990"})
+
+
 def test_a_shelf_of_codes_empties_and_fills_again(coded):
     shelf, vectors = coded
     for number in range(1000):
