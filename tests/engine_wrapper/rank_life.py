@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,14 +33,6 @@ PATIENCE = timedelta(seconds=60)
 FAILURE = RuntimeError("this rank fails in its test")
 
 
-def text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
-
-
-DOCUMENT = text(10, 200)
-DONOR = text(1, 40) + DOCUMENT + text(4, 9)
-SHIFTED = text(2, 73) + DOCUMENT + text(3, 20)
 OTHER = text(7, 260)
 PREFIXED = DONOR[:180] + text(8, 40)
 

@@ -5,14 +5,13 @@ The CPU stands in for the card where there is none; where there is one, everythi
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
 from semblend_trt.donors.placement import Tier
+from tests.engine_wrapper.prompts import text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -21,11 +20,6 @@ TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 DONOR_TOKENS = 250  # 249 of the prompt and the generated one
 ONE_ON_DEVICE = 16 * BLOCK * TOKEN_BYTES
 ONE_ON_HOST = DONOR_TOKENS * TOKEN_BYTES
-
-
-def text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
 
 
 DOCUMENTS = [text(10 + number, 200) for number in range(4)]

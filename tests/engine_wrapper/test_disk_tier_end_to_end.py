@@ -75,8 +75,9 @@ def serve(llm, prompt, params=GREEDY):
 
 
 def ready(llm):
-    """An engine whose library exists and has taken in what lies on disk; the prompt is too short to become a donor."""
-    while llm.connector_scheduler.library is None or llm.connector_worker._runtime.disk.found:
+    """An engine whose library has taken in what lies on disk; the prompt is too short to become a donor."""
+    serve(llm, "hello", SamplingParams(max_tokens=1))
+    while llm.connector_worker._runtime.disk.found:
         serve(llm, "hello", SamplingParams(max_tokens=1))
     return llm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded import model_runner as runner_module
+from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,14 +22,6 @@ PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 UNBOUNDED = 4096
 
 
-def text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
-
-
-DOCUMENT = text(10, 200)
-DONOR = text(1, 40) + DOCUMENT + text(4, 9)
-SHIFTED = text(2, 73) + DOCUMENT + text(3, 20)
 BEHIND_A_HOLE = text(5, 150) + DOCUMENT + text(6, 20)
 
 

@@ -6,28 +6,18 @@ Several of these name a defect of public connectors that the same situation trig
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from tests.engine_wrapper.prompts import DOCUMENT, DONOR, OTHER_INSTRUCTION, QUESTION, SHIFTED, text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 BLOCK = 16
 NUM_LAYERS = 3
-
-
-def text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
-
-
-INSTRUCTION, OTHER_INSTRUCTION, QUESTION = text(1, 40), text(2, 73), text(3, 20)
-DOCUMENT, SECOND_DOCUMENT = text(10, 200), text(11, 150)
-DONOR = INSTRUCTION + DOCUMENT + text(4, 9)
-SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
+SECOND_DOCUMENT = text(11, 150)
 
 
 @pytest.fixture

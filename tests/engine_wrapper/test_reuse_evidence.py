@@ -4,7 +4,6 @@ reuse profile decides what may be reused, for the engine that it was made for.""
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from prometheus_client import REGISTRY
@@ -12,19 +11,12 @@ from prometheus_client import REGISTRY
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
 
 
-def text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
-
-
-DOCUMENT = text(10, 200)
-DONOR = text(1, 40) + DOCUMENT + text(4, 9)
-SHIFTED = text(2, 73) + DOCUMENT + text(3, 20)
 # A random model's KV deviates by about 1 when its context changes: the highest threshold keeps some of the tokens.
 SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=1, threshold=0.0)
 
