@@ -132,8 +132,8 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
         assert "Apache License" in archive.read(licence).decode()
         headers = email.message_from_string(archive.read(metadata).decode())
     assert headers["Requires-Python"] == ">=3.10"
-    extras = {"trtllm", "gpu", "embedder", "onnx", "onnx-gpu", "nats", "validation", "metrics", "dev"}
-    assert set(headers.get_all("Provides-Extra", [])) == extras
+    extras = {"trtllm", "gpu", "embedded", "embedder", "onnx", "onnx-gpu", "nats", "router", "validation", "metrics"}
+    assert set(headers.get_all("Provides-Extra", [])) == extras | {"dev"}
 
 
 def test_sdist_can_be_built_and_tested(built: Path) -> None:
