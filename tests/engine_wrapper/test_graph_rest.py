@@ -15,6 +15,7 @@ from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_sc
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.ranks import Ranks
 from semblend_trt.span_check import SpanCheck
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def test_fixed_addresses_equal_the_eager_forward(
                 rows.enter(stage)
                 for layer in layers:
                     rows.run(layer)
-            course, _ = checkpoint.decide(rows.compare(checkpoint))
+            course, _ = checkpoint.decide(rows.compare(checkpoint, Ranks()))
             begun = rows.begun(check_layer, course.stages[0].keep)
         # The hole in front, what was planted, and the suffix.
         assert len(begun.heads) == SPAN[0] + 2 + LENGTH - SPAN[1]
