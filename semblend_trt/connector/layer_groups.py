@@ -33,13 +33,6 @@ class LayerGroupForms:
         flat: Any = self
         return bool(flat.request_finished(request, _flat(cache_block_ids_by_layer_group)))
 
-    @never_raises(lambda: None)
-    def wait_for_initialization(self) -> None:
-        """Builds what lookups need once the caches are registered: it reads files and compiles, for which no request
-        shall wait. Engines of older versions do not call it; the worker has it called behind the registration."""
-        flat: Any = self
-        _ = flat.namespace
-
 
 def single_pool(layout: Any) -> torch.Tensor | None:
     """The layout as one pool tensor, [blocks, layers, 2, row]; None when it is several or cannot say."""

@@ -21,6 +21,7 @@ from semblend_trt.connector.eligibility import (
     adapter_of,
     cache_salt_of,
     check_eligible,
+    tokens_of,
 )
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.connector.journal import Journal
@@ -43,8 +44,6 @@ from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
@@ -83,6 +82,13 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._journal.started(self._settings, self._refusal)
 
     # -- the contract ---------------------------------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def wait_for_initialization(self) -> None:
+        """Builds what lookups need once the caches are registered: it reads files and compiles, for which no request
+        shall wait. Engines of older versions do not call it; the worker has it called behind the registration."""
+        if self._standing_refusal() is None:
+            self._serving()
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -171,7 +177,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         except NamespaceError as error:
             logger.warning("request %d is served cold: %s", request_id, error)
             return _refused(request_id, num_computed_tokens, "salt_invalid")
-        prompt = _tokens_of(request, int(request.prompt_len))
+        prompt = tokens_of(request, int(request.prompt_len))
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._match(namespace)
         planned, tracked.leases = library.plan(
@@ -304,7 +310,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
             if num_blocks * self._serving()[2] < tokens:
                 tokens = 0  # it ended while it was paused: the blocks it had are somebody else's
-            donor_tokens = _tokens_of(request, tokens)
+            donor_tokens = tokens_of(request, tokens)
             saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
         if not saving:
             self._cancel_intent(tracked)
@@ -335,14 +341,6 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.library is not None:
             self.library.cancel(tracked.intent)
-
-
-def _tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
-    held = getattr(request, "token_array", None)
-    if callable(held):
-        return np.asarray(held(count), dtype=np.int32)
-    return np.asarray(request.get_tokens(0), dtype=np.int32)[:count]
 
 
 def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:

@@ -84,13 +84,12 @@ class VectorShelf:
 
     def add(self, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
         """Enters vectors float32 [n, dim] under n ids that are not taken."""
-        rows = np.arange(len(self), len(self) + len(entry_ids), dtype=np.int64)
         self._vectors.add(vectors)
         self._name(entry_ids)
         if len(self) > self._most_entries():
             self._encode()
         elif self._is_clustered:
-            self._codes.add_with_ids(vectors, rows)
+            self._codes.add_with_ids(vectors, np.arange(len(self) - len(entry_ids), len(self), dtype=np.int64))
         elif self._codes is not None:
             self._codes.add(vectors)
 
