@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,6 +22,7 @@ from semblend_trt.donors.background import Background
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+DROP_REASONS = ("slow_disk", "not_written", "not_json", "closed")
 _CLOSE_SECONDS = 5.0
 
 
@@ -29,20 +31,17 @@ class AuditLog:
     path nothing is kept.
 
     Lines keep their order. All that wait go out in one append, so ranks that share a file on a local file system never
-    mix within a line. `max_waiting_bytes` bound what waits for a slow disk; `dropped` counts the events that could not
-    be written. The rest is written on `flush`, on `close`, and when the log or the process ends.
+    mix within a line. `max_waiting_bytes` bound what waits for a slow disk. The rest is written on `flush`, on `close`,
+    and when the log or the process ends. `dropped` counts the events that are lost, by DROP_REASONS: no room behind a
+    slow disk, a disk that takes nothing, a value without a JSON form, a log that is closed.
     """
 
     def __init__(self, path: str | Path | None, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
         self._rank = rank
-        self._file = None if path is None else _AppendFile(Path(path), max_waiting_bytes)
+        self.dropped: Counter[str] = Counter() if path is None else Counter(dict.fromkeys(DROP_REASONS, 0))
+        self._file = None if path is None else _AppendFile(Path(path), max_waiting_bytes, self.dropped)
         if self._file is not None:
             weakref.finalize(self, self._file.close)
-
-    @property
-    def dropped(self) -> int:
-        """Events lost to a full or slow disk, a missing permission, a closed log, or values that JSON cannot hold."""
-        return 0 if self._file is None else self._file.dropped
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Records an event. Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
@@ -68,13 +67,13 @@ class AuditLog:
 class _AppendFile:
     """Lines on their way to one file, which stays open from the first append to `close`."""
 
-    def __init__(self, path: Path, max_waiting_bytes: int) -> None:
+    def __init__(self, path: Path, max_waiting_bytes: int, dropped: Counter[str]) -> None:
         self._path, self._max_waiting_bytes = path, max_waiting_bytes
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
         self._waiting_bytes = 0
         self._closed = False
-        self.dropped = 0
+        self._dropped = dropped
         # From here on the writing thread's alone; the lock guards what stands above.
         self._descriptor: int | None = None
         self._torn = self._warned = False
@@ -83,7 +82,7 @@ class _AppendFile:
     def add(self, line: bytes | None) -> None:
         with self._lock:
             if line is None or self._closed or self._waiting_bytes + len(line) > self._max_waiting_bytes:
-                self.dropped += 1
+                self._dropped["not_json" if line is None else "closed" if self._closed else "slow_disk"] += 1
                 return
             is_first = not self._lines
             self._lines.append(line)
@@ -105,7 +104,7 @@ class _AppendFile:
         self._background.submit(self._end)
         if not self._background.close(_CLOSE_SECONDS):
             with self._lock:
-                self.dropped += len(self._lines)
+                self._dropped["slow_disk"] += len(self._lines)
                 self._lines = []
             logger.warning("audit events are lost, %s was not written within %g seconds", self._path, _CLOSE_SECONDS)
 
@@ -132,7 +131,7 @@ class _AppendFile:
         except OSError as error:
             kept = batch[:written].count(b"\n") - (self._torn and written > 0)
             with self._lock:
-                self.dropped += len(lines) - kept
+                self._dropped["not_written"] += len(lines) - kept
             self._torn = not batch[:written].endswith(b"\n") if written else self._torn
             self._warn(error)
         else:

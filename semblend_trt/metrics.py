@@ -3,7 +3,7 @@
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
 are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
 sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults are missing: only the engine's own process can count them.
+and the faults and the audit log's losses are missing: only the engine's own process can count them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend_trt.discovery.neighbour import EVENTS
 from semblend_trt.donors.news import TierEvent
-from semblend_trt.fault_counts import FaultCounts
+from semblend_trt.engine_counts import EngineCounts
 from semblend_trt.outcome import OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Metrics:
     def __init__(self, series: Series | None) -> None:
         self._series = series
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._faults: Counter[str] | None = None
+        self._at_close: list[Callable[[Series], None]] = []
         self._has_failed = False
 
     def looked_up(self, seconds: float) -> None:
@@ -92,15 +92,22 @@ class Metrics:
 
     def watch_faults(self, faults: Counter[str]) -> None:
         """Shows the engine's calls that could not be answered, by name, as they are counted until `close`."""
-        self._faults = faults
-        self._try(lambda series: series.faults.add(faults))
+        self._watch(lambda series: series.faults, faults)
+
+    def watch_audit(self, dropped: Counter[str]) -> None:
+        """Shows the audit log's lost events, by reason, as they are counted until `close`."""
+        self._watch(lambda series: series.audit_dropped, dropped)
 
     def close(self) -> None:
         """Takes this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(list(self._watched)))
-        faults, self._faults = self._faults, None
-        if faults is not None:
-            self._try(lambda series: series.faults.settle(faults))
+        at_close, self._at_close = self._at_close, []
+        for settle in at_close:
+            self._try(settle)
+
+    def _watch(self, collector_of: Callable[[Series], EngineCounts], counts: Counter[str]) -> None:
+        self._try(lambda series: collector_of(series).add(counts))
+        self._at_close.append(lambda series: collector_of(series).settle(counts))
 
     def _try(self, count: Callable[[Series], None]) -> None:
         if self._series is None:
@@ -152,8 +159,10 @@ class Series:
         )
         self.donors = DonorGauges()
         registry.register(self.donors)
-        self.faults = FaultCounts()
+        self.faults = EngineCounts("semblend_faults", "Calls of the engine that were not answered, by name.", "fault")
+        self.audit_dropped = EngineCounts("semblend_audit_dropped", "Events that the audit log lost.", "reason")
         registry.register(self.faults)
+        registry.register(self.audit_dropped)
         self._lock = threading.Lock()
         self._reasons: set[str] = set()
         # Series that exist from the start can be told from an engine that counts nothing.

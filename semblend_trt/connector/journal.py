@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Writes what was decided for each request to the audit log at `path`; without one, nothing is kept."""
+    """Writes what was decided for each request to the audit log at `path`; without one, nothing is kept.
+
+    `dropped` counts the lines that are lost, by reason.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._audit = AuditLog(path)
+        self.dropped = self._audit.dropped
 
     def started(self, settings: Settings, refusal: str | None) -> None:
         self._audit.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))

@@ -69,6 +69,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._runtime.read_by(self._drain, self.wait_for_initialization)
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
+        self._metrics.watch_audit(self._journal.dropped)
         self._news = neighbourhood_for(
             self._settings, self._refusal, llm_args, self._journal, self._metrics, announcer_for(self._settings)
         )
@@ -155,11 +156,11 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._drain()
         while len(self._requests):
             self._settle(self._requests.pop_oldest())
-        self._metrics.close()
         self._news.close()
         if self._kinds is not None:
             self._kinds.close()
         self._journal.close()
+        self._metrics.close()  # last: it keeps what the others count up to their end
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, INSTRUCTION, OTHER_INSTRUCTION, QUESTION, SHIFTED, text
@@ -130,6 +131,18 @@ def test_exact_materialization_only_places_what_a_cold_run_would_compute(engine,
 
 
 @pytest.mark.known_defect(20)
+def test_an_audit_log_that_cannot_be_written_is_counted_until_the_engine_ends(engine, tmp_path):
+    def lost():
+        return REGISTRY.get_sample_value("semblend_audit_dropped_total", {"reason": "not_written"}) or 0
+
+    (tmp_path / "file").write_text("")
+    before = lost()
+    llm = engine(AUDIT_PATH=tmp_path / "file" / "audit.jsonl")
+    assert len(serve(llm, SHIFTED).outputs[0].token_ids) == GREEDY.max_tokens
+    llm.shutdown()
+    assert lost() - before >= 3  # started, lookup, settled
+
+
 def test_max_donors_forgets_the_least_recently_used(engine):
     llm = engine(MAX_DONORS=2)
     documents = [text(100 + number, 200) for number in range(3)]

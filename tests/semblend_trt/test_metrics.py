@@ -7,16 +7,20 @@ import gc
 import logging
 from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
+from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.connector.report import ReuseReport
 from semblend_trt.metrics import TOKEN_KINDS, HeldDonors, Metrics, metrics_for
 from semblend_trt.outcome import OTHER_REASON, Outcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
 CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04)
@@ -134,6 +138,22 @@ def test_faults_add_up_and_never_fall(registry: CollectorRegistry) -> None:
     counted[0]["metadata"] += 1
     assert value(registry, "faults_total", fault="metadata") == 5
     assert value(registry, "faults_total", fault="request_data") == 1
+
+
+def test_lost_audit_events_are_shown_by_reason(registry: CollectorRegistry, tmp_path: Path) -> None:
+    """Up to the log's own end, and in the sum of all engines; an engine without a log shows nothing."""
+    engines = [metrics_for(True, registry) for _ in range(3)]
+    logs = [AuditLog(path) for path in (tmp_path / "a", tmp_path / "b", None)]
+    for metrics, log in zip(engines, logs, strict=True):
+        metrics.watch_audit(log.dropped)
+    assert {value(registry, "audit_dropped_total", reason=reason) for reason in DROP_REASONS} == {0.0}
+    for log in logs:
+        log.event("bad", value=object())
+    logs[0].close()
+    logs[0].event("late")
+    engines[0].close()
+    assert value(registry, "audit_dropped_total", reason="not_json") == 2
+    assert value(registry, "audit_dropped_total", reason="closed") == 1
 
 
 def test_they_are_in_the_registry_that_a_server_shows() -> None:
