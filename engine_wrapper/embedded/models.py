@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_shard import keep_shard
@@ -15,6 +13,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 from semblend_trt.ranks import Ranks
+from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
-_MIN_TRANSFORMERS = Version("5.0")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -86,11 +84,8 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
 
 
 def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
-    if Version(transformers.__version__) < _MIN_TRANSFORMERS:
-        raise ConfigurationError(
-            f"Transformers {transformers.__version__} is installed; the embedded engine and the validation need "
-            f"{_MIN_TRANSFORMERS} or later. The connector alone works without"
-        )
+    if (refusal := embedded_engine_refusal()) is not None:
+        raise ConfigurationError(refusal)
     facts = model_facts(model, revision)
     if facts.model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(

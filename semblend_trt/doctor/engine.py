@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.doctor.finding import Chapter
+from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,13 +31,8 @@ class ContractMatch:
 
 def engine() -> Iterator[Finding]:
     """Imports TensorRT-LLM where it is installed, which may take a while, and compares it with our contract."""
-    from semblend_trt.connector.contract_versions import EMBEDDED
-
     if find_spec("tensorrt_llm") is None:
-        yield _chapter.note(
-            f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
-            contract=EMBEDDED.name,
-        )
+        yield _embedded()
         return
     release = _release()
     module = _connector_module()
@@ -52,6 +48,17 @@ def engine() -> Iterator[Finding]:
     else:
         yield _chapter.ok(told, **details)
     yield _ours()
+
+
+def _embedded() -> Finding:
+    from semblend_trt.connector.contract_versions import EMBEDDED
+
+    if (refusal := embedded_engine_refusal()) is not None:
+        return _chapter.failed(f"no engine serves here: TensorRT-LLM is not installed, and {refusal}")
+    return _chapter.note(
+        f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
+        contract=EMBEDDED.name,
+    )
 
 
 def match_of(module: ModuleType) -> ContractMatch:

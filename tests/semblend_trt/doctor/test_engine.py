@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers
 
-from semblend_trt.doctor.engine import match_of
+from semblend_trt.doctor.engine import engine, match_of
+from semblend_trt.doctor.finding import Status
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main(['doctor', '--json']))"
@@ -85,6 +87,18 @@ def test_what_is_not_known_is_told() -> None:
     match = match_of(module_of("main", "pool_generation"))
     assert match.version.name == "main"
     assert match.differences == ("field RequestData.pool_generation is there too",)
+
+
+@pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])
+def test_the_embedded_engine_is_promised_only_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, version: str, serves: bool
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    (found,) = engine()
+    assert (found.status is Status.NOTE) is serves
+    if not serves:
+        assert found.status is Status.FAILED
+        assert f"TensorRT-LLM is not installed, and Transformers {version} is installed" in found.text
 
 
 def doctor_beside(folder: Path, release: str, abstract: list[str]) -> tuple[int, list[dict[str, object]]]:

@@ -1,0 +1,29 @@
+"""The oldest Transformers that the embedded engine runs with is that of the extra which installs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomllib
+import transformers
+
+from semblend_trt.transformers_version import MIN_TRANSFORMERS, embedded_engine_refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("extra", ["embedded", "validation"])
+def test_the_extras_install_what_runs(extra: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert f"transformers>={MIN_TRANSFORMERS}" in extras[extra]
+
+
+@pytest.mark.parametrize(("version", "runs"), [("4.99.0.dev0", False), ("5.0.0rc1", False), ("5.0.0", True)])
+def test_older_ones_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, version: str, runs: bool) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    refusal = embedded_engine_refusal()
+    assert (refusal is None) is runs
+    if refusal is not None:
+        assert f"Transformers {version} is installed" in refusal
+        assert "\n" not in refusal
