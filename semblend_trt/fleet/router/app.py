@@ -25,7 +25,7 @@ from semblend_trt.fleet.router.serving import metrics_page
 from semblend_trt.fleet.router.tenants import Tenants
 from semblend_trt.fleet.router.trace_blocks import Hasher
 from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog
-from semblend_trt.fleet.routing_policy import POLICIES, NoReplicaError
+from semblend_trt.fleet.routing_policy import NoReplicaError
 from semblend_trt.fleet.sketch import warm_up
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Router:
         self._placer = Placer(
             PromptReader(tokenizer),
             self._directory,
-            POLICIES[config.policy](),
+            config.routing_policy(),
             counters,
             read_seconds=config.read_seconds,
         )

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.routing_policy import POLICIES
+from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,6 +29,8 @@ else:
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from semblend_trt.fleet.routing_policy import RoutingPolicy
 
 MIN_SECRET_BYTES = 16
 MAX_CONFIG_BYTES = 1 << 20
@@ -97,12 +99,13 @@ class TelemetryConfig(_Table):
 
 class RouterConfig(_Table):
     """The whole file. `model` is the folder or hub id of the replicas' tokenizer; `nats_url` and `nats_subject` stand
-    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT."""
+    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, and `load_weight` counts under span_overlap."""
 
     host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     policy: Annotated[str, AfterValidator(_checked_policy)] = "span_overlap"
+    load_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     nats_url: Annotated[SecretStr, Field(min_length=1, max_length=4096)] | None = None
     nats_subject: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     secret_env: VariableName | None = None
@@ -125,6 +128,10 @@ class RouterConfig(_Table):
         if self.secret_env is None and (self.keys or self.telemetry):
             raise ValueError("keys and telemetry need secret_env, the variable with the secret that salts and hashes")
         return self
+
+    def routing_policy(self) -> RoutingPolicy:
+        """A new policy of the name and with the weight that stand in the file."""
+        return SpanOverlap(self.load_weight) if self.policy == "span_overlap" else POLICIES[self.policy]()
 
     def secret(self, environment: Mapping[str, str]) -> bytes | None:
         """The secret; None where none is named. Raises ConfigurationError when it is not set, or too short."""

@@ -11,11 +11,14 @@ import pytest
 import tomllib
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.holder import Holder
 from semblend_trt.fleet.router.config import RouterConfig, TelemetryConfig, load_config
+from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"
 LEAST = 'model = "m"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
 SECRET = "0123456789abcdef"
+HOLDER, IDLE = (1, 0), (2, 0)
 
 
 def loaded(tmp_path: Path, text: str) -> RouterConfig:
@@ -32,7 +35,16 @@ def with_comments_taken(text: str) -> dict[str, Any]:
 def test_the_example_holds_the_defaults() -> None:
     config = load_config(EXAMPLE)
     assert [replica.worker_id for replica in config.replicas] == [1, 2]
-    fields = ("host", "port", "policy", "dp_rank", "health_seconds", "connect_seconds", "silence_seconds")
+    fields = (
+        "host",
+        "port",
+        "policy",
+        "load_weight",
+        "dp_rank",
+        "health_seconds",
+        "connect_seconds",
+        "silence_seconds",
+    )
     fields += ("read_seconds", "attempts", "max_body_bytes", "max_answer_bytes")
     written = tomllib.loads(EXAMPLE.read_text())
     for name in fields:
@@ -62,6 +74,9 @@ def test_the_example_names_every_field() -> None:
         ("model = ", "router.toml is not TOML: Invalid value"),
         ("color = 1\n" + LEAST, "color: there is no such field"),
         ("policy = 'best'\n" + LEAST, "policy: use one of round_robin, least_loaded, exact_prefix, span_overlap"),
+        ("load_weight = 0\n" + LEAST, "load_weight: Input should be greater than 0 (given: 0)"),
+        ("load_weight = 1001\n" + LEAST, "load_weight: Input should be less than or equal to 1000 (given: 1001)"),
+        ("load_weight = nan\n" + LEAST, "load_weight: Input should be a finite number"),
         ("port = 70000\n" + LEAST, "port: Input should be less than or equal to 65535 (given: 70000)"),
         (LEAST.replace("http:", "ftp:"), "replicas.0.url: give an address that begins with http:// or https://"),
         (LEAST + LEAST[len('model = "m"\n') :], "two replicas have worker_id 1 and dp_rank 0; give each its own"),
@@ -78,6 +93,21 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, problem: str) -> N
         loaded(tmp_path, text)
     assert "\n" not in str(refused.value)
     assert "router.toml" in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "chosen"), [("", IDLE), ("load_weight = 0.5\n", HOLDER)])
+def test_the_load_weight_decides_between_a_queue_and_its_text(
+    tmp_path: Path, text: str, chosen: tuple[int, int]
+) -> None:
+    """A replica holds 300 tokens of the prompt and has 400 to compute, the other neither."""
+    policy = loaded(tmp_path, text + LEAST).routing_policy()
+    request = RoutingRequest([1] * 500, holders=(Holder(HOLDER, tokens=300),))
+    assert policy.choose(request, [Replica(HOLDER, 400.0), Replica(IDLE, 0.0)]).worker == chosen
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy_is_made_by_its_name(tmp_path: Path, name: str) -> None:
+    assert type(loaded(tmp_path, f"policy = '{name}'\n" + LEAST).routing_policy()) is type(POLICIES[name]())
 
 
 def test_a_servers_password_is_not_repeated(tmp_path: Path) -> None:
