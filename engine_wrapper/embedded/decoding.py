@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,30 +17,48 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.sampler import Sampler
 
 
-def next_token(request: LlmRequest, logits: torch.Tensor, sampler: Sampler) -> int:
-    """The token that follows, sampled from `logits` (float32 [vocabulary]) or the next forced one.
+class BatchLogits:
+    """The logits of one iteration, float32 [requests, vocabulary].
 
-    Keeps the logits where the request asks for them. Raises SemBlendError when a token has to be sampled from logits
-    that are not finite.
+    The largest of every row are fetched from the device at once: each transfer may wait behind a donor's.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def row(self, row: int) -> torch.Tensor:
+        """float32 [vocabulary]."""
+        return self._logits[row]
+
+    def largest(self, row: int) -> tuple[float, int]:
+        """The largest logit of a row, and the first token that has it."""
+        value, token = self._largest[row]
+        return value, int(token)
+
+    @cached_property
+    def _largest(self) -> list[list[float]]:
+        best, tokens = self._logits.max(1)
+        found: list[list[float]] = torch.stack((best.double(), tokens.double()), 1).tolist()
+        return found
+
+
+def next_token(request: LlmRequest, logits: BatchLogits, row: int, sampler: Sampler) -> int:
+    """The token that follows, sampled from the request's row of `logits`, or the next forced one.
+
+    Keeps the row where the request asks for it. Raises SemBlendError when a token has to be sampled from logits that
+    are not finite.
     """
     params = request.sampling_params
     if params.return_generation_logits:
-        request.generation_logits.append(logits.clone())
+        request.generation_logits.append(logits.row(row).clone())
     if params.forced_token_ids is not None:
         return params.forced_token_ids[request.num_generated]
+    best, token = logits.largest(row)
+    _check_finite(best)
     if params.is_greedy:
-        return _greedy(logits)
-    _check_finite(float(logits.max()))
+        return token
     assert request.generator is not None
-    return sampler.sample(logits, params, request.generator)
-
-
-def _greedy(logits: torch.Tensor) -> int:
-    """The first token of the largest logit, in one transfer from the device."""
-    best, token = logits.max(0)
-    value, index = torch.stack((best.double(), token.double())).tolist()
-    _check_finite(value)
-    return int(index)
+    return sampler.sample(logits.row(row), params, request.generator)
 
 
 def _check_finite(best: float) -> None:

@@ -19,6 +19,7 @@ from engine_wrapper.embedded.batch_scheduler import BatchScheduler
 from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
 from engine_wrapper.embedded.cache_layout import cache_layout
 from engine_wrapper.embedded.connector_loading import load_connector, uses_v2
+from engine_wrapper.embedded.decoding import BatchLogits
 from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_seq_len
 from engine_wrapper.embedded.pool import KvPool, pool_blocks
 from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparation
@@ -248,7 +249,8 @@ class Executor:
         """
         if not self.llm_args.disable_overlap_scheduler:
             self._results.take()
-        for request, row in zip(batch.requests, logits, strict=True):
+        rows = BatchLogits(logits)
+        for row, request in enumerate(batch.requests):
             if request.is_finished:
                 continue
             if request.state is LlmRequestState.CONTEXT_INIT:
@@ -256,7 +258,7 @@ class Executor:
                 if request.context_remaining_length:
                     continue
                 request.state = LlmRequestState.GENERATION_IN_PROGRESS
-            self._results.sample(request, row)
+            self._results.sample(request, rows, row)
         if self.llm_args.disable_overlap_scheduler:
             self._results.take()
         for request in batch.context_requests:

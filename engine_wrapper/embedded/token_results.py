@@ -6,7 +6,7 @@ import logging
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from engine_wrapper.embedded.decoding import finish_reason, next_token
+from engine_wrapper.embedded.decoding import BatchLogits, finish_reason, next_token
 from engine_wrapper.embedded.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class TokenResults:
         """The random numbers of one request; None where it needs none."""
         return self._sampler.generator(params)
 
-    def sample(self, request: LlmRequest, logits: torch.Tensor) -> None:
-        """Chooses the request's next token from `logits`, float32 [vocabulary]. A request for which that fails ends."""
+    def sample(self, request: LlmRequest, logits: BatchLogits, row: int) -> None:
+        """Chooses the request's next token from its row of `logits`. A request for which that fails ends."""
         try:
-            request.pending_token = next_token(request, logits, self._sampler)
+            request.pending_token = next_token(request, logits, row, self._sampler)
         except Exception as error:
             logger.exception("request %d failed", request.request_id)
             request.error = f"request {request.request_id} failed while its next token was chosen: {error}"
