@@ -24,7 +24,7 @@ from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.directory_reader import DirectoryReader
 from semblend_trt.fleet.publisher import EventPublisher
-from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of_donor
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Fleet:
         for number in range(donors):
             document = self._documents[self._rng.integers(DOCUMENTS)]
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
-            sketch = sketch_of_donor(tokens, KEY).to_bytes()
+            sketch = sketch_of(tokens, KEY).to_bytes()
             self.sketches.append(sketch)
             announced = Announcement(f"donor-{number}", BOUND, "device", len(tokens), number, sketch)
             message = writers[number % WORKERS].registered(announced)

@@ -8,8 +8,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import entry, inner
+from semblend_trt.discovery.compiled import SOURCES_STAMP, entry, inner
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, MAX_REPEATS
+from semblend_trt.discovery.winnowing import WINDOW_GRAMS, anchors
 
+_Tokens = npt.NDArray[np.int32]
+_Counts = npt.NDArray[np.int64]
 _Hashes = npt.NDArray[np.uint64]
 _Entries = npt.NDArray[np.uint32]
 
@@ -70,14 +74,11 @@ def keyed(hashes: _Hashes, low: np.uint64, high: np.uint64) -> _Hashes:
     return found
 
 
-@entry
-def sampled(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int) -> tuple[int, _Entries]:
-    """The lowest level at which at most `most` of the keyed hashes begin with as many zero bits, and these.
-
-    Of each the low 32 bits, in order: uint32 [n].
-    """
-    values = np.empty(len(hashes), dtype=np.uint64)
+@inner
+def _sample(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int, entries: _Entries) -> tuple[int, int]:
+    """Writes to `entries` what one text's sketch holds; returns its level and how many they are."""
     count = len(hashes)
+    values = np.empty(count, dtype=np.uint64)
     for at in range(count):
         values[at] = _siphash(hashes[at], low, high)
     level = 0
@@ -89,7 +90,33 @@ def sampled(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int) -> tupl
             kept += (values[at] >> np.uint64(_ALL - level)) == 0
         count = kept
     count = min(count, most)
-    entries = np.empty(count, dtype=np.uint32)
     for at in range(count):
         entries[at] = np.uint32(values[at] & _LOW_HALF)
-    return level, entries
+    return level, count
+
+
+def _make(stamp: int):  # type: ignore[no-untyped-def]
+    @entry
+    def sampled(tokens: _Tokens, ends: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Counts, _Entries]:
+        _ = stamp
+        count = len(ends)
+        levels, found = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        stops, entries = np.empty(count, dtype=np.int64), np.empty(count * most, dtype=np.uint32)
+        start, stop = 0, 0
+        for at in range(count):
+            if ends[at] - start >= GUARANTEED_RUN:
+                hashes, _positions = anchors(tokens[start : ends[at]], WINDOW_GRAMS, MAX_REPEATS)
+                found[at] = len(hashes)
+                levels[at], taken = _sample(hashes, keys[at, 0], keys[at, 1], most, entries[stop:])
+                stop += taken
+            start, stops[at] = ends[at], stop
+        return levels, found, stops, entries[:stop]
+
+    return sampled
+
+
+# Samples of texts that stand one behind the other in `tokens`, int32 [n]: text i ends at `ends[i]` (int64 [texts]) and
+# has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of each its level, the lowest at which at most `most` of
+# its anchors' keyed hashes begin with as many zero bits; how many anchors it has; where its entries stop in the last
+# array, uint32, which holds the low 32 bits of those hashes in order.
+sampled = _make(SOURCES_STAMP)

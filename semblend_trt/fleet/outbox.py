@@ -12,21 +12,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.events import EventError
-from semblend_trt.fleet.sketch import sketch_key, sketch_of_donor
+from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import Announcement, donor_digest, token_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
+    from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.fleet.counters import EventCounters
     from semblend_trt.fleet.wire import EventWriter
     from semblend_trt.namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
+
+# Donors are described together up to so many tokens, which stay in the processor's cache meanwhile.
+PORTION_TOKENS = 16384
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +53,6 @@ class Held:
     digest: int = 0
     sketch: bytes = b""
     is_unfit: bool = False
-
-    def describe(self) -> None:
-        """Makes sketch and digest and lets the tokens go."""
-        tokens = self.tokens
-        if tokens is not None and self.namespace is not None:
-            key = self.salted_key or _open_key(self.namespace.key)
-            self.sketch = sketch_of_donor(tokens, key).to_bytes()
-            self.digest = token_digest(tokens, self.salted_key)
-            self.tokens = None
 
 
 @dataclass(slots=True, eq=False)
@@ -118,13 +115,10 @@ class Outbox:
 
     def absorb(self, limit: int) -> int:
         """Describes up to `limit` changed donors, so that their tokens can go; returns how many there were."""
-        done = 0
-        while done < limit and self.changes:
-            library, donor_id = self.changes.popleft()
-            self._describe(library, donor_id)
-            self._waiting.append((library, donor_id))
-            done += 1
-        return done
+        changed = [self.changes.popleft() for _ in range(min(limit, len(self.changes)))]
+        self._waiting.extend(changed)
+        self._describe(library.donors.get(donor_id) for library, donor_id in changed)
+        return len(changed)
 
     def forget_changes(self) -> int:
         """Drops what waits, since a resync will tell its result; returns the number."""
@@ -162,8 +156,7 @@ class Outbox:
     def describe_all(self) -> None:
         """Describes whatever is held, after changes were lost."""
         for library in self._libraries:
-            for donor_id in _ids_of(library):
-                self._describe(library, donor_id)
+            self._describe(list(library.donors.values()))
 
     def _begin(self) -> None:
         self._reset_due = False
@@ -180,7 +173,7 @@ class Outbox:
             return None if told is None else self._evicted(donor_id)
         # Nothing but a registration can carry an embedding, and one of a known donor replaces what was known.
         if told is None or told.held is not held or told.embedding is not held.embedding:
-            return self._registered(library, donor_id, held)
+            return self._registered(donor_id, held)
         tier = held.tier
         if told.tier == tier:
             return None
@@ -191,8 +184,10 @@ class Outbox:
         self._unlearn(donor_id)
         return self._notice("donor_evicted", self._writer.evicted(donor_id))
 
-    def _registered(self, library: HeldDonors, donor_id: str, held: Held) -> Notice | None:
-        if not self._describe(library, donor_id) or held.namespace is None:
+    def _registered(self, donor_id: str, held: Held) -> Notice | None:
+        if held.tokens is not None:
+            self._describe([held])
+        if held.is_unfit or held.namespace is None:
             return None
         tier, embedding = held.tier, held.embedding
         announcement = Announcement(donor_id, held.namespace, tier, held.count, held.digest, held.sketch, embedding)
@@ -216,19 +211,51 @@ class Outbox:
         if told is not None:
             self._digest ^= told.digest
 
-    def _describe(self, library: HeldDonors, donor_id: str) -> bool:
-        """False when the donor cannot be described; it is left out then, and counted."""
-        held = library.donors.get(donor_id)
-        if held is None or held.is_unfit:
-            return False
+    def _describe(self, donors: Iterable[Held | None]) -> None:
+        """Describes those that are not yet, as many at a time as have PORTION_TOKENS tokens."""
+        portion: list[Held] = []
+        size = 0
+        for held in donors:
+            if held is None or held.tokens is None or held.namespace is None:
+                continue
+            portion.append(held)
+            size += held.count
+            if size >= PORTION_TOKENS:
+                self._describe_portion(portion)
+                portion, size = [], 0
+        if portion:
+            self._describe_portion(portion)
+
+    def _describe_portion(self, donors: list[Held]) -> None:
+        """A donor that cannot be described costs only itself; it is left out, and counted."""
         try:
-            held.describe()
+            _describe_all(donors)
         except Exception:
-            logger.exception("donor %s cannot be described and is not announced", donor_id)
-            held.is_unfit, held.tokens = True, None
+            if len(donors) > 1:
+                for held in donors:
+                    self._describe([held])
+                return
+            logger.exception("a donor of %d tokens cannot be described and is not announced", donors[0].count)
+            donors[0].is_unfit, donors[0].tokens = True, None
             self._counters.count_dropped("internal_error")
-            return False
-        return True
+
+
+def _describe_all(donors: list[Held]) -> None:
+    """Makes sketches and digests and lets the tokens go."""
+    texts = [_together(held.tokens) for held in donors if held.tokens is not None]
+    tokens = np.frombuffer(bytearray().join(texts), dtype=np.int32)
+    ends = np.cumsum([len(text) for text in texts])
+    keys = [held.salted_key or _open_key(held.namespace.key) for held in donors if held.namespace is not None]
+    sketches, start = sketches_of(tokens, ends, keys), 0
+    wide = tokens.astype("<i8")
+    for held, sketch, end in zip(donors, sketches, ends.tolist(), strict=True):
+        held.sketch, held.digest, held.tokens = sketch, token_digest(wide[start:end], held.salted_key), None
+        start = end
+
+
+def _together(tokens: TokenArray) -> memoryview:
+    """A request's ids as int32 that stand together; where they do, they are not looked through again."""
+    return (tokens if tokens.dtype == np.int32 and tokens.flags.c_contiguous else as_token_array(tokens)).data
 
 
 @functools.lru_cache(maxsize=64)

@@ -104,16 +104,27 @@ def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTR
     """
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"a sketch of {max_entries} entries; 1..{MAX_ENTRIES} fit")
-    return sketch_of_donor(as_token_array(tokens), key, max_entries)
+    text = as_token_array(tokens)
+    return Sketch.from_bytes(sketches_of(text, np.array([len(text)]), [key], max_entries)[0])
 
 
-def sketch_of_donor(tokens: TokenArray, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
-    """`sketch_of` for the ids of a request that was served, int32 [n], which are not looked through again."""
-    if tokens.dtype != np.int32 or not (tokens.flags.c_contiguous and tokens.flags.writeable):
-        tokens = as_token_array(tokens)
-    anchors = fingerprint(tokens)
-    level, entries = sampled(anchors.hashes, *_halves(key), max_entries)
-    return Sketch(int(level), len(anchors), entries)
+def sketches_of(
+    tokens: TokenArray, ends: npt.NDArray[np.int64], keys: Sequence[bytes], max_entries: int = DEFAULT_ENTRIES
+) -> list[bytes]:
+    """`sketch_of`, as bytes, for texts that stand one behind the other in `tokens` (from `as_token_array`).
+
+    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. One step without the interpreter's
+    lock makes all of them. Raises ValueError for a key that is not KEY_BYTES long.
+    """
+    halves = np.array([_halves(key) for key in keys], dtype=np.uint64)
+    levels, anchors, stops, entries = sampled(tokens, ends, halves, max_entries)
+    written = entries.astype("<u4", copy=False).tobytes()
+    sketches, start = [], 0
+    for level, count, stop in zip(levels.tolist(), anchors.tolist(), stops.tolist(), strict=True):
+        header = _HEADER.pack(_MAGIC, _VERSION, level, stop - start, count)
+        sketches.append(header + written[4 * start : 4 * stop])
+        start = stop
+    return sketches
 
 
 def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
@@ -127,7 +138,8 @@ def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[Prompt
     hashes = fingerprint(prompt).hashes
     found = []
     for key in keys:
-        values = keyed(hashes, *_halves(key))
+        low, high = _halves(key)
+        values = keyed(hashes, np.uint64(low), np.uint64(high))
         levels = _leading_zeros(values)
         counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
         found.append(PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt)))
@@ -155,11 +167,11 @@ def warm_up() -> None:
         prompt_fingerprints(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
 
 
-def _halves(key: bytes) -> tuple[np.uint64, np.uint64]:
+def _halves(key: bytes) -> tuple[int, int]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a sketch key has {KEY_BYTES} bytes, not {len(key)}; make one with sketch_key()")
     low, high = _HALVES.unpack(key)
-    return np.uint64(low), np.uint64(high)
+    return low, high
 
 
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from semblend_trt.errors import ConfigurationError
@@ -22,6 +21,7 @@ from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.namespace import CacheNamespace
@@ -60,12 +60,13 @@ class Announcement:
     embedding: npt.NDArray[np.float32] | None = None
 
 
-def token_digest(tokens: npt.NDArray[np.int32], key: bytes = b"") -> int:
+def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
     """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
 
     `key` is empty for requests without a salt, else their sketch key, so that nobody else can test a guess at the text.
     """
-    return int.from_bytes(hashlib.blake2b(tokens.astype("<i8").data, digest_size=8, key=key).digest(), "little")
+    wide = tokens.astype("<i8", copy=False)
+    return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
 
 
 def state_digest(donors: Iterable[tuple[str, str]]) -> int:
@@ -127,8 +128,9 @@ class EventWriter:
         self.last_id = 0
         self._embeddings = embeddings
         self._raw: Callable[[bytes], Any] = msgspec.Raw
-        self._is_json = form is EventFormat.JSON
-        self._encode: Callable[[Any], bytes] = (msgspec.json if self._is_json else msgspec.msgpack).Encoder().encode
+        is_json = form is EventFormat.JSON
+        self._encode: Callable[[Any], bytes] = (msgspec.json if is_json else msgspec.msgpack).Encoder().encode
+        self._as_list = _as_json_list() if is_json else None
         self._namespaces: dict[CacheNamespace, Any] = {}
 
     def reset(self) -> bytes:
@@ -137,7 +139,7 @@ class EventWriter:
 
     def registered(self, donor: Announcement) -> bytes:
         """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
-        metadata: Any = self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch
+        metadata: Any = donor.sketch if self._as_list is None else self._raw(self._as_list(donor.sketch))
         segment: dict[str, Any] = {
             "segment_id": 0,
             "token_range": (0, donor.tokens),
@@ -229,14 +231,11 @@ class EventWriter:
         return encoded
 
 
-# Each byte as JSON writes it, with a comma, in four characters: one look-up for all, and then the blanks go.
-_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
+def _as_json_list() -> Callable[[bytes], bytes]:
+    # Settings name the formats, and who only reads them need not load a compiler.
+    from semblend_trt.fleet.json_bytes import as_json_list
 
-
-def _as_json_list(data: bytes) -> bytes:
-    """What JSON makes of `list(data)`, several times as fast."""
-    written = _BYTES_IN_JSON.take(np.frombuffer(data, dtype=np.uint8)).tobytes()
-    return b"[" + written[:-1].translate(None, b" ") + b"]"
+    return as_json_list
 
 
 def _base64(embedding: npt.NDArray[np.float32]) -> str:

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.observer import FleetObserver
-from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.outbox import PORTION_TOKENS, Held, HeldDonors, Outbox
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, token_digest
 from semblend_trt.namespace import CacheNamespace
 
 NAMESPACE = CacheNamespace(
@@ -120,10 +121,28 @@ def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:
     box.add(library)
     library.donors["bad"] = donor(tokens=np.array(["token"] * 64))
     library.donors["good"] = donor()
-    box.changes.extend([(library, "bad"), (library, "good")])
+    box.changes.extend([(library, "bad"), (library, "good"), (library, "good")])
     box.absorb(10)
     assert [notice.kind for notice in box.take(10)] == ["provider_generation_reset", "donor_registered"]
     assert list(box.announced) == ["good"]
+
+
+def test_donors_are_described_together_as_each_by_itself() -> None:
+    box, library, rng = outbox(), HeldDonors(), np.random.default_rng(3)
+    box.add(library)
+    texts = [rng.integers(0, 150_000, length, dtype=np.int32) for length in (0, 31, PORTION_TOKENS, 400, 800, 5)]
+    texts.append(texts[4][::2])
+    salts = [None, "one", None, "two", None, "one", "one"]
+    for number, (tokens, salt) in enumerate(zip(texts, salts, strict=True)):
+        key = b"" if salt is None else sketch_key(NAMESPACE.key, salt)
+        library.donors[str(number)] = Held(NAMESPACE, key, "host", len(tokens), tokens)
+        # Noted twice, as a donor that comes and is moved.
+        box.changes.extend([(library, str(number))] * 2)
+    assert box.absorb(20) == 14
+    for tokens, salt, held in zip(texts, salts, library.donors.values(), strict=True):
+        assert held.tokens is None
+        assert held.sketch == sketch_of(tokens, sketch_key(NAMESPACE.key, salt)).to_bytes()
+        assert held.digest == token_digest(tokens, held.salted_key)
 
 
 def test_a_donor_of_the_same_id_replaces_the_other() -> None:

@@ -18,6 +18,7 @@ from semblend_trt.fleet.sketch import (
     prompt_fingerprints,
     sketch_key,
     sketch_of,
+    sketches_of,
 )
 
 KEY = sketch_key("namespace", "salt")
@@ -128,6 +129,15 @@ def test_short_and_empty_texts() -> None:
         assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
         assert overlap(sketch, prompt_fingerprints(random_text(1, 5000), KEY)) == 0.0
         assert overlap(sketch_of(random_text(1, 5000), KEY), prompt_fingerprints(random_text(1, length), KEY)) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=16, max_size=16)), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
+    tokens = [random_text(seed, length) for seed, (length, _) in enumerate(texts)]
+    keys = [key for _, key in texts]
+    together = sketches_of(np.concatenate(tokens), np.cumsum([len(each) for each in tokens]), keys, 64)
+    assert together == [sketch_of(each, key, 64).to_bytes() for each, key in zip(tokens, keys, strict=True)]
 
 
 @pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])

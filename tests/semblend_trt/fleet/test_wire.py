@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
@@ -56,6 +55,7 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     st.binary(max_size=MAX_SKETCH_BYTES),
     st.sampled_from(EventFormat),
 )
+@settings(deadline=None)
 def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
     from semblend_trt.namespace import CacheNamespace
 
@@ -87,14 +87,6 @@ def test_a_namespace_too_large_takes_no_id(writer, base_namespace) -> None:
     with pytest.raises(EventError, match="namespace of"):
         writer.registered(announcement(namespace))
     assert decode(writer.reset()).event_id == 1
-
-
-@pytest.mark.parametrize("data", [b"", bytes(256 * 2), bytes(range(256)), b"\x00", b"\xff\x0a"])
-def test_json_has_a_sketchs_bytes_as_a_list_without_blanks(namespace, data) -> None:
-    payload = EventWriter(EMITTER, EventFormat.JSON).registered(announcement(namespace, sketch=data))
-    written = json.dumps(list(data), separators=(",", ":")).encode()
-    assert b'"provider_metadata":' + written in payload
-    assert decode(payload).data.segments[0].provider_metadata == data
 
 
 @pytest.mark.known_defect(32)
