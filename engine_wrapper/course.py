@@ -114,6 +114,8 @@ class Checkpoint:
                 Move(donor, int(work.positions[rows.start]), int(places[rows.start]), len(rows), turn=0)
                 for rows in work.open_check.rows
             ]
+        if not moves:
+            return torch.empty(0, device=pool.device)
         # What lies in the pool was rotated when it was placed there: nothing turns.
         planes = geometry.head_dim // 2
         still = RopeRotation((0.0,) * planes, 2 * planes)
@@ -175,6 +177,13 @@ def course_of(
     outputs = [np.arange(end - work.outputs, end) for end, work in zip(ends, works, strict=True)]
     checkpoint = Checkpoint(min(checks), num_layers, tuple(works)) if checks else None
     return Course(tuple(stages), torch.from_numpy(np.concatenate(outputs)), checkpoint)
+
+
+def lowest_course(work: SequenceWork, layer: int, num_layers: int) -> Course:
+    """All rows of `work` up to K and V of `layer`, where those that its check names are compared; it puts nothing out,
+    and its tensors are on the host."""
+    stage = Stage(0, None, _sequence_rows([work.positions], [work]))
+    return Course((stage,), torch.empty(0, dtype=torch.int64), Checkpoint(layer, num_layers, (work,)))
 
 
 def _sequence_rows(

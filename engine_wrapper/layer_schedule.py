@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine_wrapper.course import Course, Stage, course_of
+from engine_wrapper.course import Course, Stage, course_of, lowest_course
 from engine_wrapper.sequence_work import work_of
 from kernels.sparse_prefill.rows import to_device
 from semblend_trt.errors import PlanError
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.plan import SemanticKvPlan
 
-__all__ = ["LayerSchedule", "SequenceSlice", "Stage", "build_schedule", "schedule_of", "works_of"]
+__all__ = [
+    "LayerSchedule",
+    "SequenceSlice",
+    "Stage",
+    "build_schedule",
+    "lowest_schedule",
+    "schedule_of",
+    "works_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,15 @@ def works_of(slices: Sequence[SequenceSlice], num_layers: int) -> list[SequenceW
 
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
     """The schedule of one forward over `works`, its index tensors on the host."""
-    course = course_of(works, 0, num_layers)
+    return _entering(course_of(works, 0, num_layers), works)
+
+
+def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
+    """The schedule of `lowest_course`, its index tensors on the host."""
+    return _entering(lowest_course(work, layer, num_layers), [work])
+
+
+def _entering(course: Course, works: Sequence[SequenceWork]) -> LayerSchedule:
     return LayerSchedule(
         course.stages,
         course.output_rows,

@@ -6,10 +6,8 @@ have left in the pool.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +41,7 @@ def portions(works: Sequence[SequenceWork], num_layers: int, max_rows: int | Non
     """`works` in as few forwards as have at most `max_rows` rows each, None for one forward.
 
     Rows that are compared, or that leave before the last layer, stay together, with one row behind them: where they
-    are more than `max_rows`, so is their forward. Plans are made so that they are not.
+    are more than `max_rows`, so is their forward. `engine_wrapper.lowest_layers` leaves none of which they are.
     """
     found = [Portion()]
     for owner, work in enumerate(works):
@@ -63,13 +61,10 @@ def _end(work: SequenceWork, num_layers: int, room: int) -> int | None:
     """How many of the first rows of `work` go into `room` rows; None when it cannot be divided so."""
     if len(work.positions) <= room:
         return len(work.positions)
-    kept = np.flatnonzero(work.drops_at < num_layers)
-    if work.open_check is not None:
-        kept = np.concatenate([kept, *(np.arange(rows.start, rows.stop) for rows in work.open_check.rows)])
-    first, last = (int(kept.min()), int(kept.max())) if len(kept) else (len(work.positions), -1)
-    if room >= last + 2 or room <= first:
+    together = work.together(num_layers)
+    if not together or room > together.stop or room <= together.start:
         return room if room > 0 else None
-    return first or None
+    return together.start or None
 
 
 def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWork | None]:
@@ -78,25 +73,4 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
     if end == rows:
         return work, work.outputs, None
     scheduled = max(0, end - (rows - work.outputs))
-    check = work.open_check
-    shifted = (
-        None if check is None else replace(check, rows=tuple(range(r.start - end, r.stop - end) for r in check.rows))
-    )
-    in_first = shifted is not None and shifted.rows[0].start < 0
-    first = replace(
-        work,
-        token_ids=work.token_ids[:end],
-        positions=work.positions[:end],
-        drops_at=work.drops_at[:end],
-        outputs=max(1, scheduled),
-        open_check=check if in_first else None,
-    )
-    rest = replace(
-        work,
-        token_ids=work.token_ids[end:],
-        positions=work.positions[end:],
-        drops_at=work.drops_at[end:],
-        outputs=work.outputs - scheduled,
-        open_check=None if in_first else shifted,
-    )
-    return first, scheduled, rest
+    return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)

@@ -34,6 +34,12 @@ class OpenCheck:
     def num_tokens(self) -> int:
         return sum(map(len, self.rows))
 
+    def within(self, start: int, stop: int) -> OpenCheck | None:
+        """What is compared of the rows start..stop-1, counted from the first of them; None for nothing."""
+        cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
+        kept = tuple(rows for rows in cut if rows)
+        return replace(self, rows=kept) if kept else None
+
     def choose(self, deviations: npt.NDArray[np.float32]) -> SpanChoice:
         """Decides from the deviations of the checked tokens, float32 [num_tokens]."""
         lengths = [len(rows) for rows in self.rows]
@@ -75,6 +81,32 @@ class SequenceWork:
     def active(self, layer: int) -> npt.NDArray[np.bool_]:
         """Which rows are computed in `layer`, bool [rows]."""
         return self.drops_at > layer
+
+    def together(self, num_layers: int) -> range:
+        """The rows from the first to the last of those that are compared, or that leave before the last layer."""
+        found = np.flatnonzero(self.drops_at < num_layers)
+        if self.open_check is not None:
+            found = np.concatenate([found, *(np.arange(rows.start, rows.stop) for rows in self.open_check.rows)])
+        return range(int(found.min()), int(found.max()) + 1) if len(found) else range(0)
+
+    def part(self, start: int, stop: int, outputs: int) -> SequenceWork:
+        """The rows start..stop-1, of which the output of the last `outputs` is asked for."""
+        return replace(
+            self,
+            token_ids=self.token_ids[start:stop],
+            positions=self.positions[start:stop],
+            drops_at=self.drops_at[start:stop],
+            outputs=outputs,
+            open_check=None if self.open_check is None else self.open_check.within(start, stop),
+        )
+
+    def beyond(self, layer: int, num_layers: int) -> SequenceWork:
+        """The rows that go on above `layer`, or to the end. Only for a work whose check has decided."""
+        assert self.open_check is None
+        stays = self.active(min(layer + 1, num_layers - 1))
+        return replace(
+            self, token_ids=self.token_ids[stays], positions=self.positions[stays], drops_at=self.drops_at[stays]
+        )
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """The work after its check, which found these deviations, and what it leaves as evidence."""

@@ -79,29 +79,38 @@ class SparseForward:
         """
         if before_layer is not None or after_layer is not None:
             graphs = None
-        before, after = before_layer or _no_hook, after_layer or _no_hook
+        hooks = before_layer or _no_hook, after_layer or _no_hook
         rows = self._rows(schedule)
         course: Course = schedule
         begun: int | None = None
         while True:
-            for stage, layers in course.layers_of_stages(self._geometry.num_layers):
-                rows.enter(stage)
-                for layer in layers:
-                    if layer != begun:
-                        before(layer)
-                    rows.run(layer)
-                    after(layer)
-            if course.checkpoint is None:
+            deviations = self._follow(rows, course, begun, *hooks)
+            if course.checkpoint is None or deviations is None:
                 return rows.output(course.output_rows)
             begun = course.checkpoint.layer
-            before(begun)
-            course, found = course.checkpoint.decide(rows.compare(course.checkpoint, self._ranks))
+            course, found = course.checkpoint.decide(deviations)
             if evidence_sink is not None:
                 for evidence in found:
                     evidence_sink(evidence)
             if graphs is not None and isinstance(rows, FusedRows) and graphs.fits(course, begun):
                 return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
             course = course.to(self._pool.device)
+
+    @torch.inference_mode()
+    def lowest(
+        self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
+    ) -> torch.Tensor:
+        """Runs a schedule up to its checkpoint, in whose layer and below K and V of all its rows are then in the pool.
+
+        Returns the deviations of the checked tokens, float32, for which nothing has waited. Hooks and errors are as in
+        a call.
+        """
+        assert schedule.checkpoint is not None
+        after = after_layer or _no_hook
+        deviations = self._follow(self._rows(schedule), schedule, None, before_layer or _no_hook, after)
+        assert deviations is not None
+        after(schedule.checkpoint.layer)
+        return deviations
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,6 +135,22 @@ class SparseForward:
         forward = SparseForward(self._model, pool, self._geometry, self.fused is not None, self._ranks)
         for schedule, _ in schedules:
             forward(schedule.to(pool.device))
+
+    def _follow(
+        self, rows: FusedRows | PlainRows, course: Course, begun: int | None, before: LayerHook, after: LayerHook
+    ) -> torch.Tensor | None:
+        """Runs a course that begins within layer `begun`, or at the lowest; returns what its checkpoint finds."""
+        for stage, layers in course.layers_of_stages(self._geometry.num_layers):
+            rows.enter(stage)
+            for layer in layers:
+                if layer != begun:
+                    before(layer)
+                rows.run(layer)
+                after(layer)
+        if course.checkpoint is None:
+            return None
+        before(course.checkpoint.layer)
+        return rows.compare(course.checkpoint, self._ranks)
 
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:

@@ -56,11 +56,6 @@ class ReuseTerms:
             return "head_needs_wrapper"
         return "boundary_needs_wrapper" if self.boundary else None
 
-    @property
-    def computes_all(self) -> bool:
-        """Whether the lowest layers run on every token of a run."""
-        return self.check is not None or self.boundary > 0
-
     def expected_reuse(self, length: int) -> int:
         """Tokens of a run of `length` tokens that stay reused, as far as that is fixed before the run is checked."""
         kept = max(0, length - self.head_tokens)

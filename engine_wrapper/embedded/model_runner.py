@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
-from engine_wrapper.layer_schedule import SequenceSlice, schedule_of, works_of
+from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
+from engine_wrapper.lowest_layers import settled
 from engine_wrapper.portions import portions
 from engine_wrapper.sparse_forward import EvidenceSink, LayerHook, SparseForward
 from semblend_trt.errors import ConfigurationError
@@ -132,8 +133,8 @@ class ModelRunner:
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.portions`). Raises
-        ConfigurationError."""
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.portions` and
+        `engine_wrapper.lowest_layers`). Raises ConfigurationError."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
@@ -170,7 +171,10 @@ class ModelRunner:
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers = self.facts.num_layers
-        works = works_of([self._with_plan(piece) for piece in slices], num_layers)
+        works = [
+            settled(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
+            for work in works_of([self._with_plan(piece) for piece in slices], num_layers)
+        ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
         parts = portions(works, num_layers, self._max_rows)
         for part in parts:
@@ -204,6 +208,12 @@ class ModelRunner:
             for evidence in found:
                 self.evidence_sink(evidence)
         return logits
+
+    def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
+        """Runs the lowest layers of a part of a work (see `engine_wrapper.lowest_layers`)."""
+        assert self._forward is not None
+        schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
+        return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
         """What this forward calls before each layer: the hook, behind the arrival of the layer's KV."""

@@ -20,6 +20,8 @@ from kernels.sparse_prefill.rows import to_device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engine_wrapper.sequence_work import SequenceWork
+    from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
 
 
@@ -57,27 +59,31 @@ class Batch:
             raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
         return cls(ids, begins, lengths, contexts, input_ids)
 
+    def works(
+        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], geometry: KvGeometry
+    ) -> list[SequenceWork]:
+        """What each sequence computes; its newest tokens, where no plan knows them, are 0.
+
+        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
+        request.
+        """
+        slices = [
+            self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
+            for index, request_id in enumerate(self.request_ids)
+        ]
+        return works_of(slices, geometry.num_layers)
+
     def schedules(
-        self,
-        plans: Mapping[int, SemanticKvPlan],
-        blocks: list[list[int]],
-        block_size: int,
-        num_layers: int,
-        max_rows: int | None = None,
+        self, works: list[SequenceWork], num_layers: int, max_rows: int | None = None
     ) -> list[tuple[LayerSchedule, torch.Tensor | None]]:
         """The layer schedules of forwards of at most `max_rows` rows (see `engine_wrapper.portions`), to be run in
         order, and which of each one's outputs the engine has asked for, int64, None for all. Both on the engine's
         device.
 
-        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
-        request, and ValueError when a block is missing.
+        `works` are the batch's, or what is left of them. Raises ValueError when a block is missing.
         """
-        slices = [
-            self._slice(index, plans.get(request_id), blocks[index], block_size)
-            for index, request_id in enumerate(self.request_ids)
-        ]
         found, done = [], 0
-        for part in portions(works_of(slices, num_layers), num_layers, max_rows):
+        for part in portions(works, num_layers, max_rows):
             scheduled = sum(part.scheduled)
             found.append(self._schedule(part, self.input_ids[done : done + scheduled], num_layers))
             done += scheduled

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine_wrapper.trtllm.batch import Batch
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.layout_error import LayoutError
-from engine_wrapper.trtllm.planned_rows import PlannedRows, run_rows
+from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import SelfCheck
 from semblend_trt.runtime import EngineMode, Runtime
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_wrapper.sparse_forward import EvidenceSink
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from kernels.rope import RopeRotation
@@ -39,12 +39,10 @@ class PlannedForward:
         assert runtime.pool is not None
         self._manager = parts.manager
         self._runtime = runtime
-        self._pool = pool
-        self._geometry = runtime.pool.geometry
-        self._rotation = rotation
         self._sink, self._max_rows = sink, max_rows
         self._hooks = DecoderHooks(parts.decoder, self._forward)
-        self._check: SelfCheck | None = SelfCheck(self._hooks.stock, pool, self._geometry, rotation, runtime.ranks)
+        self._decoder = PlannedDecoder(self._hooks.stock, pool, runtime.pool.geometry, rotation, runtime.ranks)
+        self._check: SelfCheck | None = SelfCheck(self._decoder)
 
     def install(self) -> None:
         """Hooks the decoder. Raises, with the decoder untouched, when that is not possible."""
@@ -75,16 +73,7 @@ class PlannedForward:
     def _planned(self, plans: dict[int, SemanticKvPlan], options: dict[str, Any]) -> torch.Tensor:
         try:
             batch = Batch.of_call(options)
-            blocks = self._blocks(batch)
-            sizes = self._geometry.block_size, self._geometry.num_layers
-            hidden = []
-            for schedule, wanted in batch.schedules(plans, blocks, *sizes, self._max_rows):
-                rows = PlannedRows(
-                    schedule, self._pool, self._geometry, self._rotation, self._runtime.ranks, self._sink
-                )
-                own = run_rows(self._hooks.stock, options, schedule, rows)
-                hidden.append(own if wanted is None else own.index_select(0, wanted))
-            return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+            return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, self._sink)
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed")
             self._runtime.faults["planned_forward"] += 1

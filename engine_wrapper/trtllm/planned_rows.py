@@ -8,6 +8,7 @@ lies there: the same as in `engine_wrapper.plain_rows`, over other layers. Facts
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.trtllm.layout_error import LayoutError
@@ -39,11 +40,16 @@ _UNKNOWN_WISHES = (
 )
 
 
+class _CheckpointMet(Exception):  # noqa: N818 - an end, not an error
+    """Leaves the decoder, which has no other way out below its last layer."""
+
+
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and are compared at checkpoints.
 
     `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    is told what each check found; the host waits for the device at checkpoints only.
+    is told what each check found; the host waits for the device at checkpoints only. With `lowest` the rows end at the
+    checkpoint, once their K and V are written there, and `found` are its deviations.
     """
 
     # The engine pads rows for graphs only.
@@ -57,15 +63,17 @@ class PlannedRows:
         rotation: RopeRotation,
         ranks: Ranks,
         evidence_sink: EvidenceSink | None = None,
+        lowest: bool = False,
     ) -> None:
         self._course: Course = schedule
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks
         self._evidence_sink = evidence_sink
+        self._lowest = lowest
         self._next_stage = 0
         self._stage: Stage = schedule.stages[0]
-        self._found: torch.Tensor | None = None
+        self.found: torch.Tensor | None = None
         self.positions = schedule.positions
         self._angles = RopeAngles.at(schedule.positions, rotation)
 
@@ -77,7 +85,7 @@ class PlannedRows:
     def begin(self, layer: int, *rows: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Before `layer`: each of `rows`, [active rows, ...] or None, without those that are not computed in it."""
         kept = list(rows)
-        if self._found is not None:
+        if self.found is not None:
             self._decide()
         stages = self._course.stages
         while self._next_stage < len(stages) and stages[self._next_stage].first_layer <= layer:
@@ -87,7 +95,7 @@ class PlannedRows:
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """Behind the last layer: of `hidden`, [active rows, ...], the rows that the engine scheduled, in its order."""
         kept: list[torch.Tensor | None] = [hidden]
-        if self._found is not None:
+        if self.found is not None:
             self._decide()
             kept = self._enter(self._course.stages[0], kept)
         assert kept[0] is not None
@@ -107,18 +115,20 @@ class PlannedRows:
             queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
         checkpoint = self._course.checkpoint
         if checkpoint is not None and checkpoint.layer == layer:
-            self._found = checkpoint.deviations(keys, values, self._pool, self._geometry, self._ranks)
+            self.found = checkpoint.deviations(keys, values, self._pool, self._geometry, self._ranks)
         sequences = self._stage.sequences
         write_rows(keys, values.contiguous(), self._pool, layer, sequences, self._geometry)
+        if self._lowest and self.found is not None:
+            raise _CheckpointMet
         scale = self._geometry.head_dim**-0.5
         attended = sparse_prefill(queries.contiguous(), self._pool, layer, sequences, self._geometry, scale)
         return attended.flatten(1)
 
     def _decide(self) -> None:
         assert self._course.checkpoint is not None
-        assert self._found is not None
-        course, evidence = self._course.checkpoint.decide(self._found)
-        self._course, self._found, self._next_stage = course.to(self._pool.device), None, 0
+        assert self.found is not None
+        course, evidence = self._course.checkpoint.decide(self.found)
+        self._course, self.found, self._next_stage = course.to(self._pool.device), None, 0
         for found in evidence if self._evidence_sink is not None else ():
             self._evidence_sink(found)  # type: ignore[misc]
 
@@ -150,6 +160,23 @@ def run_rows(
     Returns the hidden rows that the engine scheduled, [tokens, hidden]. The layers must call `rows` (see
     `engine_wrapper.trtllm.planned_forward`).
     """
+    return rows.finish(_run(forward, options, schedule, rows))
+
+
+def run_lowest(
+    forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
+) -> torch.Tensor:
+    """As `run_rows`, for `rows` that end at their checkpoint; returns its deviations, float32 [checked tokens]."""
+    with suppress(_CheckpointMet):
+        _run(forward, options, schedule, rows)
+    if rows.found is None:
+        raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
+    return rows.found
+
+
+def _run(
+    forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
+) -> torch.Tensor:
+    token_ids = schedule.token_ids.to(options["input_ids"].dtype)
     positions = schedule.positions.to(options["position_ids"].dtype)[None]
-    call = {**options, "input_ids": schedule.token_ids, "position_ids": positions, "attn_metadata": rows}
-    return rows.finish(forward(**call))
+    return forward(**{**options, "input_ids": token_ids, "position_ids": positions, "attn_metadata": rows})

@@ -1,19 +1,18 @@
 """Proves on the engine's own first prompt that plans can be executed there, before any plan is made.
 
 What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own: once whole,
-and once by a plan whose span is that very KV. Hidden rows and KV must agree with the engine's.
+and by a plan whose span is that very KV, in one forward and in several. Hidden rows and KV have to agree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_wrapper.trtllm.batch import Batch
 from engine_wrapper.trtllm.layout_error import LayoutError
-from engine_wrapper.trtllm.planned_rows import PlannedRows, run_rows
 from kernels.layout import pool_view
 from semblend_trt.plan import (
     AttentionMode,
@@ -27,11 +26,7 @@ from semblend_trt.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
-    from semblend_trt.ranks import Ranks
+    from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 
 # Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
 MIN_TOKENS, MAX_TOKENS = 64, 512
@@ -43,13 +38,9 @@ _KEEP_ALL = 1e30
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """`forward` is the decoder's own, hooked; `pool` the engine's. `ranks` run it together."""
+    """`decoder` is the engine's, over its pool."""
 
-    forward: Callable[..., torch.Tensor]
-    pool: torch.Tensor
-    geometry: KvGeometry
-    rotation: RopeRotation
-    ranks: Ranks
+    decoder: PlannedDecoder
 
     def fits(self, batch: Batch) -> bool:
         """Whether the first sequence of the batch is a prompt that was computed from position 0, and long enough."""
@@ -64,44 +55,39 @@ class SelfCheck:
         positions = options["position_ids"].flatten()[:tokens]
         if not torch.equal(positions, torch.arange(tokens, dtype=positions.dtype, device=positions.device)):
             raise LayoutError("self_check", "the engine counts positions in another way")
-        blocks = self.geometry.blocks_for(tokens)
-        scratch = self.pool.new_zeros(blocks, *self.pool.shape[1:])
+        pool, geometry = self.decoder.pool, self.decoder.geometry
+        blocks = list(range(geometry.blocks_for(tokens)))
+        scratch = replace(self.decoder, pool=pool.new_zeros(len(blocks), *pool.shape[1:]))
         ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
-        whole = self._rows(Batch((0,), (0,), (tokens,), 1, ids), {}, options, scratch)
+        whole = scratch.run(Batch((0,), (0,), (tokens,), 1, ids), {}, [blocks], options)
         found = [_difference("hidden rows", whole, engine_rows)]
-        for layer in range(self.geometry.num_layers):
-            theirs = self._kv(self.pool, block_ids[:blocks], layer, tokens)
-            ours = self._kv(scratch, list(range(blocks)), layer, tokens)
+        for layer in range(geometry.num_layers):
+            theirs = self._kv(pool, block_ids[: len(blocks)], layer, tokens)
+            ours = self._kv(scratch.pool, blocks, layer, tokens)
             found.append(_difference(f"KV of layer {layer}", ours, theirs))
         self._judge(found)
         plan = self._plan(ids.tolist())
         rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
-        planned = self._rows(rest, {0: plan}, options, scratch)
-        self._judge([_difference("hidden rows of a plan", planned, engine_rows[plan.prefix_end :])])
+        wanted = engine_rows[plan.prefix_end :]
+        for max_rows in (None, tokens // 4):  # the span has twice as many
+            planned = scratch.run(rest, {0: plan}, [blocks], options, max_rows)
+            self._judge([_difference("hidden rows of a plan", planned, wanted)])
 
     def _judge(self, found: list[str | None]) -> None:
         """Raises the first difference of any rank: one that went on alone would wait for the others."""
         own = next((each for each in found if each is not None), None)
-        problem = next((each for each in self.ranks.gather(own) if each is not None), None)
+        problem = next((each for each in self.decoder.ranks.gather(own) if each is not None), None)
         if problem is not None:
             raise LayoutError("self_check", problem)
 
-    def _rows(
-        self, batch: Batch, plans: Mapping[int, SemanticKvPlan], options: dict[str, Any], scratch: torch.Tensor
-    ) -> torch.Tensor:
-        blocks = list(range(scratch.shape[0]))
-        (schedule, _), *_ = batch.schedules(plans, [blocks], self.geometry.block_size, self.geometry.num_layers)
-        rows = PlannedRows(schedule, scratch, self.geometry, self.rotation, self.ranks)
-        return run_rows(self.forward, options, schedule, rows)
-
     def _kv(self, pool: torch.Tensor, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
         """K and V, [2, kv_heads, tokens, head_dim]."""
-        chosen = pool_view(pool, self.geometry)[block_ids, layer]
+        chosen = pool_view(pool, self.decoder.geometry)[block_ids, layer]
         return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
     def _plan(self, tokens: list[int]) -> SemanticKvPlan:
         """A checked plan: a hole, a span that keeps its place, of which nothing deviates, and a suffix."""
-        start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, self.geometry.num_layers
+        start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, self.decoder.geometry.num_layers
         check = SpanCheck(0, _KEEP_ALL)  # the lowest layer, so that every other one runs on some of the rows
         execution = EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, layers, end, check=check)
         return SemanticKvPlan(
@@ -113,7 +99,7 @@ class SelfCheck:
             prompt_token_ids=tokens,
             num_computed_tokens=0,
             matched_tokens=end,
-            block_size=self.geometry.block_size,
+            block_size=self.decoder.geometry.block_size,
             execution=execution,
         )
 

@@ -192,7 +192,6 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
                 publication_guard=self._runtime.publication_guard,
                 profile=match.profile,
                 profile_refusal=match.refusal,
-                max_rows=getattr(self._llm_args, "max_num_tokens", None),
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found

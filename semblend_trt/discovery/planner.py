@@ -39,8 +39,7 @@ MAX_PIECES = 256
 class LookupRequest:
     """One prompt as the scheduler knows it: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's
     own exact prefix. `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` is
-    one that holds for the request's namespace; where there is none, `profile_refusal` says why. `max_rows` is how many
-    tokens the engine may compute in one forward, None without a bound."""
+    one that holds for the request's namespace; where there is none, `profile_refusal` says why."""
 
     request_id: int
     namespace_key: str
@@ -52,7 +51,6 @@ class LookupRequest:
     exclude: frozenset[str] = frozenset()
     profile: ReuseProfile | None = None
     profile_refusal: str = "no_profile"
-    max_rows: int | None = None
 
     def excluding(self, donor_ids: frozenset[str]) -> LookupRequest:
         """The same request, planned without these donors as well."""
@@ -78,7 +76,7 @@ class _Selection:
     """The spans to place, sorted and disjoint, and the fuzzy chunks that some of them belong to.
 
     `withheld` are spans that the settings only let be reported. `cover` says how the spans behind the exact one came
-    about, where they may leave holes. `is_cut`: more was found than may run at once.
+    about, where they may leave holes.
     """
 
     spans: list[PlanSpan]
@@ -86,7 +84,6 @@ class _Selection:
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
     cover: Cover | None = None
-    is_cut: bool = False
 
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
@@ -106,8 +103,7 @@ class Planner:
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
     than a span), invalid_tokens, lookup_timeout (the search took longer than the setting allows), no_donor_match,
     hole_needs_wrapper (no run goes on where the engine's prefix ends, and a stock engine computes no hole),
-    strict_prefix_boundary (none goes on there up to a block's end, and the setting asks for that), low_reuse,
-    max_num_tokens (the rows that the engine may run at once leave too little to reuse); and where
+    strict_prefix_boundary (none goes on there up to a block's end, and the setting asks for that), low_reuse; and where
     only runs that are not exact were found: not_exact (policy exact, or a profile that justifies no more), no_profile,
     profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
     stock engine), no_publication_guard (approximate KV could be published).
@@ -143,7 +139,7 @@ class Planner:
             selection = self._select(request, runs, terms, refusal)
             _check_time(deadline)
             if not self._is_worth_placing(request, selection.spans, terms):
-                raise _Refusal("max_num_tokens" if selection.is_cut else "low_reuse")
+                raise _Refusal("low_reuse")
             selection = self._withhold(request, selection)
         except _Refusal as refusal:
             return Planned(None, refusal.reason, len(runs))
@@ -201,8 +197,6 @@ class Planner:
         preference, found = Preference(self._is_near, request.block_size), None
         # Exact KV comes first, even before a longer shifted run: it costs nothing in quality and may be published.
         position = begin if first is None else first.target_end
-        end = _end_of_rows(request, position, terms)
-        is_cut = any(run.target_end > end for run in usable) and end < request.last_usable
         strict = self._settings.strict_prefix_boundary
         # A run of head tokens alone would be moved and then computed all the same.
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
@@ -218,11 +212,11 @@ class Planner:
             chosen, uses = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
-            raise _Refusal("max_num_tokens" if is_cut else refusal)
+            raise _Refusal(refusal)
         spans = [span_of(run, exact=run is first) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, uses, cover=found, is_cut=is_cut)
+        return _Selection(spans, uses, cover=found)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
         """What the switches that only let donors be reported leave of a selection."""
@@ -274,14 +268,6 @@ class Planner:
             ),
             diagnostics=_diagnostics(runs, selection, holes),
         )
-
-
-def _end_of_rows(request: LookupRequest, position: int, terms: ReuseTerms | None) -> int:
-    """Up to where tokens may be reused behind exact ones that end at `position`: the rows of a plan whose lowest layers
-    run on all of them, and one row behind them, run in one forward."""
-    if request.max_rows is None or terms is None or not terms.computes_all:
-        return request.last_usable
-    return min(request.last_usable, position + request.max_rows - 1)
 
 
 def _check_time(deadline: Deadline) -> None:

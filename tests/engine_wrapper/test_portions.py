@@ -98,6 +98,6 @@ def test_what_fits_is_one_forward_of_the_same_works(make_plan: Callable[..., Any
 
 
 def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: Callable[..., Any]) -> None:
-    """No plan of ours is so long; one that is must still be executed, because the engine has skipped its tokens."""
+    """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
     works = works_of([piece_of(make_plan, 0, "check", 50, 5)], LAYERS)
     assert sum(part.num_rows for part in portions(works, LAYERS, 10)) == 55

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.trtllm import planned_forward
+from engine_wrapper.trtllm import planned_rows
 from engine_wrapper.trtllm.executor_parts import ExecutorParts
 from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.planned_forward import PlannedForward
@@ -124,15 +124,15 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan:
     assert len(bench.evidence) == (1 if plan.is_checked else 0)
 
 
+# With 49, from the first token of a span to the last one's, and one behind it, all fit into one forward.
+@pytest.mark.parametrize("max_rows", [49, 16])
 @pytest.mark.parametrize("terms", TERMS)
 def test_no_forward_has_more_rows_than_the_engine_has_room_for(
-    bench: Bench, make_plan: Any, monkeypatch: pytest.MonkeyPatch, terms: str
+    bench: Bench, make_plan: Any, monkeypatch: pytest.MonkeyPatch, terms: str, max_rows: int
 ) -> None:
-    # From the first token of a span to the last one's, and one behind it, where they have to run at once.
-    max_rows = 49 if set(TERMS[terms]) & {"boundary", "check"} else 16
     bench.prove()
-    rows, own = [], planned_forward.run_rows
-    monkeypatch.setattr(planned_forward, "run_rows", lambda *call: rows.append(len(call[2].token_ids)) or own(*call))
+    rows, own = [], planned_rows._run
+    monkeypatch.setattr(planned_rows, "_run", lambda *call: rows.append(len(call[2].token_ids)) or own(*call))
     planned, cold = bench.request(1, 70), bench.request(2, 33)
     bench.scatter(planned, SPANS)
     plan = make_plan(planned.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, prefix_end=60, shift=3, **TERMS[terms])
@@ -219,6 +219,17 @@ def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_
         )
 
 
+def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_plan: Any) -> None:
+    bench.prove()
+    decoder, request = bench.executor.model_engine.model.model, bench.request(1, 70)
+    decoder.layers = decoder.layers[:1]
+    plan = make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, check=SpanCheck(1, 0.5))
+    bench.runtime.active_plans.put(plan)
+    bench.forward._max_rows = 16
+    with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
+        bench.executor.forward([(1, 58, 12)], request.tokens[58:], 1)
+
+
 class _Metadata:
     def __init__(self, request_ids: list[int], cached: list[int], lengths: list[int]) -> None:
         self.request_ids, self.num_contexts, self.seq_lens = request_ids, 1, torch.tensor(lengths)
@@ -238,7 +249,24 @@ def _windowed(bench: Bench) -> None:
     bench.executor.model_engine.model.model.layers[2].self_attn.asks["attention_window_size"] = 128
 
 
-@pytest.mark.parametrize("spoil", [_wrong_rotation, _sees_all, _windowed], ids=["rotation", "rows mix", "window"])
+def _cannot_be_left(bench: Bench) -> None:
+    layer = bench.executor.model_engine.model.model.layers[0]
+    own = layer.forward
+
+    def forward(**options: Any) -> Any:
+        try:
+            return own(**options)
+        except Exception:
+            return options["hidden_states"], options["hidden_states"]
+
+    layer.forward = forward
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [_wrong_rotation, _sees_all, _windowed, _cannot_be_left],
+    ids=["rotation", "rows mix", "window", "cannot be left"],
+)
 def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench: Bench, spoil: Any) -> None:
     decoder = bench.executor.model_engine.model.model
     spoil(bench)

@@ -10,6 +10,7 @@ import torch
 from engine_wrapper.trtllm.batch import Batch
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.layout_error import LayoutError
+from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import MIN_TOKENS, SelfCheck
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.ranks import Ranks
@@ -24,13 +25,9 @@ if TYPE_CHECKING:
 def check(tiny_qwen2_path: Path) -> SelfCheck:
     executor = executor_of(tiny_qwen2_path, None)
     manager = executor.kv_cache_manager
-    return SelfCheck(
-        executor.model_engine.model.model.forward,
-        manager.pool,
-        manager.geometry,
-        model_facts(tiny_qwen2_path).rotation,
-        Ranks(),
-    )
+    rotation = model_facts(tiny_qwen2_path).rotation
+    forward = executor.model_engine.model.model.forward
+    return SelfCheck(PlannedDecoder(forward, manager.pool, manager.geometry, rotation, Ranks()))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +71,7 @@ def test_what_differs_is_named(tiny_qwen2_path: Path, what: str) -> None:
         hooks = DecoderHooks(decoder, stock)
         hooks.install()
         rotation = model_facts(tiny_qwen2_path).rotation
-        check = SelfCheck(stock, manager.pool, manager.geometry, rotation, Ranks())
+        check = SelfCheck(PlannedDecoder(stock, manager.pool, manager.geometry, rotation, Ranks()))
         with pytest.raises(LayoutError) as error:
             check.run(Batch.of_call(options), options, hidden, request.blocks)
         errors.append(error.value)

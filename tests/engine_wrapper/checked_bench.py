@@ -1,0 +1,109 @@
+"""A tiny model over a pool of its own, for tests of plans whose tokens are checked or computed in some layers only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
+from engine_wrapper.lowest_layers import settled
+from engine_wrapper.sparse_forward import SparseForward
+from kernels.layout import KvGeometry, pool_view
+from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_wrapper.sequence_work import SequenceWork
+    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.span_check import SpanCheck
+
+PlanMaker = Callable[..., SemanticKvPlan]
+
+BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
+TOLERANCE = 1e-4
+KEEP_ALL = 1e30
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Bench:
+    """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
+
+    def __init__(self, model: Any, fused: bool, ranks: Ranks | None = None) -> None:
+        keep_shard(model, ranks or Ranks())
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
+        shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
+        self.pool = torch.full(shape, float("nan"), device=DEVICE)
+        self.forward = SparseForward(model, self.pool, self.geometry, fused, ranks)
+        assert (self.forward.fused is not None) == fused
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
+        self._blocks = [tuple(order[i::4]) for i in range(4)]
+        self.evidence: list[CheckEvidence] = []
+        self.lowest: list[tuple[SequenceWork, int]] = []
+
+    def slice(self, request_id: int, tokens: tuple[int, ...], begin: int = 0, end: int | None = None) -> SequenceSlice:
+        return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
+
+    def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
+        return replace(self.slice(plan.request_id, tuple(plan.prompt_token_ids), plan.prefix_end, end), plan=plan)
+
+    def run(self, *slices: SequenceSlice, max_rows: int | None = None) -> list[torch.Tensor]:
+        """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.
+
+        With `max_rows` plans that need more run their lowest layers in parts, and one forward runs what is left.
+        """
+        self.evidence, self.lowest = [], []
+        sink = self.evidence.append
+        works = [settled(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works_of(slices, NUM_LAYERS)]
+        hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
+        return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
+
+    def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
+        self.lowest.append((work, layer))
+        return self.forward.lowest(lowest_schedule(work, layer, NUM_LAYERS).to(DEVICE))
+
+    def kv(self, request_id: int) -> torch.Tensor:
+        """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""
+        blocks = pool_view(self.pool, self.geometry)[list(self._blocks[request_id - 1])]
+        return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).clone()
+
+    def place(self, request_id: int, kv: torch.Tensor, start: int, end: int) -> None:
+        """Writes positions start..end-1 of `kv` into the request's blocks."""
+        view = pool_view(self.pool, self.geometry)
+        for position in range(start, end):
+            block = self._blocks[request_id - 1][position // BLOCK_SIZE]
+            view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
+
+    def cold(self, tokens: tuple[int, ...], request_id: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and KV of a run that reuses nothing; the pool is NaN again afterwards."""
+        logits = self.run(self.slice(request_id, tokens))[0]
+        kv = self.kv(request_id)
+        self.pool.fill_(float("nan"))
+        return logits, kv
+
+
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
+
+
+def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == expected.shape and (actual - expected).abs().max().item() <= TOLERANCE
+
+
+def plan_of(
+    make_plan: PlanMaker, tokens: tuple[int, ...], spans: list[tuple[int, int]], check: SpanCheck, **options: Any
+) -> SemanticKvPlan:
+    return make_plan(tokens, spans, num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, check=check, **options)
