@@ -115,7 +115,7 @@ class Checkpoint:
                 for rows in work.open_check.rows
             ]
         if not moves:
-            return torch.empty(0, device=pool.device)
+            return torch.empty(0, dtype=torch.float32, device=pool.device)
         # What lies in the pool was rotated when it was placed there: nothing turns.
         planes = geometry.head_dim // 2
         still = RopeRotation((0.0,) * planes, 2 * planes)
