@@ -222,7 +222,7 @@ class Directory:
         followed.digest ^= donor_digest(data.donor_id, donor.tier)
         self._donors += 1
         try:
-            sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
+            sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # it tells of the whole donor
             donor.namespace = self._namespaces.enter(data.namespace)
         except (NamespaceError, RecursionError):
             self.counts["bad_namespace"] += 1

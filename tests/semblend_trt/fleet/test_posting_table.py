@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.posting_table import DEAD, Owners, Table, add, copy, remove, sweep, table_of
-
-BITS, OWNERS = 6, 4
-# Neighbours share their first slot in a table this small, and the last ones reach round its end.
-ENTRIES = st.lists(st.integers(0, 40).map(lambda value: value << 23), max_size=8)
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "remove", "kill"]), ENTRIES, st.integers(1, OWNERS - 1)), max_size=30
+from semblend_trt.fleet.posting_table import (
+    NONE,
+    Table,
+    clear,
+    copy,
+    enter,
+    find,
+    look_up,
+    places_of,
+    table_of,
+    used_places,
 )
 
-
-def owners() -> Owners:
-    kinds = (np.int32, np.int32, np.uint8, np.int64)
-    return Owners(*(np.zeros(OWNERS, dtype=kind) for kind in kinds))
-
-
-def contents(table: Table) -> Counter[tuple[int, int]]:
-    used = np.flatnonzero(table.slots)
-    return Counter(
-        {(int(table.slots[at]) >> 32, int(table.slots[at]) & 0xFFFFFFFF): int(table.counts[at]) for at in used}
-    )
+BITS = 6
+# Neighbours share their first slot in a table this small, and the last ones reach round its end.
+ENTRIES = st.lists(st.integers(0, 40).map(lambda value: value << 23), max_size=8)
+FACTORS = st.integers(0, (1 << 31) - 1).map(lambda value: 2 * value + 1)
+STEPS = st.lists(st.tuples(st.sampled_from(["enter", "clear"]), ENTRIES, st.integers(1, NONE - 1)), max_size=30)
 
 
 def as_entries(values: list[int]) -> np.ndarray:
     return np.sort(np.array(values, dtype=np.uint32))
+
+
+def refer(table: Table, places: np.ndarray, reference: int) -> None:
+    for at in (places & 0xFFFFFFFF).tolist():
+        table.slots[at] = (int(table.slots[at]) >> 32 << 32) | reference
+
+
+def contents(table: Table) -> dict[int, int]:
+    return {int(slot) >> 32: int(slot) & 0xFFFFFFFF for slot in table.slots[np.flatnonzero(table.slots)]}
 
 
 def all_are_reached(table: Table) -> bool:
@@ -46,41 +51,53 @@ def all_are_reached(table: Table) -> bool:
     return True
 
 
-@given(STEPS, st.integers(0, (1 << 31) - 1).map(lambda value: 2 * value + 1))
+@given(STEPS, FACTORS)
 @settings(max_examples=100, deadline=None)
-def test_the_table_counts_as_a_dictionary_does(steps, factor) -> None:
-    table, known = table_of(BITS, factor), owners()
-    model: Counter[tuple[int, int]] = Counter()
-    donors: dict[int, list[list[int]]] = {owner: [] for owner in range(OWNERS)}
-    for deed, values, owner in steps:
-        if deed == "add" and len(model) + len(values) < 1 << BITS:
-            add(table, known, as_entries(values), owner)
-            donors[owner].append(values)
-            model.update((value, owner) for value in set(values))
-        elif deed == "remove" and donors[owner]:
-            values = donors[owner].pop(0)
-            remove(table, known, as_entries(values), owner)
-            model.subtract((value, owner) for value in set(values))
-            model = +model
-        elif deed == "kill":
-            known.namespaces[owner] = DEAD
-            sweep(table, known, len(values), 3 << BITS)
-            known.namespaces[owner] = 0
-            donors[owner].clear()
-            model = Counter({key: count for key, count in model.items() if key[1] != owner})
-    assert contents(table) == model
-    assert all_are_reached(table)
-    assert known.slots.tolist() == [sum(key[1] == owner for key in model) for owner in range(OWNERS)]
+def test_the_table_holds_what_a_dictionary_does(steps, factor) -> None:
+    table, model = table_of(BITS, factor), {}
+    for deed, values, reference in steps:
+        if deed == "enter":
+            places = enter(table, as_entries(values))
+            assert sorted(places >> 32) == sorted(model.get(value, NONE) for value in set(values))
+            refer(table, places, reference)
+            model.update(dict.fromkeys(values, reference))
+            assert set(places_of(table, places) >> 32) <= {reference}
+        else:
+            places = find(table, as_entries(values))
+            assert sorted(places >> 32) == sorted(model[value] for value in set(values) & set(model))
+            refer(table, places, NONE)
+            clear(table, as_entries([*values, *model]))
+            model = {value: reference for value, reference in model.items() if value not in values}
+        assert contents(table) == model
+        assert all_are_reached(table)
+        assert table.used.tolist() == [len(model)]
 
 
-def test_a_larger_table_holds_the_same_without_the_dead() -> None:
-    table, larger, known = table_of(BITS, 77), table_of(BITS + 2, 77), owners()
-    entries = np.arange(0, 20, dtype=np.uint32) << 25
-    add(table, known, entries, 1)
-    add(table, known, entries[:5], 1)
-    add(table, known, entries, 2)
-    known.namespaces[2] = DEAD
-    copy(table, known, larger)
-    assert contents(larger) == Counter({(int(each), 1): 2 if at < 5 else 1 for at, each in enumerate(entries)})
+@given(ENTRIES, FACTORS)
+@settings(max_examples=30, deadline=None)
+def test_a_larger_table_holds_the_same(values, factor) -> None:
+    table, larger = table_of(BITS, factor), table_of(BITS + 2, factor)
+    refer(table, enter(table, as_entries(values)), 5)
+    copy(table, larger)
+    assert contents(larger) == contents(table) == dict.fromkeys(values, 5)
     assert all_are_reached(larger)
-    assert known.slots.tolist() == [0, 20, 0, 0]
+    assert larger.used.tolist() == [len(set(values))]
+
+
+def test_slots_are_told_with_their_entries() -> None:
+    table, entries = table_of(BITS, 77), np.arange(20, dtype=np.uint32) << 25
+    refer(table, enter(table, entries), 9)
+    parts = [used_places(table, start, start + 16) for start in range(0, 1 << BITS, 16)]
+    assert sorted(np.concatenate([held for _, held in parts])) == entries.tolist()
+    for places, held in parts:
+        assert (table.slots[places & 0xFFFFFFFF] >> np.uint64(32)).tolist() == held.tolist()
+        assert set(places >> 32) <= {9}
+
+
+def test_a_prompts_entries_are_looked_up_from_a_level_on() -> None:
+    table, entries = table_of(BITS, 77), np.arange(20, dtype=np.uint32) << 25
+    refer(table, enter(table, entries[:10]), 9)
+    asked = np.concatenate([entries, entries[:1]])
+    levels = np.arange(21, dtype=np.uint8) % 4
+    assert sorted(look_up(table, asked, levels, 2)) == [9 << 32 | level for level in (2, 2, 3, 3)]
+    assert len(look_up(table, asked, levels, 0)) == 11

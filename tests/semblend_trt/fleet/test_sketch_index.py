@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend_trt.fleet.owner_sets import words_in_use
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_of
 from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, SketchIndex
 
@@ -93,6 +94,19 @@ def test_what_is_forgotten_is_swept_away_and_its_room_used_again() -> None:
         assert len(index) == 0
 
 
+def test_nothing_is_left_of_texts_whose_holders_are_all_forgotten() -> None:
+    index, rng = SketchIndex(1 << 20), np.random.default_rng(6)
+    for sketch in [random_sketch(rng, 2000) for _ in range(30)]:
+        for worker in rng.choice(9, 3, replace=False).tolist():
+            index.add(0, worker, sketch)
+    for worker in range(9):
+        index.forget(worker)
+    for _ in range((len(index._table.slots) >> 12) + 1):
+        index.tidy()
+    assert words_in_use(index._sets) == index._table.used[0] == len(index) == 0
+    assert sorted(index._free) == list(range(1, 64))
+
+
 def test_owners_are_given_back_when_their_last_donor_goes() -> None:
     index, rng = SketchIndex(1 << 14), np.random.default_rng(2)
     for namespace in range(1000):
@@ -109,6 +123,21 @@ def test_many_owners_at_once_are_all_found() -> None:
         index.add(1 + worker, worker, random_sketch(rng))
     prompt = prompt_fingerprints(text, KEY)
     assert index.search(0, 300, prompt).tolist() == [1.0] * 300
+
+
+def test_entries_that_all_have_other_holders_are_found_however_many_there_are() -> None:
+    index, rng = SketchIndex(1 << 18), np.random.default_rng(5)
+    prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
+    held = rng.random((100, len(prompt))) < 0.5
+    postings = [index.add(0, worker, Sketch(0, 1000, prompt.entries[each])) for worker, each in enumerate(held)]
+    assert index.search(0, 100, prompt) == pytest.approx(held.mean(axis=1))
+    for posting in postings[::2]:
+        index.remove(posting)
+    held[::2] = False
+    assert index.search(0, 100, prompt) == pytest.approx(held.mean(axis=1))
+    for posting in postings[1::2]:
+        index.remove(posting)
+    assert words_in_use(index._sets) == index._table.used[0] == len(index) == 0
 
 
 def test_a_full_index_takes_no_more() -> None:
