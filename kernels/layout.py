@@ -6,7 +6,7 @@ The pool's inner order is HND, offset = (head * block_size + slot) * head_dim + 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,10 @@ class PagedKv:
         """Positions that the blocks hold."""
         return self.block_ids.numel() * self.geometry.block_size
 
+    def layers(self, first: int, end: int) -> PagedKv:
+        """Layers `first .. end - 1`, without a copy."""
+        return replace(self, pool=self.pool[:, first:end], geometry=replace(self.geometry, num_layers=end - first))
+
 
 @dataclass(frozen=True, slots=True)
 class ContiguousKv:
@@ -77,6 +81,10 @@ class ContiguousKv:
     def capacity(self) -> int:
         """Positions that the tensor holds."""
         return self.tensor.shape[3]
+
+    def layers(self, first: int, end: int) -> ContiguousKv:
+        """Layers `first .. end - 1`, without a copy."""
+        return ContiguousKv(self.tensor[first:end])
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:

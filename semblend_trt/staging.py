@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.kv_move import Move, kv_move
+from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from kernels.rope import RopeRotation
     from semblend_trt.donors.host_kv import HostKv
-
-Kv = TypeVar("Kv", PagedKv, ContiguousKv)
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class HostReader:
 
         Raises ValueError for other sources, and when a slot does not hold one token of that many layers.
         """
-        part = layers_of(target, first_layer, end_layer)
+        part = target.layers(first_layer, end_layer)
         if self._staging is None:
             self._place_in_place(moves, part, first_layer, end_layer)
             return
@@ -121,7 +119,7 @@ class HostReader:
     def _place_in_place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
         while self._read_in_place and ((event := self._read_in_place[0][0]) is None or event.query()):
             self._read_in_place.popleft()
-        direct = [replace(move, source=layers_of(_contiguous(move.source), first_layer, end_layer)) for move in moves]
+        direct = [replace(move, source=_contiguous(move.source).layers(first_layer, end_layer)) for move in moves]
         with on(self._moves):
             kv_move(direct, target, self._rotation)
         self._read_in_place.append((record(self._moves), direct))
@@ -135,7 +133,7 @@ class HostReader:
         wait(self._copies, [slot.free])
         with on(self._copies):
             for move in piece:
-                source = layers_of(_contiguous(move.source), first_layer, end_layer)
+                source = _contiguous(move.source).layers(first_layer, end_layer)
                 rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
                 _copy_rows(rows, staged[:, :, :, column : column + move.length])
                 staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, move.shift))
@@ -182,12 +180,12 @@ class HostWriter:
         layers = max(1, min(num_layers, staging.capacity // sum(move.length for move in moves)))
         for first in range(0, num_layers, layers):
             end = min(first + layers, num_layers)
-            part = layers_of(target, first, end)
+            part = target.layers(first, end)
             for piece in pieces(moves, staging.capacity // layers):
                 staged = staging.view(staging.next(), end - first, sum(move.length for move in piece))
                 staged_moves, column = [], 0
                 for move in piece:
-                    source = layers_of(_contiguous(move.source), first, end)
+                    source = _contiguous(move.source).layers(first, end)
                     rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
                     _copy_rows(rows, staged[:, :, :, column : column + move.length])
                     staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=0))
@@ -199,24 +197,18 @@ class HostWriter:
         if self._staging is None:
             kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
             return
-        num_layers = source.geometry.num_layers
-        layers = max(1, min(num_layers, self._staging.capacity // tokens))
-        chunk = self._staging.capacity // layers
-        for first in range(0, num_layers, layers):
-            end = min(first + layers, num_layers)
-            part = layers_of(source, first, end)
-            for start in range(0, tokens, chunk):
-                length = min(chunk, tokens - start)
-                staged = self._staging.view(self._staging.next(), end - first, length)
-                kv_move([Move(part, first_token + start, 0, length, turn=0)], ContiguousKv(staged), self._rotation)
-                _copy_rows(staged, held[first:end, :, :, start : start + length])
-
-
-def layers_of(kv: Kv, first: int, end: int) -> Kv:
-    """Layers `first .. end - 1` of `kv`, without a copy."""
-    if isinstance(kv, PagedKv):
-        return replace(kv, pool=kv.pool[:, first:end], geometry=replace(kv.geometry, num_layers=end - first))
-    return replace(kv, tensor=kv.tensor[first:end])
+        staging, num_layers = self._staging, source.geometry.num_layers
+        layers = max(1, min(num_layers, staging.capacity // tokens))
+        chunk = staging.capacity // layers
+        for start in range(0, tokens, chunk):
+            length = min(chunk, tokens - start)
+            staged = staging.view(staging.next(), layers, length)
+            moves = [Move(source, first_token + start, 0, length, turn=0)]
+            gather = LayerMoves(moves, ContiguousKv(staged), self._rotation)
+            for first in range(0, num_layers, layers):
+                end = min(first + layers, num_layers)
+                gather.make(range(first, end))
+                _copy_rows(staged[: end - first], held[first:end, :, :, start : start + length])
 
 
 def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:

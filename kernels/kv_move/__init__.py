@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
+from kernels.kv_move.layer_moves import LayerMoves
 from kernels.kv_move.move import Move, check_moves, tensor_of
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from kernels.layout import ContiguousKv, PagedKv
     from kernels.rope import RopeRotation
 
-__all__ = ["Move", "kv_move"]
+__all__ = ["LayerMoves", "Move", "kv_move"]
 
 
 def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:

@@ -28,7 +28,7 @@ from kernels.triton_spans import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kernels.layout import PagedKv
     from kernels.rope import RopeRotation
@@ -47,11 +47,22 @@ def kv_move(
 ) -> None:
     """As `kernels.kv_move.kv_move`; the moves were checked, and `triton_serves` them all."""
     moves = [move for move in moves if move.length]
-    if not moves:
-        return
+    if moves:
+        prepared(moves, target, rotation, tiling)(range(sizes_of(target)[0]))
+
+
+def prepared(
+    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling | None = None
+) -> Callable[[range], None]:
+    """`launch` of moves that all have a length, with their table; to be called with layers, as often as one likes."""
     tiling = tiling or default_tiling(target)
-    launch(table_of(moves, target, rotation, tiling), target, rotation, tiling)
-    keep_until_read([tensor_of(move.source) for move in moves], tensor_of(target))
+    table = table_of(moves, target, rotation, tiling)
+
+    def run(layers: range) -> None:
+        launch(table, target, rotation, tiling, layers)
+        keep_until_read([tensor_of(move.source) for move in moves], tensor_of(target))
+
+    return run
 
 
 def table_of(
@@ -64,11 +75,21 @@ def table_of(
     return span_table(moves, memory, (rows, rows), 0, rotation, tokens)
 
 
-def launch(table: SpanTable, target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling) -> None:
-    """Launches the kernel on the current stream of the target's device."""
+def launch(
+    table: SpanTable,
+    target: PagedKv | ContiguousKv,
+    rotation: RopeRotation,
+    tiling: Tiling,
+    layers: range | None = None,
+) -> None:
+    """Launches the kernel on the current stream of the target's device.
+
+    `layers` of the sources, by default as many as the target has from their first on, go to the target's first ones.
+    """
     memory = tensor_of(target)
-    layers, kv_factor, kv_heads, head_dim = sizes_of(target)
-    grid = (table.num_tiles * layers * kv_factor * triton.cdiv(kv_heads, tiling.heads),)
+    num_layers, kv_factor, kv_heads, head_dim = sizes_of(target)
+    layers = layers or range(num_layers)
+    grid = (table.num_tiles * len(layers) * kv_factor * triton.cdiv(kv_heads, tiling.heads),)
     with torch.cuda.device_of(memory):
         move_kernel[grid](
             memory,
@@ -76,7 +97,8 @@ def launch(table: SpanTable, target: PagedKv | ContiguousKv, rotation: RopeRotat
             table.tiles_at,
             table.factors_at,
             table.num_tiles,
-            layers,
+            layers.start,
+            len(layers),
             kv_factor,
             kv_heads,
             **constants(table, memory.dtype, head_dim, rotation),
@@ -101,13 +123,14 @@ def _as_element(values, ELEMENT: tl.constexpr):
     return values.to(ELEMENT)
 
 
-@triton.jit(do_not_specialize=["tiles_at", "factors_at", "num_tiles", "layers", "kinds", "heads"])
+@triton.jit(do_not_specialize=["tiles_at", "factors_at", "num_tiles", "first_layer", "layers", "kinds", "heads"])
 def move_kernel(
     base,
     table,
     tiles_at,
     factors_at,
     num_tiles,
+    first_layer,
     layers,
     kinds,
     heads,
@@ -149,7 +172,7 @@ def move_kernel(
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(base, span, layer, kind, head, UNIT)
+                source = plane_at(base, span, first_layer + layer, kind, head, UNIT)
                 target = plane_at(base, table, layer, kind, head, UNIT)
                 first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
                 rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
@@ -179,6 +202,6 @@ def move_kernel(
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(base, span, layer, kind, head, UNIT)
+                source = plane_at(base, span, first_layer + layer, kind, head, UNIT)
                 target = plane_at(base, table, layer, kind, head, UNIT)
                 _copy(source, target, from_rows, to_rows, live, 0, HEAD_DIM, PAD_HEAD)

@@ -42,3 +42,12 @@ def triton_device() -> str:
     if not HAS_TRITON:
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["torch", "triton"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where an operation runs, by one path or the other."""
+    if request.param == "triton":
+        return str(request.getfixturevalue("triton_device"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return "cpu"

@@ -20,15 +20,6 @@ BLOCK = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
-@pytest.fixture(params=["torch", "triton"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the operation runs, by one path or the other."""
-    if request.param == "torch":
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        return "cpu"
-    return str(request.getfixturevalue("triton_device"))
-
-
 def rotation_of(rotary_dim: int, interleaved: bool = False, first_channel: int = 0) -> RopeRotation:
     frequencies = tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2))
     return RopeRotation(frequencies, rotary_dim, interleaved, first_channel)

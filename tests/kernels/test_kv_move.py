@@ -29,15 +29,6 @@ FP8 = torch.float8_e4m3fn
 FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
 
 
-@pytest.fixture(params=["torch", "triton"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the operation runs, by one path or the other."""
-    if request.param == "torch":
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        return "cpu"
-    return str(request.getfixturevalue("triton_device"))
-
-
 def on(kv: PagedKv | ContiguousKv, device: str) -> PagedKv | ContiguousKv:
     if isinstance(kv, PagedKv):
         return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)

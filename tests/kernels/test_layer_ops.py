@@ -23,15 +23,6 @@ UNWRITTEN = -1
 Random = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(params=["kernel", "torch"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test through the kernels (interpreted without a card) and through torch."""
-    if request.param == "kernel":
-        return str(request.getfixturevalue("triton_device"))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    return "cpu"
-
-
 @pytest.fixture
 def random(device: str) -> Random:
     return seeded(device)

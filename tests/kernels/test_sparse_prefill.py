@@ -24,15 +24,6 @@ BLOCK = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
-@pytest.fixture(params=["eager", "triton"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the public functions take the path that is tested."""
-    if request.param == "triton":
-        return str(request.getfixturevalue("triton_device"))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    return "cpu"
-
-
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fills every new tensor that torch.empty returns with NaN."""
