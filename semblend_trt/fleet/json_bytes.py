@@ -11,28 +11,31 @@ _Bytes = npt.NDArray[np.uint8]
 
 # What a byte takes at most: three digits and a comma.
 _ROOM = 4
-# Each byte's digits and comma, uint8 [256, _ROOM], and how many characters these are.
-_NUMBERS = [b"%d," % each for each in range(256)]
-_WRITTEN = np.frombuffer(b"".join(number.ljust(_ROOM) for number in _NUMBERS), dtype=np.uint8).reshape(-1, _ROOM)
-_LENGTHS = np.array([len(number) for number in _NUMBERS])
+# Each byte's digits and comma in the low half of a number, uint64 [256], and in the high half how many they are.
+_WRITTEN = np.array(
+    [int.from_bytes(text.ljust(_ROOM), "little") | len(text) << 32 for text in (b"%d," % each for each in range(256))],
+    dtype=np.uint64,
+)
+_OPENED, _CLOSED = b"[]"
 
 
 @entry
 def _write(data: _Bytes, text: _Bytes) -> int:
-    """Writes the numbers behind the first character of `text`, uint8 [_ROOM * len(data) + 1]; returns their end."""
+    """Writes the list to `text`, uint8 [_ROOM * len(data) + 1], of one byte or more; returns its length."""
+    text[0] = _OPENED
     end = 1
     for each in data:
+        written = _WRITTEN[each]
         for at in range(_ROOM):
-            text[end + at] = _WRITTEN[each, at]
-        end += _LENGTHS[each]
+            text[end + at] = np.uint8(written >> np.uint64(8 * at))
+        end += np.int64(written >> np.uint64(32))
+    text[end - 1] = _CLOSED
     return end
 
 
-def as_json_list(data: bytes) -> bytes:
+def as_json_list(data: bytes) -> memoryview:
     """What JSON makes of `list(data)`, without blanks."""
     if not data:
-        return b"[]"
+        return memoryview(b"[]")
     text = np.empty(_ROOM * len(data) + 1, dtype=np.uint8)
-    end = _write(np.frombuffer(data, dtype=np.uint8), text)
-    text[0], text[end - 1] = ord("["), ord("]")
-    return text[:end].tobytes()
+    return text.data[: _write(np.frombuffer(data, np.uint8), text)]

@@ -127,7 +127,7 @@ class EventWriter:
         self.emitter = emitter
         self.last_id = 0
         self._embeddings = embeddings
-        self._raw: Callable[[bytes], Any] = msgspec.Raw
+        self._raw: Callable[[bytes | memoryview], Any] = msgspec.Raw
         is_json = form is EventFormat.JSON
         self._encode: Callable[[Any], bytes] = (msgspec.json if is_json else msgspec.msgpack).Encoder().encode
         self._as_list = _as_json_list() if is_json else None
@@ -231,7 +231,7 @@ class EventWriter:
         return encoded
 
 
-def _as_json_list() -> Callable[[bytes], bytes]:
+def _as_json_list() -> Callable[[bytes], memoryview]:
     # Settings name the formats, and who only reads them need not load a compiler.
     from semblend_trt.fleet.json_bytes import as_json_list
 

@@ -17,4 +17,4 @@ from semblend_trt.fleet.json_bytes import as_json_list
 @example(b"\x00")
 @settings(deadline=None)
 def test_bytes_are_written_as_json_writes_their_list(data) -> None:
-    assert as_json_list(data) == json.dumps(list(data), separators=(",", ":")).encode()
+    assert bytes(as_json_list(data)) == json.dumps(list(data), separators=(",", ":")).encode()
