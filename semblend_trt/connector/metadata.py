@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.placement import Tier
@@ -26,9 +26,11 @@ class SaveIntent:
     is_written: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RequestProgress:
-    """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done."""
+class RequestProgress(NamedTuple):
+    """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done.
+
+    One for each running request in every iteration: Python would pickle a dataclass many times slower.
+    """
 
     request_id: int
     new_block_ids: tuple[int, ...]
