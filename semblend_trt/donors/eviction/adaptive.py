@@ -1,4 +1,4 @@
-"""AdaptiveSemanticEviction: the SemanticKV system's score, kept in order while time passes and weights move."""
+"""AdaptiveSemanticEviction: what a donor's room is expected to save a second, from what was seen of its kind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.donors.block_kind import BlockKind, main_kind, mean_weight
 from semblend_trt.donors.eviction.ranking import Ranking
+from semblend_trt.donors.eviction.return_times import FIRST_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,28 +16,25 @@ if TYPE_CHECKING:
     from semblend_trt.donors.eviction.kind_weights import KindWeights
     from semblend_trt.donors.eviction.policy import DonorHistory
 
-AGE_SECONDS = 60.0
-LEAST_FRESHNESS = 0.05
-TOKEN_EXPONENT = 0.15
-# From this age on a donor's freshness stays at the least.
-_OLD_SECONDS = AGE_SECONDS * math.log(1.0 / LEAST_FRESHNESS)
+# A kind's donors are ranked anew when its time has become so much longer or shorter.
+_MOVED = math.log(1.1)
 
 
 def worth(history: DonorHistory) -> float:
-    """Logarithm of the score without freshness and without the kinds' factors.
-
-    The score is weight x (1 + ln(1 + n) + 0.25 n) x max(0.05, e^(-age / 60 s)) x saved / tokens^0.15 with n uses. What
-    a donor saves is the prefill of its tokens: a factor common to all donors changes no order, so it counts in tokens.
-    """
-    uses = 1.0 + math.log1p(history.uses) + 0.25 * history.uses
-    return math.log(mean_weight(history.kinds) * uses) + (1.0 - TOKEN_EXPONENT) * math.log(history.tokens)
+    """Logarithm of the score without its time and without the kinds' factors."""
+    return math.log(mean_weight(history.kinds) * (1.0 + math.log1p(history.uses) + 0.25 * history.uses))
 
 
 class AdaptiveSemanticEviction:
-    """Lowest score first.
+    """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
 
-    Freshness falls alike for all donors until it stays at its least, and a kind's factor is common to its donors. So
-    each kind has two rankings that time does not disturb, of fresh and of old donors, and `candidates` merges them.
+    Weights and the sum over n are the SemanticKV system's. Its time of 60 s and its least freshness are not: t is what
+    donors of the kind were seen to wait for their next use, so that no count and no weight keeps one for long that is
+    overdue, and the order is the same at any pace of requests. Size does not count: what a donor saves and the room
+    that it takes both grow with its tokens.
+
+    Time takes all donors of a kind down alike, and its factor is common to them. So each kind has a ranking that only
+    uses change, `candidates` merges them, and donors are ranked anew in the rare case that t has moved.
     """
 
     def __init__(self, weights: KindWeights, clock: Callable[[], float]) -> None:
@@ -44,17 +42,18 @@ class AdaptiveSemanticEviction:
         self._weights, self._clock = weights, clock
         self._histories: dict[str, DonorHistory] = {}
         self._kind_of: dict[str, BlockKind] = {}
-        self._fresh = {kind: Ranking() for kind in BlockKind}
-        self._old = {kind: Ranking() for kind in BlockKind}
-        self._by_age = Ranking()  # of the fresh donors, the longest unused in front
+        self._last_seconds: dict[str, float] = {}
+        self._rankings = {kind: Ranking() for kind in BlockKind}
+        self._seconds = dict.fromkeys(BlockKind, FIRST_SECONDS)
 
     def added(self, donor_id: str, history: DonorHistory) -> None:
         self._histories[donor_id] = history
-        self._weights.came(donor_id, history.text)
+        self._weights.came(donor_id, history.text, history.last_seconds)
         self._enter(donor_id)
 
     def used(self, donor_id: str) -> None:
-        self._weights.hit(self._histories[donor_id].kinds)
+        history = self._histories[donor_id]
+        self._weights.hit(history.kinds, history.last_seconds - self._last_seconds[donor_id])
         self._enter(donor_id)
 
     def described(self, donor_id: str) -> None:
@@ -65,47 +64,43 @@ class AdaptiveSemanticEviction:
         history = self._histories.pop(donor_id, None)
         if history is None:
             return
-        self._leave(donor_id)
+        self._rankings[self._kind_of.pop(donor_id)].discard(donor_id)
+        del self._last_seconds[donor_id]
         if evicted:
-            self._weights.evicted(donor_id, history.text, history.kinds, was_used=history.uses > 0)
+            self._weights.evicted(donor_id, history)
 
     def candidates(self) -> Iterator[str]:
-        now = self._clock()
-        self._let_age(now)
-        orders = []
-        for kind in BlockKind:
-            factor = math.log(self._weights.factor(kind))
-            # A fresh donor's rank is worth + last use / 60 s; less now / 60 s it is the logarithm of its score.
-            orders.append(_shifted(self._fresh[kind], factor - now / AGE_SECONDS))
-            orders.append(_shifted(self._old[kind], factor + math.log(LEAST_FRESHNESS)))
+        now, orders = self._clock(), []
+        for kind, ranking in self._rankings.items():
+            self._follow(kind)
+            # A rank is worth + last use / t; less now / t it is the logarithm of what time leaves of the worth.
+            seconds = self._seconds[kind]
+            by = math.log(self._weights.factor(kind) / seconds) - now / seconds
+            orders.append(_shifted(ranking, by))
         return (donor_id for _, _, donor_id in heapq.merge(*orders))
 
     def _enter(self, donor_id: str) -> None:
-        self._leave(donor_id)
         history = self._histories[donor_id]
-        kind = self._kind_of[donor_id] = main_kind(history.kinds)
-        rank = worth(history) + history.last_seconds / AGE_SECONDS
-        self._fresh[kind].put(donor_id, (rank, history.last_use))
-        self._by_age.put(donor_id, (history.last_seconds,))
+        kind = main_kind(history.kinds)
+        last_kind = self._kind_of.get(donor_id, kind)
+        if last_kind is not kind:
+            self._rankings[last_kind].discard(donor_id)
+        self._kind_of[donor_id] = kind
+        self._last_seconds[donor_id] = history.last_seconds
+        self._rank(donor_id, kind)
 
-    def _leave(self, donor_id: str) -> None:
-        kind = self._kind_of.pop(donor_id, None)
-        if kind is not None:
-            self._fresh[kind].discard(donor_id)
-            self._old[kind].discard(donor_id)
-            self._by_age.discard(donor_id)
+    def _rank(self, donor_id: str, kind: BlockKind) -> None:
+        history = self._histories[donor_id]
+        self._rankings[kind].put(
+            donor_id, (worth(history) + history.last_seconds / self._seconds[kind], history.last_use)
+        )
 
-    def _let_age(self, now: float) -> None:
-        """Moves donors whose freshness has reached its least; each only once after its last use."""
-        while self._by_age:
-            donor_id = next(iter(self._by_age))
-            history = self._histories[donor_id]
-            if now - history.last_seconds < _OLD_SECONDS:
-                return
-            kind = self._kind_of[donor_id]
-            self._by_age.discard(donor_id)
-            self._fresh[kind].discard(donor_id)
-            self._old[kind].put(donor_id, (worth(history), history.last_use))
+    def _follow(self, kind: BlockKind) -> None:
+        seconds = self._weights.returns.seconds(kind)
+        if abs(math.log(seconds / self._seconds[kind])) > _MOVED:
+            self._seconds[kind] = seconds
+            for donor_id in list(self._rankings[kind]):
+                self._rank(donor_id, kind)
 
 
 def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:

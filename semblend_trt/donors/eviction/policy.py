@@ -29,7 +29,7 @@ class DonorHistory:
 
 
 class EvictionPolicy(Protocol):
-    """Names the donors of one tier in the order in which they should go. No call looks at all of them.
+    """Names the donors of one tier in the order in which they should go. Few calls look at all of them.
 
     Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`.
     """

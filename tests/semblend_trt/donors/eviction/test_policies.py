@@ -15,6 +15,7 @@ from semblend_trt.donors.block_kind import DEFAULT_WEIGHTS, BlockKind, main_kind
 from semblend_trt.donors.catalog import DonorCatalog, DonorState
 from semblend_trt.donors.eviction import DonorHistory, Eviction, eviction_factory
 from semblend_trt.donors.eviction.kind_weights import HIT_FACTOR, LEAST, MOST, REGRET_FACTOR, UNUSED_FACTOR, KindWeights
+from semblend_trt.donors.eviction.return_times import FIRST_SECONDS, ReturnTimes
 from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import CapacityError
 
@@ -32,11 +33,11 @@ STEPS = st.lists(
 )
 
 
-def score(history: DonorHistory, now: float, factor: float) -> float:
+def score(history: DonorHistory, now: float, factor: float, seconds: float) -> float:
+    """The logarithm, because old donors have scores too small for a float."""
     weight = factor * sum(share * DEFAULT_WEIGHTS[kind] for kind, share in history.kinds.items())
     uses = 1 + math.log(1 + history.uses) + 0.25 * history.uses
-    fresh = max(0.05, math.exp(-(now - history.last_seconds) / 60))
-    return weight * uses * fresh * history.tokens / history.tokens**0.15
+    return math.log(weight * uses / seconds) - (now - history.last_seconds) / seconds
 
 
 class Model:
@@ -104,36 +105,97 @@ def test_adaptive_order_is_that_of_the_score(steps):
     for step in steps:
         model.run(*step)
         if step[0] == "wait":
-            list(model.policy.candidates())  # old donors have to be set apart whenever somebody looks
+            list(model.policy.candidates())  # ranks are made anew whenever somebody looks
     model.now += 1
+    order = list(model.policy.candidates())
+    kinds = [main_kind(model.held[donor].kinds) for donor in order]
+    weights, seconds = model.policy._weights, model.policy._seconds
     scores = [
-        score(model.held[donor], model.now, model.policy._weights.factor(main_kind(model.held[donor].kinds)))
-        for donor in model.policy.candidates()
+        score(model.held[donor], model.now, weights.factor(kind), seconds[kind])
+        for donor, kind in zip(order, kinds, strict=True)
     ]
     assert len(scores) == len(model.held)
-    assert all(left <= right * (1 + 1e-9) for left, right in itertools.pairwise(scores))
+    assert all(left <= right + 1e-9 * abs(right) for left, right in itertools.pairwise(scores))
+    assert all(seconds[kind] == pytest.approx(weights.returns.seconds(kind), rel=0.11) for kind in BlockKind)
+
+
+def test_many_uses_keep_no_donor_that_is_overdue():
+    """Turns of a conversation are used every second until it ends; then those of a live one are worth more."""
+    now = 0.0
+    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: now)()
+    kinds = {BlockKind.ASSISTANT_HISTORY: 1.0}
+    ended = DonorHistory(100, 1, 1, now, kinds=kinds)
+    policy.added("ended", ended)
+    for tick in range(2, 4000):
+        now += 1.0
+        ended.uses, ended.last_use, ended.last_seconds = ended.uses + 1, tick, now
+        policy.used("ended")
+    now += 30.0
+    policy.added("live", DonorHistory(100, 4000, 4000, now, kinds=kinds))
+    assert list(policy.candidates()) == ["ended", "live"]
+
+
+def test_of_donors_that_are_asked_for_now_and_then_the_favourite_stays():
+    """The same pause says little of a kind whose donors wait long for their next use."""
+    now = 0.0
+    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: now)()
+    kinds = {BlockKind.RETRIEVED_CONTEXT: 1.0}
+    favourite = DonorHistory(100, 1, 1, now, kinds=kinds)
+    policy.added("favourite", favourite)
+    for tick in range(2, 40):
+        now += 100.0
+        favourite.uses, favourite.last_use, favourite.last_seconds = favourite.uses + 1, tick, now
+        policy.used("favourite")
+    now += 30.0
+    policy.added("other", DonorHistory(100, 41, 41, now, kinds=kinds))
+    assert list(policy.candidates()) == ["other", "favourite"]
+
+
+def test_size_alone_decides_nothing():
+    """A large donor saves more, and takes as much more room."""
+    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: 0.0)()
+    for tick, (name, tokens) in enumerate([("small", 10), ("large", 10_000), ("smallest", 1)]):
+        policy.added(name, DonorHistory(tokens, tick, tick))
+    assert list(policy.candidates()) == ["small", "large", "smallest"]
+
+
+def evicted_history(kinds, text: bytes, uses: int = 0, last_seconds: float = 0.0) -> DonorHistory:
+    return DonorHistory(1, last_seconds=last_seconds, uses=uses, text=text, kinds=kinds)
 
 
 def test_kind_weights_follow_hits_regrets_and_donors_that_nobody_used():
     weights, code = KindWeights(), {BlockKind.CODE: 1.0}
-    weights.hit(code)
+    weights.hit(code, 1.0)
     assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
-    weights.evicted("a", b"text", code, was_used=True)
+    weights.evicted("a", evicted_history(code, b"text", uses=1))
     assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
-    weights.came("a", b"text")  # only moved
-    weights.evicted("a", b"text", code, was_used=False)
+    weights.came("a", b"text", 2.0)  # only moved
+    weights.evicted("a", evicted_history(code, b"text"))
     assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR)
-    weights.came("b", b"text")
-    weights.came("c", b"text")  # a regret counts once
+    weights.came("b", b"text", 3.0)
+    weights.came("c", b"text", 4.0)  # a regret counts once
     assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR * REGRET_FACTOR)
     assert weights.factor(BlockKind.TEMPLATE) == 1.0
+
+
+def test_hits_and_regrets_say_how_long_a_kind_waits():
+    weights, expected, code = KindWeights(), ReturnTimes(), {BlockKind.CODE: 1.0}
+    weights.hit(code, 5.0)
+    weights.evicted("a", evicted_history(code, b"text", last_seconds=10.0))
+    weights.came("b", b"text", 310.0)
+    weights.evicted("b", evicted_history(code, b"text", last_seconds=310.0))
+    weights.came("b", b"text", 999.0)  # only moved
+    for gap in (5.0, 300.0):
+        expected.came_back(BlockKind.CODE, gap)
+    assert weights.returns.seconds(BlockKind.CODE) == expected.seconds(BlockKind.CODE)
+    assert weights.returns.seconds(BlockKind.TEMPLATE) == FIRST_SECONDS
 
 
 def test_kind_weights_stay_within_their_bounds():
     weights = KindWeights()
     for _ in range(2000):
-        weights.hit({BlockKind.CODE: 1.0})
-        weights.evicted("a", b"", {BlockKind.OTHER: 1.0}, was_used=False)
+        weights.hit({BlockKind.CODE: 1.0}, 1.0)
+        weights.evicted("a", evicted_history({BlockKind.OTHER: 1.0}, b""))
     assert (weights.factor(BlockKind.CODE), weights.factor(BlockKind.OTHER)) == (MOST, LEAST)
 
 
