@@ -7,6 +7,8 @@ device.
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from engine_wrapper.static_inputs import StaticInputs
 from kernels.sparse_prefill.captured import LaunchShape, launch_shape, sparse_prefill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from engine_wrapper.course import Course
     from engine_wrapper.fused_layers import Attend, FusedDecoder
@@ -157,9 +159,21 @@ class GraphForward:
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # Saves may allocate in threads of their own meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with _nothing_collected(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = run()
         return _Captured(graph, inputs, begun, output)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keeps Python's collector off: the graphs and streams of a dropped engine, freed by it, would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def shape_of(course: Course, decoder: FusedDecoder) -> LaunchShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,39 @@ def test_no_more_graphs_than_there_is_room_for(tiny_qwen2_path: Path, monkeypatc
     graphs(bench.schedule((0, 56, 61)))
     assert graphs.fits(bench.schedule((0, 55, 61)))
     assert not graphs.fits(bench.schedule((0, 56, 57)))
+
+
+@needs_cuda
+def test_an_engine_that_is_dropped_meanwhile_does_not_end_a_capture(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine_wrapper import graph_forward
+
+    gc.freeze()  # the collector then looks at few objects, and at all of these soon
+    old, bench = Bench(tiny_qwen2_path), Bench(tiny_qwen2_path)
+    assert old.forward.fused is not None
+    assert bench.forward.fused is not None
+    dropped: list[Any] = [graph_forward.GraphForward(old.forward.fused)]
+    dropped[0](old.schedule((0, 56, 57)))
+    dropped.append(dropped)
+    own_run, runs = graph_forward.run_static, []
+
+    def run(*arguments: Any) -> torch.Tensor:
+        nonlocal dropped
+        runs.append(arguments)
+        if len(runs) == 2:  # the capture, behind a run that warms up
+            dropped = []
+            assert all(not each for each in [[] for _ in range(300_000)])  # so many objects start collections
+        return own_run(*arguments)
+
+    schedule = bench.schedule((0, 56, 61))
+    wanted = bench.eager(schedule)
+    monkeypatch.setattr(graph_forward, "run_static", run)
+    try:
+        actual = graph_forward.GraphForward(bench.forward.fused)(schedule)
+    finally:
+        gc.unfreeze()
+    torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=0)
 
 
 @needs_cuda
