@@ -15,7 +15,7 @@ import torch
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
+from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -157,9 +157,7 @@ class HostWriter:
         for part, _, length in held.pieces(0, tokens):
             self._copy_part(source, done, length, part.tensor)
             done += length
-        stream = current_stream(source.pool.device)
-        if stream is not None:
-            stream.synchronize()
+        finish(current_stream(source.pool.device))
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copies all of `held` to the first positions of `target`; done when it returns."""
@@ -171,9 +169,7 @@ class HostWriter:
             kv_move(moves, target, self._rotation)
         else:
             self._stage_up(self._staging, moves, target)
-        stream = current_stream(target.pool.device)
-        if stream is not None:
-            stream.synchronize()
+        finish(current_stream(target.pool.device))
 
     def _stage_up(self, staging: Staging, moves: Sequence[Move], target: PagedKv) -> None:
         num_layers = target.geometry.num_layers

@@ -38,6 +38,14 @@ def record(stream: Stream | None, *, timed: bool = False) -> Event | None:
     return event
 
 
+def finish(stream: Stream | None) -> None:
+    """Waits until all that is queued on `stream` is done; the thread sleeps meanwhile, where torch's own wait spins."""
+    if stream is not None:
+        event = Event(blocking=True)
+        event.record(stream)
+        event.synchronize()
+
+
 def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
     """Queues on `stream` that nothing later starts before `events`; the host does not wait."""
     if stream is None:

@@ -16,7 +16,7 @@ from semblend_trt.donors.transfer import TransferTiming
 from semblend_trt.materialize import block_vector
 from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import SavedDonor
-from semblend_trt.streams import Event, current_stream, on, record, side_stream, wait
+from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
     import torch
@@ -172,8 +172,7 @@ class DonorSaver:
     def _save_on_device(self, donor_id: str, source: PagedKv, tokens: int) -> None:
         with self._store.device_tier().writing(donor_id, tokens) as target:
             kv_move([Move(source, 0, 0, tokens)], target, self._rotation)
-            if self._stream is not None:
-                self._stream.synchronize()
+            finish(self._stream)
 
     def _save_on_host(self, donor_id: str, source: PagedKv, tokens: int) -> None:
         sizes = self._geometry
