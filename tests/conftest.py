@@ -14,6 +14,7 @@ if not torch.cuda.is_available() and find_spec("triton"):
         environment.setenv("TRITON_INTERPRET", "1")
         import triton  # noqa: F401
 
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -29,6 +30,10 @@ from transformers import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# The same examples in every run; how long they take on a busy machine says nothing about the code.
+settings.register_profile("seeded", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("seeded")
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 257  # one token a byte, and the end of text

@@ -45,9 +45,17 @@ class Bench:
 
     @contextmanager
     def engine(
-        self, variables: Mapping[str, str] | None = None, *, warm: bool = True, room: int = 2, batch: int = 8
+        self,
+        variables: Mapping[str, str] | None = None,
+        *,
+        warm: bool = True,
+        room: int = 2,
+        batch: int = 8,
+        max_num_tokens: int | None = None,
     ) -> Iterator[LLM]:
         """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
+
+        A prompt runs in one forward, or in chunks of `max_num_tokens`.
 
         `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
         measured.
@@ -66,7 +74,8 @@ class Bench:
                 self.folder,
                 runner=self.runner,
                 tensor_parallel_size=self.runner.ranks.size,
-                max_num_tokens=self.longest,
+                max_num_tokens=max_num_tokens or self.longest,
+                enable_chunked_prefill=max_num_tokens is not None,
                 max_batch_size=batch,
                 max_seq_len=self.longest + 64,
                 kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),

@@ -24,6 +24,7 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert rows["verified_over_cold_768"].value > 0
     assert "check layer 2 of 4" in rows["verified_over_cold_768"].baseline
     assert "128 computed" in rows["verified_ttft_768_ms"].baseline
+    assert "at most 256 tokens in a forward" in rows["verified_ttft_768_in_parts_ms"].baseline
     parts = {part: rows[f"verified_768_{part}_ms"].value for part in PARTS}
     assert all(parts[part] > 0 for part in PARTS if part != "rest")
     assert all(row.goal is None and row.holds for row in rows.values())
