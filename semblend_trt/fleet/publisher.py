@@ -16,7 +16,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
 from semblend_trt.fleet.connection import Connection, ConnectionLostError
-from semblend_trt.fleet.json_bytes import as_json_list
 from semblend_trt.fleet.outbox import HeldDonors, Notice, Outbox
 from semblend_trt.fleet.sketch import warm_up
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
@@ -113,7 +112,6 @@ class EventPublisher:
         asyncio.set_event_loop(self._loop)
         try:
             warm_up()
-            as_json_list(bytes(1))
             self._loop.run_until_complete(self._serve())
         except Exception:
             logger.exception("donor events are no longer sent")

@@ -11,8 +11,10 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from semblend_trt.errors import ConfigurationError
@@ -21,7 +23,6 @@ from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.namespace import CacheNamespace
@@ -36,6 +37,15 @@ class EventFormat(str, Enum):
 
     JSON = "json"
     MSGPACK = "msgpack"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Writes a message, wraps what is encoded already so that it is taken as it is, and wraps bytes."""
+
+    encode: Callable[[Any], bytes]
+    encoded: Callable[[bytes], Any]
+    octets: Callable[[bytes], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +127,19 @@ def _parsed(payload: bytes) -> Any:
 
 
 class EventWriter:
-    """Writes one emitter's messages and numbers them from 1. Raises ConfigurationError without msgspec (extra nats)."""
+    """Writes one emitter's messages and numbers them from 1.
+
+    Raises ConfigurationError without the form's library (extra nats).
+    """
 
     def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
         try:
-            import msgspec
+            self._form = _json_form() if form is EventFormat.JSON else _msgpack_form()
         except ImportError as error:
-            raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
+            raise ConfigurationError(f"events need {error.name}; install semblend-trt[nats]") from error
         self.emitter = emitter
         self.last_id = 0
         self._embeddings = embeddings
-        self._raw: Callable[[bytes | memoryview], Any] = msgspec.Raw
-        is_json = form is EventFormat.JSON
-        self._encode: Callable[[Any], bytes] = (msgspec.json if is_json else msgspec.msgpack).Encoder().encode
-        self._as_list = _as_json_list() if is_json else None
         self._namespaces: dict[CacheNamespace, Any] = {}
 
     def reset(self) -> bytes:
@@ -139,13 +148,12 @@ class EventWriter:
 
     def registered(self, donor: Announcement) -> bytes:
         """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
-        metadata: Any = donor.sketch if self._as_list is None else self._raw(self._as_list(donor.sketch))
         segment: dict[str, Any] = {
             "segment_id": 0,
             "token_range": (0, donor.tokens),
             "digest": donor.digest,
             "block_hashes": (),
-            "provider_metadata": metadata,
+            "provider_metadata": self._form.octets(donor.sketch),
         }
         if self._embeddings and donor.embedding is not None:
             segment["embedding"] = _base64(donor.embedding)
@@ -198,7 +206,7 @@ class EventWriter:
 
     def _message(self, data: dict[str, Any]) -> bytes:
         self.last_id += 1
-        return self._encode(
+        return self._form.encode(
             {
                 "schema_version": SCHEMA_VERSION,
                 "event_id": self.last_id,
@@ -220,22 +228,32 @@ class EventWriter:
         """The encoded namespace, made once for all donors that share it."""
         encoded = self._namespaces.get(namespace)
         if encoded is None:
-            text = self._encode(namespace.to_dict())
+            text = self._form.encode(namespace.to_dict())
             if len(text) > MAX_NAMESPACE_BYTES:
                 raise EventError(
                     "oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent"
                 )
             if len(self._namespaces) >= _NAMESPACES_KEPT:
                 self._namespaces.pop(next(iter(self._namespaces)))
-            encoded = self._namespaces[namespace] = self._raw(text)
+            encoded = self._namespaces[namespace] = self._form.encoded(text)
         return encoded
 
 
-def _as_json_list() -> Callable[[bytes], memoryview]:
-    # Settings name the formats, and who only reads them need not load a compiler.
-    from semblend_trt.fleet.json_bytes import as_json_list
+def _json_form() -> _Form:
+    import orjson
 
-    return as_json_list
+    # NumPy's bytes are the fastest way to a list of integers.
+    return _Form(
+        partial(orjson.dumps, option=orjson.OPT_SERIALIZE_NUMPY),
+        orjson.Fragment,
+        partial(np.frombuffer, dtype=np.uint8),
+    )
+
+
+def _msgpack_form() -> _Form:
+    import msgspec
+
+    return _Form(msgspec.msgpack.Encoder().encode, msgspec.Raw, bytes)
 
 
 def _base64(embedding: npt.NDArray[np.float32]) -> str:

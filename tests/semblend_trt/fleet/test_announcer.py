@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -182,13 +183,12 @@ def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
     assert "the fleet is not told of a donor" in caplog.text
 
 
-def test_a_worker_without_the_extra_serves_silently(monkeypatch, caplog) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "msgspec", None)
-    news = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", metrics=False))
+@pytest.mark.parametrize(("form", "library"), [("json", "orjson"), ("msgpack", "msgspec")])
+def test_a_worker_without_the_extra_serves_silently(form, library, monkeypatch, caplog) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    news = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
     assert isinstance(news, Silence)
-    assert "install semblend-trt[nats]" in caplog.text
+    assert f"events need {library}; install semblend-trt[nats]" in caplog.text
 
 
 def test_options_show_no_secret() -> None:
