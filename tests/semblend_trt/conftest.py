@@ -58,7 +58,7 @@ class NatsServer:
 class Reader:
     """Reads a subject on a thread of its own, over restarts of the server, and keeps what its observer makes of it.
 
-    It asks for a resync whenever it (re)connects, as every reader should.
+    It asks for a resync whenever it reconnects; `ask` does so at any time.
     """
 
     def __init__(self, url: str, subject: str = "semantic-kv-events", **arguments: Any) -> None:

@@ -42,6 +42,7 @@ def engine(tiny_qwen2_path, nats_server, monkeypatch):
 
 def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader) -> None:
     reader = make_reader(nats_server.url)
+    reader.ask()  # what the engine said before somebody listened
     documents = [text(seed, 300) for seed in range(3)]
     for document in documents:
         engine.generate(document, PREFILL)

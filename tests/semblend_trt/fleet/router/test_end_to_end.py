@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +63,10 @@ class Process:
             if " on http://" in line:
                 return line.split(" on ")[1].strip()
         raise AssertionError("".join(said))
+
+    def freeze(self) -> None:
+        """It answers no more, and its connections stay open."""
+        self.process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         self.process.kill()
@@ -192,6 +197,7 @@ def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
     prompt = prompts(0)[2][0]
     holder, _ = fleet.ask(prompt)
     other = next(name for name in fleet.workers if name != holder)
+    fleet.workers[holder].freeze()  # so that it cannot have answered before it is killed
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(fleet.ask, prompt, max_tokens=120, ignore_eos=True)
         wait_for(lambda: fleet.gauge("replica_in_flight", holder))
