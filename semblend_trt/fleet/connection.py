@@ -116,6 +116,7 @@ class Connection:
         self._options, self._emitter = options, emitter
         self._client: Any = None
         self._jetstream: Any = None
+        self._acks: list[asyncio.Future[Any]] = []
         self.is_lost = False
 
     @classmethod
@@ -160,11 +161,11 @@ class Connection:
 
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
         """Publishes to the stream; returns what it has not acknowledged. One id is stored once, however often sent."""
-        waiting = []
+        acks = self._acks = []
         for notice in notices:
             emitter = self._emitter
             message_id = f"{emitter.worker_id}.{emitter.dp_rank}.{emitter.generation}.{notice.event_id}"
-            waiting.append(
+            acks.append(
                 await self._jetstream.publish_async(
                     self._options.subject,
                     notice.payload,
@@ -173,9 +174,9 @@ class Connection:
                     headers={"Nats-Msg-Id": message_id},
                 )
             )
-        if waiting:
-            await asyncio.wait(waiting, timeout=ANSWER_SECONDS)
-        return [notice for notice, ack in zip(notices, waiting, strict=True) if not _is_acknowledged(ack)]
+        if acks and not self.is_lost:
+            await asyncio.wait(acks, timeout=ANSWER_SECONDS)
+        return [notice for notice, ack in zip(notices, acks, strict=True) if not _is_acknowledged(ack)]
 
     async def _provide_stream(self, name: str) -> None:
         from nats.js.api import RetentionPolicy, StreamConfig
@@ -203,6 +204,9 @@ class Connection:
 
     async def _closed(self) -> None:
         self.is_lost = True
+        # No answer comes any more; whoever waits for one is not kept.
+        for ack in self._acks:
+            ack.cancel()
 
 
 def is_meant(request: bytes, emitter: Emitter) -> bool:

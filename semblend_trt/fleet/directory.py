@@ -49,7 +49,7 @@ MAX_DONORS = 131_072
 # Missed heartbeats after which a worker is gone, and the bounds of what it may say that a heartbeat's interval is.
 HEARTBEATS_MISSED = 3
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.1, 60.0
-# A generation is a time in microseconds. One that lies further ahead of this reader's own time is not believed.
+# A generation is a time in microseconds. One that lies further ahead of this reader's own time replaces no other.
 MOST_AHEAD_US = 86_400_000_000
 # How often silent workers are looked for, in seconds.
 _LOOK_SECONDS = 0.05
@@ -181,15 +181,15 @@ class Directory:
             self.counts["unknown_worker"] += 1
             return Verdict.REFUSED
         generation, known = event.generation, self._continuity.generation(worker)
-        if generation is not None and generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
-            self.counts["future_generation"] += 1
-            return Verdict.REFUSED
-        is_reset = isinstance(event.data, ProviderGenerationReset)
-        if known is not None and generation is not None and generation > known and not is_reset:
-            # A restarted worker, whose reset was missed, answers with one; whoever forged this does not have to.
-            self._workers[worker].wants_resync = True
-            self.counts["unproven_generation"] += 1
-            return Verdict.REFUSED
+        if generation is not None and known is not None and generation > known:
+            if generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
+                self.counts["future_generation"] += 1
+                return Verdict.REFUSED
+            if not isinstance(event.data, ProviderGenerationReset):
+                # A restarted worker, whose reset was missed, answers with one; whoever forged this does not have to.
+                self._workers[worker].wants_resync = True
+                self.counts["unproven_generation"] += 1
+                return Verdict.REFUSED
         return self._continuity.observe(event)
 
     def _take(self, event: SemanticKvEvent, verdict: Verdict, now: float) -> None:

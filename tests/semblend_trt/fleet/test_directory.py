@@ -246,6 +246,53 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, mak
     assert feed(directory, teller.news()) == [Verdict.RESET, Verdict.NEXT]
 
 
+@pytest.mark.parametrize("is_reset_lost", [False, True])
+@pytest.mark.parametrize(
+    ("skew_s", "counted"),
+    [
+        (-60, {"stale", "expired"}),
+        (-3600, {"stale", "expired"}),
+        (3600, set()),
+        (2 * 86_400, {"future_generation", "expired"}),
+    ],
+)
+def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(
+    directory, make_teller, clock, text, skew_s, counted, is_reset_lost
+) -> None:
+    started = int((NOW_S - 30) * 1e6)
+    dead, back = make_teller(WORKER, started), make_teller(WORKER, started + skew_s * 1_000_000)
+    dead.add("dead", text(1, 1000))
+    feed(directory, dead.news(heartbeat=True))
+    back.add("back", text(2, 1000))
+    feed(directory, back.news()[is_reset_lost:])
+    for _ in range(HEARTBEATS_MISSED + 2):
+        clock.now += 10
+        feed(directory, back.news(heartbeat=True))
+        if directory.resyncs_due():
+            back.resync()
+    assert directory.donors_of(WORKER) == back.held
+    assert directory.holders(text(1, 1000)) == ()
+    assert directory.holders(text(2, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.workers()[0].is_synced
+    assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
+
+
+def test_the_first_thing_heard_of_a_worker_blinds_for_some_heartbeats_at_most(
+    directory, make_teller, clock, text
+) -> None:
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    forged = make_teller(WORKER, generation=1 << 60)
+    feed(directory, [*forged.news(), changed(*forged.news(heartbeat=True), interval_seconds=86400.0)])
+    for _ in range(int(HEARTBEATS_MISSED * LONGEST_INTERVAL / 10) + 2):
+        clock.now += 10
+        if directory.resyncs_due():
+            teller.resync()
+        feed(directory, teller.news(heartbeat=True))
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    assert directory.workers()[0].is_synced
+
+
 def test_only_accepted_workers_are_followed(make_teller, text) -> None:
     directory = Directory(accepted=[WORKER])
     for worker in (WORKER, OTHER):

@@ -10,6 +10,7 @@ import pytest
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.directory_reader import DirectoryReader
+from semblend_trt.fleet.identity import generation
 
 WORKERS = [(3, 0), (4, 0)]
 SUBJECT = "semantic-kv-events"
@@ -32,9 +33,12 @@ class WatchedDirectory(Directory):
         return super().observe(payload)
 
     async def until(self, condition) -> None:
-        while not condition():
-            await asyncio.wait_for(self.news.wait(), 60)
-            self.news.clear()
+        async def holds() -> None:
+            while not condition():
+                await self.news.wait()
+                self.news.clear()
+
+        await asyncio.wait_for(holds(), 60)
 
     def equals(self, workers) -> bool:
         synced = {state.worker for state in self.workers() if state.is_synced}
@@ -98,6 +102,25 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
         assert reader.connections >= 3
 
     reading(nats_server, check, loss=loss)
+
+
+@pytest.mark.parametrize(("skew_s", "counted"), [(-3600, "stale"), (2 * 86_400, "future_generation")])
+def test_a_worker_that_comes_back_with_a_wrong_clock_is_learnt(
+    nats_server, relay, make_worker, skew_s, counted
+) -> None:
+    dead = make_worker(relay, worker=WORKERS[0], generation=generation())
+    dead.add("dead")
+
+    async def check(directory, reader) -> None:
+        await directory.until(lambda: directory.equals({WORKERS[0]: dead}))
+        await asyncio.to_thread(relay.end)  # it cannot even say that its donors are gone
+        back = make_worker(nats_server, worker=WORKERS[0], generation=generation() + skew_s * 1_000_000)
+        back.add("back")
+        await directory.until(lambda: directory.equals({WORKERS[0]: back}))
+        assert directory.counts[counted] > 0
+        assert directory.counts["expired"] == 1
+
+    reading(nats_server, check)
 
 
 def test_garbage_on_the_subject_is_counted_and_nothing_more(nats_server, make_workers, make_reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import threading
@@ -10,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.observer import FleetObserver
 from semblend_trt.fleet.wire import EventFormat, decode
 
 STREAM = (3, 0)
 
 
-def known(reader: Any, stream: tuple[int, int] = STREAM) -> dict[str, str] | None:
-    view = reader.observer.workers.get(stream)
+def known(observer: FleetObserver) -> dict[str, str] | None:
+    view = observer.workers.get(STREAM)
     return None if view is None else {donor_id: donor.tier for donor_id, donor in view.donors.items()}
 
 
 def converges(reader: Any, worker: Any) -> bool:
-    return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader) == worker.held)
+    return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader.observer) == worker.held)
 
 
 @pytest.mark.known_defect(31)
@@ -52,7 +55,7 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert {event.generation for event in events} == {7}
     worker.news.close()
-    assert reader.wait_for(lambda reader: known(reader) == {})
+    assert reader.wait_for(lambda reader: known(reader.observer) == {})
     assert reader.kinds()[-1] == "donors_purged"
     assert not reader.observer.problem_counts
 
@@ -64,7 +67,7 @@ def test_heartbeats_say_what_is_held(nats_server, make_reader, make_worker) -> N
         worker.add(f"donor-{count}")
     worker.move("donor-2")
     assert reader.wait_for(
-        lambda reader: len(known(reader) or ()) == 5 and reader.observer.workers[STREAM].checked_heartbeats > 2
+        lambda reader: len(known(reader.observer) or ()) == 5 and reader.observer.workers[STREAM].checked_heartbeats > 2
     )
     assert not reader.observer.problem_counts
 
@@ -173,24 +176,101 @@ def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make
     assert converges(reader, second)
 
 
-def test_a_stream_keeps_each_event_once(nats_server, make_worker) -> None:
-    import asyncio
-
+def stored(server: Any) -> list[Any]:
+    """All messages of the stream, in its order."""
     import nats
 
-    worker = make_worker(nats_server, stream="DONORS", heartbeat_seconds=3600.0)
-    for number in range(20):
-        worker.add(f"donor-{number}")
-    assert worker.publisher.settle(30)
-
-    async def stored() -> list[int]:
-        client = await nats.connect(nats_server.url)
-        subscription = await client.jetstream().subscribe("semantic-kv-events", ordered_consumer=True)
-        messages = [await subscription.next_msg(timeout=30) for _ in range(22)]
+    async def read() -> list[Any]:
+        client = await nats.connect(server.url)
+        jetstream = client.jetstream()
+        count = (await jetstream.stream_info("DONORS")).state.messages
+        subscription = await jetstream.subscribe("semantic-kv-events", ordered_consumer=True)
+        messages = [await subscription.next_msg(timeout=30) for _ in range(count)]
         await client.close()
-        return [decode(message.data).event_id for message in messages]
+        return messages
 
-    assert asyncio.run(stored()) == list(range(1, 23))
+    return asyncio.run(read())
+
+
+def read_back(server: Any) -> FleetObserver:
+    """A reader to which the whole stream was told; the stream has each event once."""
+    messages, observer = stored(server), FleetObserver()
+    for message in messages:
+        observer.observe(message.data)
+    ids = [decode(message.data).event_id for message in messages]
+    assert ids == list(range(1, len(ids) + 1))
+    assert [message.headers["Nats-Msg-Id"] for message in messages] == [f"3.0.7.{event_id}" for event_id in ids]
+    assert not observer.problem_counts
+    return observer
+
+
+@pytest.fixture
+def worker_of_a_stream(relay, make_worker):
+    """A worker behind the relay whose stream has its reset and its first heartbeat."""
+    worker = make_worker(relay, stream="DONORS", heartbeat_seconds=3600.0)
+    assert worker.publisher.settle(30)
+    return worker
+
+
+def add_at_once(worker: Any, count: int) -> None:
+    """Adds donors of which one batch will tell."""
+    held = threading.Event()
+    worker.publisher._loop.call_soon_threadsafe(held.wait)
+    for number in range(count):
+        worker.add(f"donor-{number}")
+    held.set()
+
+
+def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream) -> None:
+    for number in range(20):
+        worker_of_a_stream.add(f"donor-{number}")
+    assert worker_of_a_stream.publisher.settle(30)
+    observer = read_back(nats_server)
+    assert observer.messages == 22
+    assert known(observer) == worker_of_a_stream.held
+
+
+@pytest.mark.parametrize("lost", [1, 20])
+def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
+    nats_server, relay, worker_of_a_stream, make_reader, monkeypatch, lost
+) -> None:
+    worker, counters = worker_of_a_stream, worker_of_a_stream.counters
+    reader = make_reader(nats_server.url)
+    relay.keep(lost, after=20 - lost)
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "ANSWER_SECONDS", 0.5)
+        add_at_once(worker, 20)
+        assert relay.wait_for_kept(lost)
+    assert worker.publisher.settle(30)
+    assert relay.repeats == lost
+    assert (counters.connections, counters.sent["donor_registered"]) == (1, 20)
+    assert not counters.dropped
+    observer = read_back(nats_server)
+    assert observer.messages == 22
+    assert known(observer) == worker.held
+    # Readers of the subject alone get both, and count the second.
+    assert reader.wait_for(lambda reader: reader.observer.problem_counts == {"duplicate": lost})
+    assert known(reader.observer) == worker.held
+
+
+def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
+    nats_server, relay, worker_of_a_stream, monkeypatch
+) -> None:
+    worker, counters = worker_of_a_stream, worker_of_a_stream.counters
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 3600.0)  # nobody waits for answers of a connection that is cut
+    relay.keep(20, is_to_cut=True)
+    add_at_once(worker, 20)
+    assert relay.wait_for_kept(20)
+    assert worker.publisher.settle(30)
+    assert counters.dropped == {"disconnected": 20}
+    assert (counters.connections, counters.resyncs["connected"]) == (2, 2)
+    assert counters.sent["donor_registered"] == 20
+    assert relay.repeats == 0
+    observer = read_back(nats_server)
+    assert observer.messages == 44
+    assert observer.workers[STREAM].events["provider_generation_reset"] == 2
+    assert observer.is_synced(STREAM)
+    assert known(observer) == worker.held
 
 
 @pytest.mark.parametrize("token", ["wrong", None])
