@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from semblend_trt.donors.host_kv import HostKv
 
 
-# A device copies one run to the host after the other: the tokens that the engine reads back wait behind one of ours.
-_TURN_BYTES = 16 << 20
-
-
 @dataclass(slots=True)
 class _Slot:
     """One buffer, and the event behind which it may be written again."""
@@ -208,7 +204,7 @@ class HostWriter:
             for first in range(0, num_layers, layers):
                 end = min(first + layers, num_layers)
                 gather.make(range(first, end))
-                _copy_in_turns(staged[: end - first], held[first:end, :, :, start : start + length])
+                _copy_rows(staged[: end - first], held[first:end, :, :, start : start + length])
 
 
 def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
@@ -239,15 +235,6 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
         return
     for layer, target_layer in zip(runs, target_runs, strict=True):
         target_layer.copy_(layer, non_blocking=True)
-
-
-def _copy_in_turns(source: torch.Tensor, target: torch.Tensor) -> None:
-    """As `_copy_rows`, in copies of at most _TURN_BYTES."""
-    runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
-    tokens = max(1, _TURN_BYTES // (runs[0, 0].numel() * runs.element_size()))
-    for layer, target_layer in zip(runs, target_runs, strict=True):
-        for rows, target_rows in zip(layer.split(tokens), target_layer.split(tokens), strict=True):
-            target_rows.copy_(rows, non_blocking=True)
 
 
 def _contiguous(kv: PagedKv | ContiguousKv) -> ContiguousKv:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kernels.kv_move import Move, kv_move
@@ -21,9 +19,6 @@ from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
     import torch
 
     from kernels.rope import RopeRotation
@@ -39,26 +34,12 @@ _TIMINGS_KEPT = 256
 _RUNS, _NOTHING_LOST = -1, 1
 
 
-@dataclass(slots=True)
-class _Order:
-    """Work for the saver's thread; `future` once the thread has it."""
-
-    work: Callable[[], SavedDonor | None]
-    future: Future[SavedDonor | None] | None = None
-
-    @property
-    def news(self) -> SavedDonor | None:
-        """What came of it; None while it has not ended."""
-        return self.future.result() if self.future is not None and self.future.done() else None
-
-
 class DonorSaver:
     """Fills the tiers on one thread and one stream of its own, in the order in which it was told.
 
     That order is what keeps the tiers within their budgets: the scheduler sends who makes room before who uses it. The
     engine holds a request's blocks until `finished` names it, so that a save reads bytes that nobody rewrites.
-    Nothing starts before `begin`: while the engine prepares a forward, each of our calls to the card would take the
-    interpreter from it. `timings` are those of the last transfers.
+    `timings` are those of the last transfers.
     """
 
     def __init__(
@@ -82,9 +63,8 @@ class DonorSaver:
         self._ranks = ranks or Ranks()
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
-        self._unbegun: deque[_Order] = deque()
-        self._saves: dict[int, _Order] = {}
-        self._demotions: deque[_Order] = deque()
+        self._saves: dict[int, Future[SavedDonor]] = {}
+        self._demotions: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
 
     def start(
@@ -97,26 +77,21 @@ class DonorSaver:
         *,
         is_written: bool = False,
     ) -> None:
-        """Saves the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk."""
+        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk."""
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        self._saves[request_id] = self._order(
-            partial(self._save, donor_id, tier, block_ids, tokens, written, is_written)
+        self._saves[request_id] = self._thread.submit(
+            self._save, donor_id, tier, block_ids, tokens, written, is_written
         )
 
     def demote(self, donor_id: str, *, is_written: bool = False) -> None:
-        """Moves a donor from the device to the host and then to disk; one that is not on the device is left alone."""
-        self._demotions.append(self._order(partial(self._demote, donor_id, is_written)))
+        """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
+        alone."""
+        self._demotions.append(self._thread.submit(self._demote, donor_id, is_written))
 
     def lift(self, donor_id: str) -> None:
-        """Moves a donor from the host to the device, behind the loads that are queued by now."""
-        self._order(partial(self._lift, donor_id, record(current_stream(self._pool.device))))
-
-    def begin(self) -> None:
-        """Lets everything start that was ordered so far."""
-        while self._unbegun:
-            order = self._unbegun.popleft()
-            order.future = self._thread.submit(order.work)
+        """Begins moving a donor from the host to the device, behind the loads that are queued by now."""
+        self._thread.submit(self._lift, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included.
@@ -124,7 +99,7 @@ class DonorSaver:
         With several ranks, those that have ended on all of them, with the tokens that all of them hold: what one rank
         could not save is saved on none. To be called by every rank.
         """
-        own = [order.news for order in self._saves.values()]
+        own = [future.result() if future.done() else None for future in self._saves.values()]
         ended = []
         for request_id, news, tokens in zip(list(self._saves), own, self._on_all_ranks(own), strict=True):
             if news is not None and tokens != _RUNS:
@@ -137,7 +112,7 @@ class DonorSaver:
 
         To be called by every rank.
         """
-        own = [order.news for order in self._demotions]
+        own = [future.result() if future.done() else None for future in self._demotions]
         lost = []
         for news, tokens in zip(own, self._on_all_ranks(own), strict=True):
             if news is None or tokens == _RUNS:
@@ -146,11 +121,6 @@ class DonorSaver:
             if tokens == 0:
                 lost.append(self._agreed(news, tokens))
         return lost
-
-    def _order(self, work: Callable[[], SavedDonor | None]) -> _Order:
-        order = _Order(work)
-        self._unbegun.append(order)
-        return order
 
     def _on_all_ranks(self, own: list[SavedDonor | None]) -> list[int]:
         """The tokens that every rank holds of each donor, _RUNS while a rank is not done (None) with it."""
@@ -166,13 +136,11 @@ class DonorSaver:
         return SavedDonor(news.donor_id, 0, "another rank does not hold it")
 
     def drain(self) -> None:
-        """Begins everything, and waits until it has ended."""
-        self.begin()
+        """Waits until everything that was begun has ended."""
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Begins everything, waits until it has ended and takes nothing more."""
-        self.begin()
+        """Waits for what is running and takes nothing more."""
         self._thread.shutdown(wait=True)
 
     def _save(

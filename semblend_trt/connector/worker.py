@@ -169,21 +169,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads; a save needs no waiting, its blocks are held until `get_finished` names it.
-
-        What the saver was told since the last iteration begins here: the forward is queued, the engine waits for it.
-        """
+        """Ends this iteration's loads; a save needs no waiting, its blocks are held until `get_finished` names it."""
         self._runtime.readiness.join(stream)
-        if self.saver is not None:
-            self.saver.begin()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         """Starts saving the requests handed in, returns those whose save has ended, on every rank where there are
         several. Waits for no transfer."""
-        if self.saver is not None:
-            self.saver.begin()  # an idle engine runs no forward behind which this would be done
         unknown = [request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id)]
         if self.saver is None:
             return unknown, started_loading_req_ids

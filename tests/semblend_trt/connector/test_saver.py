@@ -76,19 +76,6 @@ def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other
     assert saver.finished() == []
 
 
-def test_nothing_starts_before_it_is_told_to_begin(saver: DonorSaver, other: OtherRank) -> None:
-    saver.start(1, "donor", Tier.DEVICE, [2, 0], TOKENS)
-    saver.demote("donor")
-    saver._thread.submit(int).result()  # the thread has done all that it was given
-    other.tokens = [-1]
-    assert (saver.finished(), saver.lost(), "donor" in saver._store) == ([], [], False)
-    saver.begin()
-    saver._thread.submit(int).result()
-    assert "donor" in saver._store.host  # in the order in which it was told
-    other.tokens = [TOKENS]
-    assert finished(saver).tokens == TOKENS
-
-
 def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, other: OtherRank) -> None:
     save(saver)
     assert "donor" in saver._store

@@ -234,20 +234,6 @@ def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     assert [news.error for news in runtime_for(args).saved] == [None, None]
 
 
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_a_save_begins_behind_the_next_forward_or_when_there_is_none(two_tiers, is_idle):
-    step(two_tiers, intents=(SaveIntent(1, "donor-1", 100),), progress=(RequestProgress(1, (3, 5), 16, True),))
-    assert two_tiers.get_finished([1], []) == ([], [])
-    two_tiers.saver._thread.submit(int).result()
-    assert "donor-1" not in two_tiers.store
-    if is_idle:
-        two_tiers.get_finished([], [])
-    else:
-        two_tiers.wait_for_save(None)
-    two_tiers.saver._thread.submit(int).result()
-    assert "donor-1" in two_tiers.store
-
-
 def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     keep_on_device(two_tiers, 2, (6, 7), 16)
