@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 _NAMESPACES_KEPT = 256
 MAX_NAMESPACE_BYTES = 16384
 MAX_EMBEDDING = 4096
-# Each byte's number and a comma, all of one width: blanks mean nothing in JSON, so one lookup writes a whole list.
-_NUMBERS = np.array([b"%3d," % each for each in range(256)]).view(np.uint32)
 
 
 class EventFormat(str, Enum):
@@ -38,15 +36,6 @@ class EventFormat(str, Enum):
 
     JSON = "json"
     MSGPACK = "msgpack"
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Writes a message, wraps what is encoded already so that it is taken as it is, and wraps bytes."""
-
-    encode: Callable[[Any], bytes]
-    encoded: Callable[[bytes], Any]
-    octets: Callable[[bytes], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +117,19 @@ def _parsed(payload: bytes) -> Any:
 
 
 class EventWriter:
-    """Writes one emitter's messages and numbers them from 1.
-
-    Raises ConfigurationError without msgspec (extra nats).
-    """
+    """Writes one emitter's messages and numbers them from 1. Raises ConfigurationError without msgspec (extra nats)."""
 
     def __init__(self, emitter: Emitter, form: EventFormat, *, embeddings: bool = False) -> None:
         try:
-            self._form = _form_of(form)
+            import msgspec
         except ImportError as error:
             raise ConfigurationError("events need msgspec; install semblend-trt[nats]") from error
         self.emitter = emitter
         self.last_id = 0
         self._embeddings = embeddings
+        self._raw: Callable[[bytes], Any] = msgspec.Raw
+        self._is_json = form is EventFormat.JSON
+        self._encode: Callable[[Any], bytes] = (msgspec.json if self._is_json else msgspec.msgpack).Encoder().encode
         self._namespaces: dict[CacheNamespace, Any] = {}
 
     def reset(self) -> bytes:
@@ -149,12 +138,13 @@ class EventWriter:
 
     def registered(self, donor: Announcement) -> bytes:
         """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
+        metadata: Any = self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch
         segment: dict[str, Any] = {
             "segment_id": 0,
             "token_range": (0, donor.tokens),
             "digest": donor.digest,
             "block_hashes": (),
-            "provider_metadata": self._form.octets(donor.sketch),
+            "provider_metadata": metadata,
         }
         if self._embeddings and donor.embedding is not None:
             segment["embedding"] = _base64(donor.embedding)
@@ -207,7 +197,7 @@ class EventWriter:
 
     def _message(self, data: dict[str, Any]) -> bytes:
         self.last_id += 1
-        return self._form.encode(
+        return self._encode(
             {
                 "schema_version": SCHEMA_VERSION,
                 "event_id": self.last_id,
@@ -229,28 +219,24 @@ class EventWriter:
         """The encoded namespace, made once for all donors that share it."""
         encoded = self._namespaces.get(namespace)
         if encoded is None:
-            text = self._form.encode(namespace.to_dict())
+            text = self._encode(namespace.to_dict())
             if len(text) > MAX_NAMESPACE_BYTES:
                 raise EventError(
                     "oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent"
                 )
             if len(self._namespaces) >= _NAMESPACES_KEPT:
                 self._namespaces.pop(next(iter(self._namespaces)))
-            encoded = self._namespaces[namespace] = self._form.encoded(text)
+            encoded = self._namespaces[namespace] = self._raw(text)
         return encoded
 
 
-def _form_of(form: EventFormat) -> _Form:
-    import msgspec
-
-    if form is EventFormat.JSON:
-        return _Form(msgspec.json.Encoder().encode, msgspec.Raw, lambda data: msgspec.Raw(_json_list(data)))
-    return _Form(msgspec.msgpack.Encoder().encode, msgspec.Raw, bytes)
+# Each byte's number and a comma, all of one width: blanks mean nothing in JSON, so one look-up writes a whole list.
+_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 
-def _json_list(data: bytes) -> bytes:
-    """The bytes as JSON's list of integers."""
-    return b"[" + _NUMBERS.take(np.frombuffer(data, np.uint8)).tobytes()[:-1] + b"]"
+def _as_json_list(data: bytes) -> bytes:
+    """What JSON makes of `list(data)`, several times as fast."""
+    return b"[" + _BYTES_IN_JSON.take(np.frombuffer(data, dtype=np.uint8)).tobytes()[:-1] + b"]"
 
 
 def _base64(embedding: npt.NDArray[np.float32]) -> str:
