@@ -229,26 +229,30 @@ def _has_room(sets: Sets, reference: int) -> bool:
     return enough
 
 
+@inner
+def _change(sets: Sets, owners: Owners, slots: _Slots, places: _Words, owner: int, comes: bool) -> int:
+    start = 0
+    while start < len(places) and _has_room(sets, places[start] >> 32):
+        reference, end = places[start] >> 32, _end_of(places, start)
+        if comes:
+            changed = _joined(sets, owners, reference, owner, end - start)
+        else:
+            changed = _left(sets, owners, reference, owner, end - start)
+        _refer(slots, places[start:end], changed)
+        start = end
+    return start
+
+
 @entry
 def join(sets: Sets, owners: Owners, slots: _Slots, places: _Words, owner: int) -> int:
     """Counts one donor of `owner` more at `places`. Returns how many were done: less than all when room was missing."""
-    start = 0
-    while start < len(places) and _has_room(sets, places[start] >> 32):
-        end = _end_of(places, start)
-        _refer(slots, places[start:end], _joined(sets, owners, places[start] >> 32, owner, end - start))
-        start = end
-    return start
+    return _change(sets, owners, slots, places, owner, True)
 
 
 @entry
 def leave(sets: Sets, owners: Owners, slots: _Slots, places: _Words, owner: int) -> int:
     """Counts one donor of `owner` less at `places`, as `join` counts one more."""
-    start = 0
-    while start < len(places) and _has_room(sets, places[start] >> 32):
-        end = _end_of(places, start)
-        _refer(slots, places[start:end], _left(sets, owners, places[start] >> 32, owner, end - start))
-        start = end
-    return start
+    return _change(sets, owners, slots, places, owner, False)
 
 
 @entry
