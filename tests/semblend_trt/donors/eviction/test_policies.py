@@ -119,36 +119,30 @@ def test_adaptive_order_is_that_of_the_score(steps):
     assert all(seconds[kind] == pytest.approx(weights.returns.seconds(kind), rel=0.11) for kind in BlockKind)
 
 
-def test_many_uses_keep_no_donor_that_is_overdue():
-    """Turns of a conversation are used every second until it ends; then those of a live one are worth more."""
+def order_behind_uses(kind, uses, every_seconds):
+    """The order of a donor that was used so often, the last time 30 s ago, and of one that has just come."""
     now = 0.0
     policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: now)()
-    kinds = {BlockKind.ASSISTANT_HISTORY: 1.0}
-    ended = DonorHistory(100, 1, 1, now, kinds=kinds)
-    policy.added("ended", ended)
-    for tick in range(2, 4000):
-        now += 1.0
-        ended.uses, ended.last_use, ended.last_seconds = ended.uses + 1, tick, now
-        policy.used("ended")
+    kinds = {kind: 1.0}
+    used = DonorHistory(100, 1, 1, now, kinds=kinds)
+    policy.added("used", used)
+    for tick in range(2, uses + 2):
+        now += every_seconds
+        used.uses, used.last_use, used.last_seconds = used.uses + 1, tick, now
+        policy.used("used")
     now += 30.0
-    policy.added("live", DonorHistory(100, 4000, 4000, now, kinds=kinds))
-    assert list(policy.candidates()) == ["ended", "live"]
+    policy.added("new", DonorHistory(100, uses + 2, uses + 2, now, kinds=kinds))
+    return list(policy.candidates())
+
+
+def test_many_uses_keep_no_donor_that_is_overdue():
+    """Turns of a conversation are used every second until it ends; then those of a live one are worth more."""
+    assert order_behind_uses(BlockKind.ASSISTANT_HISTORY, 3998, 1.0) == ["used", "new"]
 
 
 def test_of_donors_that_are_asked_for_now_and_then_the_favourite_stays():
     """The same pause says little of a kind whose donors wait long for their next use."""
-    now = 0.0
-    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: now)()
-    kinds = {BlockKind.RETRIEVED_CONTEXT: 1.0}
-    favourite = DonorHistory(100, 1, 1, now, kinds=kinds)
-    policy.added("favourite", favourite)
-    for tick in range(2, 40):
-        now += 100.0
-        favourite.uses, favourite.last_use, favourite.last_seconds = favourite.uses + 1, tick, now
-        policy.used("favourite")
-    now += 30.0
-    policy.added("other", DonorHistory(100, 41, 41, now, kinds=kinds))
-    assert list(policy.candidates()) == ["other", "favourite"]
+    assert order_behind_uses(BlockKind.RETRIEVED_CONTEXT, 38, 100.0) == ["new", "used"]
 
 
 def test_size_alone_decides_nothing():
