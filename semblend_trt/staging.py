@@ -153,11 +153,16 @@ class HostWriter:
 
     def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
         """Copies the first `tokens` positions into `held`, whose bytes are there when it returns."""
+        for _ in self.pieces(source, tokens, held):
+            pass
+        finish(current_stream(source.pool.device))
+
+    def pieces(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
+        """Queues what `copy` does, on the stream that is current, a piece a step; nothing waits for it."""
         done = 0
         for part, _, length in held.pieces(0, tokens):
-            self._copy_part(source, done, length, part.tensor)
+            yield from self._pieces_of_part(source, done, length, part.tensor)
             done += length
-        finish(current_stream(source.pool.device))
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copies all of `held` to the first positions of `target`; done when it returns."""
@@ -188,10 +193,11 @@ class HostWriter:
                     column += move.length
                 kv_move(staged_moves, part, self._rotation)
 
-    def _copy_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> None:
-        """Queues the copy of positions `first_token .. first_token + tokens - 1` to the front of `held`."""
+    def _pieces_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
+        """As `pieces`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
         if self._staging is None:
             kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
+            yield
             return
         staging, num_layers = self._staging, source.geometry.num_layers
         layers = max(1, min(num_layers, staging.capacity // tokens))
@@ -205,6 +211,7 @@ class HostWriter:
                 end = min(first + layers, num_layers)
                 gather.make(range(first, end))
                 _copy_rows(staged[: end - first], held[first:end, :, :, start : start + length])
+                yield
 
 
 def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:

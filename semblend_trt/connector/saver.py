@@ -6,7 +6,10 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
@@ -19,6 +22,8 @@ from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
     from kernels.rope import RopeRotation
@@ -29,9 +34,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _TIMINGS_KEPT = 256
 # Tokens of what has not ended, below those of all that has; and of a move down that lost nothing, whatever its length.
 _RUNS, _NOTHING_LOST = -1, 1
+
+
+@dataclass(slots=True)
+class _Save:
+    """A donor on its way from the engine's pool into `tier`, and from there to disk.
+
+    Each step of `pieces` queues a piece of its copy into `room`, which is the donor's once it is left. `error` is what
+    kept a piece from being queued.
+    """
+
+    donor_id: str
+    tier: Tier
+    tokens: int
+    is_written: bool
+    pieces: Iterator[None]
+    room: ExitStack
+    error: Exception | None = None
+    began: float = field(default_factory=time.perf_counter)
 
 
 class DonorSaver:
@@ -52,17 +77,21 @@ class DonorSaver:
         news: deque[TierNews] | None = None,
         keeper: DiskKeeper | None = None,
         ranks: Ranks | None = None,
+        at_once: int = 0,
     ) -> None:
         """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `news` learns what became of
         the donors that were lifted, and `keeper` is given those that go on to disk. `ranks` save the same donors, each
-        its own heads of them."""
+        its own heads of them. `start` itself queues up to `at_once` pieces of a copy to the host."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
         self._news: deque[TierNews] = deque() if news is None else news
         self._keeper = keeper
         self._ranks = ranks or Ranks()
+        self._at_once = at_once
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
+        self._newest: Future[Any] = self._thread.submit(int)
+        self._is_compiled = False
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._demotions: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
@@ -78,20 +107,26 @@ class DonorSaver:
         is_written: bool = False,
     ) -> None:
         """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk."""
+        source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        self._saves[request_id] = self._thread.submit(
-            self._save, donor_id, tier, block_ids, tokens, written, is_written
-        )
+        room = ExitStack()
+        pieces = self._pieces(donor_id, tier, source, tokens, written, room)
+        save = _Save(donor_id, tier, tokens, is_written, pieces, room)
+        # Not while anything is under way that it would overtake, before its kernel is compiled, or to the device, where
+        # it is one launch and may have to wait for room.
+        if tier is Tier.HOST and self._is_compiled and self._newest.done():
+            self._queue(save, self._at_once)
+        self._saves[request_id] = self._submit(self._save, save)
 
     def demote(self, donor_id: str, *, is_written: bool = False) -> None:
         """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
         alone."""
-        self._demotions.append(self._thread.submit(self._demote, donor_id, is_written))
+        self._demotions.append(self._submit(self._demote, donor_id, is_written))
 
     def lift(self, donor_id: str) -> None:
         """Begins moving a donor from the host to the device, behind the loads that are queued by now."""
-        self._thread.submit(self._lift, donor_id, record(current_stream(self._pool.device)))
+        self._submit(self._lift, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included.
@@ -143,42 +178,51 @@ class DonorSaver:
         """Waits for what is running and takes nothing more."""
         self._thread.shutdown(wait=True)
 
-    def _save(
-        self,
-        donor_id: str,
-        tier: Tier,
-        block_ids: list[int],
-        tokens: int,
-        written: Event | None,
-        is_written: bool,
-    ) -> SavedDonor:
-        began = time.perf_counter()
-        source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        self._newest = future = self._thread.submit(work, *arguments)
+        return future
+
+    def _save(self, save: _Save) -> SavedDonor:
         try:
-            wait(self._stream, [written])
-            with on(self._stream):
-                if tier is Tier.DEVICE:
-                    self._save_on_device(donor_id, source, tokens)
-                else:
-                    self._save_on_host(donor_id, source, tokens)
+            with save.room:
+                self._queue(save)
+                # After an error too: what was queued must not reach memory that is another donor's by then.
+                finish(self._stream)
+                if save.error is not None:
+                    raise save.error
         except Exception as error:
-            logger.exception("saving donor %s failed", donor_id)
-            return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
-        self.timings.append(TransferTiming(donor_id, f"save_{tier.value}", tokens, time.perf_counter() - began))
-        if is_written:
-            self._write(donor_id)
-        return SavedDonor(donor_id, tokens)
+            logger.exception("saving donor %s failed", save.donor_id)
+            return SavedDonor(save.donor_id, 0, f"{type(error).__name__}: {error}")
+        self._is_compiled = self._is_compiled or save.tier is Tier.HOST
+        seconds = time.perf_counter() - save.began
+        self.timings.append(TransferTiming(save.donor_id, f"save_{save.tier.value}", save.tokens, seconds))
+        if save.is_written:
+            self._write(save.donor_id)
+        return SavedDonor(save.donor_id, save.tokens)
 
-    def _save_on_device(self, donor_id: str, source: PagedKv, tokens: int) -> None:
-        with self._store.device_tier().writing(donor_id, tokens) as target:
+    def _queue(self, save: _Save, most: int | None = None) -> None:
+        """Queues the save's next pieces, at most so many."""
+        try:
+            with on(self._stream):
+                for _ in islice(save.pieces, most):
+                    pass
+        except Exception as error:
+            save.error = error
+
+    def _pieces(
+        self, donor_id: str, tier: Tier, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
+    ) -> Iterator[None]:
+        """Takes `room` in the tier and queues the copy to it on the current stream, a piece a step."""
+        wait(self._stream, [written])
+        if tier is Tier.DEVICE:
+            target = room.enter_context(self._store.device_tier().writing(donor_id, tokens))
             kv_move([Move(source, 0, 0, tokens)], target, self._rotation)
-            finish(self._stream)
-
-    def _save_on_host(self, donor_id: str, source: PagedKv, tokens: int) -> None:
-        sizes = self._geometry
-        shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-        with self._store.host.writing(donor_id, shape, self._pool.dtype) as held:
-            self._writer.copy(source, tokens, held)
+            yield
+        else:
+            sizes = self._geometry
+            shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
+            held = room.enter_context(self._store.host.writing(donor_id, shape, self._pool.dtype, self._stream))
+            yield from self._writer.pieces(source, tokens, held)
 
     def _demote(self, donor_id: str, is_written: bool) -> SavedDonor:
         began, moved = time.perf_counter(), 0

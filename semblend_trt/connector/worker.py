@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 # Of the staging memory: enough slots for loads that copying never waits for the kernels behind it, one for saves.
 _LOAD_SLOTS = 3
 _SAVE_SLOTS = 1
+# Of a save on a card, what the engine's own thread queues, each piece in about 0.1 ms. Another thread would take the
+# interpreter from the engine at every launch, which costs it several times as much. On the CPU queueing is copying.
+_PIECES_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -212,7 +215,15 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
         self.keeper = self._open_disk(geometry, dtype, self.store.host)
         self.saver = DonorSaver(
-            self.store, pool, geometry, rotation, writer, self._runtime.tier_news, self.keeper, self._runtime.ranks
+            self.store,
+            pool,
+            geometry,
+            rotation,
+            writer,
+            self._runtime.tier_news,
+            self.keeper,
+            self._runtime.ranks,
+            at_once=_PIECES_AT_ONCE if pool.is_cuda else 0,
         )
 
     def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskKeeper | None:

@@ -13,11 +13,12 @@ from kernels.layout import SUPPORTED_DTYPES, ContiguousKv
 from semblend_trt.donors.host_kv import HostKv
 from semblend_trt.donors.host_memory import HostMemory, Range
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.streams import wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from semblend_trt.streams import Event
+    from semblend_trt.streams import Event, Stream
 
 
 @dataclass(slots=True)
@@ -72,18 +73,21 @@ class HostTier:
             held.copy_(tensor)
 
     @contextmanager
-    def writing(self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[HostKv]:
+    def writing(
+        self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
+    ) -> Iterator[HostKv]:
         """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, held once the block is left.
 
-        Its bytes must be there by then. Raises ValueError for another shape or dtype or an id that is taken,
-        CapacityError when the budget has no room for it, DonorUnavailableError at the end when the donor was dropped
-        meanwhile. Nothing is held after an error.
+        Its bytes must be there by then. What reads the memory's former donor has ended when the block begins; where the
+        memory is written on `stream` alone, that waits for it instead. Raises ValueError for another shape or dtype or
+        an id that is taken, CapacityError when the budget has no room for it, DonorUnavailableError at the end when the
+        donor was dropped meanwhile. Nothing is held after an error.
         """
         _check_donor(donor_id, shape, dtype)
         slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
         try:
             held = self._allocate(slot, shape, dtype)
-            self._await_reads()
+            self._await_reads(stream)
             yield held
         except BaseException:
             self._end_copy(donor_id, slot, None)
@@ -179,12 +183,15 @@ class HostTier:
             parts.append(ContiguousKv(held.permute(0, 2, 3, 1, 4)))
         return HostKv(tuple(parts))
 
-    def _await_reads(self) -> None:
-        """Waits until nobody reads memory that a donor had before; copies end within hundredths of a second."""
+    def _await_reads(self, stream: Stream | None) -> None:
+        """Has `stream`, or else the caller, wait until nobody reads memory that a donor had before; such copies end
+        within hundredths of a second."""
         with self._lock:
-            reads, self._reads = self._reads, []
-        for read in reads:
-            read.synchronize()
+            self._reads = reads = [read for read in self._reads if not read.query()]
+        wait(stream, reads)
+        if stream is None:
+            for read in reads:
+                read.synchronize()
 
     def _release_unread(self, slot: _Slot) -> None:
         """Frees the room of a dropped donor that nobody reads."""

@@ -93,7 +93,7 @@ def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: Other
 
 
 def test_an_own_failure_is_told_with_its_reason(saver: DonorSaver, other: OtherRank) -> None:
-    with mock.patch.object(saver, "_save_on_host", side_effect=OSError("no room")):
+    with mock.patch.object(saver._store.host, "writing", side_effect=OSError("no room")):
         save(saver)
     other.tokens = [TOKENS]
     assert finished(saver).error == "OSError: no room"

@@ -235,6 +235,31 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended() -> No
     assert torch.equal(tier.get("a").tensor, donor_kv(5))
 
 
+class Waits:
+    """A stream that notes what it was told to wait for."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.events.append(event)
+
+
+def test_a_stream_that_writes_waits_for_the_queued_reads_itself_and_others_still_do() -> None:
+    tier, ended, queued, stream = one_block(10), Reads(), Reads(), Waits()
+    ended.synchronize()
+    tier.read_until(ended)  # type: ignore[arg-type]
+    tier.read_until(queued)  # type: ignore[arg-type]
+    shape = (LAYERS, 2, HEADS, 5, HEAD_DIM)
+    with tier.writing("a", shape, torch.float32, stream) as held:  # type: ignore[arg-type]
+        assert stream.events == [queued]
+        assert not queued.has_ended
+        held.copy_(donor_kv(5))
+    with tier.writing("b", shape, torch.float32) as held:
+        assert queued.has_ended
+        held.copy_(donor_kv(5))
+
+
 def test_threads_see_whole_donors_only() -> None:
     tier = HostTier(64 * BYTES_PER_TOKEN, pin=False)
     expected = donor_kv(8, seed=3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
@@ -27,6 +29,7 @@ TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 CPU = torch.device("cpu")
 ARENA_BLOCKS, HOST_TOKENS, MAX_DONORS = 6, 30, 6
 SAVE_BLOCKS = 8
+SAVED = (("first", 1), ("behind", 2), ("at once", 3))
 
 
 def pattern(number: int, tokens: int) -> torch.Tensor:
@@ -59,13 +62,15 @@ def write(pool: torch.Tensor, block_ids: list[int], kv: torch.Tensor) -> None:
 class Rank:
     """One rank's tiers with their saver, over an engine pool of `slots` requests."""
 
-    def __init__(self, arena: int = ARENA_BLOCKS, host_tokens: int = HOST_TOKENS, slots: int = 4) -> None:
+    def __init__(
+        self, arena: int = ARENA_BLOCKS, host_tokens: int = HOST_TOKENS, slots: int = 4, at_once: int = 0
+    ) -> None:
         self.pool = engine_pool(slots * SAVE_BLOCKS)
         device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
         memory = HostMemory(host_tokens * TOKEN_BYTES, lock=False)
         self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, pin=False, memory=memory), device)
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
-        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer)
+        self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
 
     def save(self, slot: int, donor_id: str, tier: Tier, kv: torch.Tensor) -> None:
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
@@ -179,6 +184,56 @@ def test_blocks_that_are_read_are_given_to_nobody(rank):
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_a_save_is_whole_whoever_queues_its_pieces(at_once):
+    rank = Rank(at_once=at_once)
+    rank.keep("first", Tier.HOST, 1, 4)
+    rank.keep("a", Tier.HOST, 2, 13)  # 2 layers in chunks of 10 tokens: four pieces
+    assert torch.equal(rank.read("a", 13), pattern(2, 13))
+    assert torch.equal(rank.read("first", 4), pattern(1, 4))
+    rank.saver.close()
+
+
+def test_the_caller_queues_a_save_only_once_nothing_else_is_under_way():
+    """Room may still have to be made for it, and the first save compiles."""
+    rank = Rank(at_once=100)
+    gate = threading.Event()
+    rank.saver._thread.submit(gate.wait)
+    rank.save(0, "first", Tier.HOST, pattern(1, 8))
+    rank.saver.demote("unknown")
+    rank.save(1, "behind", Tier.HOST, pattern(2, 8))
+    assert rank.store.host.used_bytes == 0
+    gate.set()
+    rank.saver.drain()
+    gate.clear()
+    rank.saver._thread.submit(gate.wait)
+    rank.save(2, "at once", Tier.HOST, pattern(3, 8))
+    assert rank.store.host.used_bytes == 3 * 8 * TOKEN_BYTES
+    assert "at once" not in rank.store.host  # its bytes have to be waited for
+    gate.set()
+    rank.saver.drain()
+    assert [torch.equal(rank.read(name, 8), pattern(number, 8)) for name, number in SAVED] == [True] * 3
+    rank.saver.close()
+
+
+def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
+    rank = Rank(at_once=2)
+    rank.keep("first", Tier.HOST, 1, 4)
+
+    def fails_at_the_second(writer, source, tokens, held):
+        yield
+        raise MemoryError("no table")
+
+    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    rank.save(1, "a", Tier.HOST, pattern(2, 8))
+    rank.saver.drain()
+    ((_, news),) = rank.saver.finished()
+    assert (news.tokens, news.error) == (0, "MemoryError: no table")
+    assert "a" not in rank.store
+    assert rank.store.host.used_bytes == 4 * TOKEN_BYTES
+    rank.saver.close()
+
+
 def test_save_without_a_device_tier_is_refused():
     rank = Rank(arena=0)
     rank.save(0, "a", Tier.DEVICE, pattern(1, 4))
@@ -220,7 +275,6 @@ class TwoTiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank = Rank()
         self.catalog = DonorCatalog(
             HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
         )
@@ -229,6 +283,10 @@ class TwoTiers(RuleBasedStateMachine):
         self.saving: dict[int, tuple[str, int]] = {}
         self.tokens: dict[str, int] = {}
         self.leases: list[tuple[Lease, Tier]] = []
+
+    @initialize(at_once=st.sampled_from([0, 1, 3, 100]))
+    def open(self, at_once: int) -> None:
+        self.rank = Rank(at_once=at_once)
 
     @rule(bound=st.integers(1, 24))
     def admit(self, bound: int) -> None:
