@@ -167,7 +167,7 @@ class Life:
     def _save_fails(self) -> Told:
         with self._engine(POLICY="position_fix") as llm:
             free = llm.block_manager.num_free_blocks
-            with self._breaking(llm.connector_worker.saver, "_save_on_host"):
+            with self._breaking(host_of(llm), "writing"):
                 first = served(llm, DONOR)
             held = self._ranks.gather(len(host_of(llm)))
             # Nobody finds the donor; this request becomes one, and the next finds it.
