@@ -8,6 +8,7 @@ from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
 from kernels.kv_move.layer_moves import LayerMoves
 from kernels.kv_move.move import Move, check_moves, tensor_of
+from kernels.kv_move.warm_up import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kernels.layout import ContiguousKv, PagedKv
     from kernels.rope import RopeRotation
 
-__all__ = ["LayerMoves", "Move", "kv_move"]
+__all__ = ["LayerMoves", "Move", "kv_move", "warm_up"]
 
 
 def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:

@@ -91,7 +91,6 @@ class DonorSaver:
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
         self._newest: Future[Any] = self._thread.submit(int)
-        self._is_compiled = False
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._demotions: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
@@ -113,9 +112,9 @@ class DonorSaver:
         room = ExitStack()
         pieces = self._pieces(donor_id, tier, source, tokens, written, room)
         save = _Save(donor_id, tier, tokens, is_written, pieces, room)
-        # Not while anything is under way that it would overtake, before its kernel is compiled, or to the device, where
-        # it is one launch and may have to wait for room.
-        if tier is Tier.HOST and self._is_compiled and self._newest.done():
+        # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
+        # to wait for room.
+        if tier is Tier.HOST and self._newest.done():
             self._queue(save, self._at_once)
         self._saves[request_id] = self._submit(self._save, save)
 
@@ -193,7 +192,6 @@ class DonorSaver:
         except Exception as error:
             logger.exception("saving donor %s failed", save.donor_id)
             return SavedDonor(save.donor_id, 0, f"{type(error).__name__}: {error}")
-        self._is_compiled = self._is_compiled or save.tier is Tier.HOST
         seconds = time.perf_counter() - save.began
         self.timings.append(TransferTiming(save.donor_id, f"save_{save.tier.value}", save.tokens, seconds))
         if save.is_written:

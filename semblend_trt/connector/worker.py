@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels.kv_move import warm_up
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.bound_metadata import readable_metadata
@@ -212,6 +213,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
             reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
             writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
+        warm_up(geometry, dtype, device, rotation)
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
         self.keeper = self._open_disk(geometry, dtype, self.store.host)
         self.saver = DonorSaver(

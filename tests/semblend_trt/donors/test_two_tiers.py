@@ -194,8 +194,8 @@ def test_a_save_is_whole_whoever_queues_its_pieces(at_once):
     rank.saver.close()
 
 
-def test_the_caller_queues_a_save_only_once_nothing_else_is_under_way():
-    """Room may still have to be made for it, and the first save compiles."""
+def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
+    """Room may still have to be made for it."""
     rank = Rank(at_once=100)
     gate = threading.Event()
     rank.saver._thread.submit(gate.wait)
