@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
+from semblend_trt import staging
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
@@ -172,6 +173,25 @@ def test_donor_on_its_way_down_can_be_read(rank):
     assert torch.equal(rank.read("a", 8), pattern(1, 8))
 
 
+@pytest.mark.parametrize(("begins", "looks_at", "move"), [("host", "host", "lift"), ("device", "device", "demote")])
+def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, looks_at, move):
+    """It is in its new tier before it leaves the old one; the look at the old one comes just too late."""
+    rank.keep("a", Tier(begins), 1, 8)
+    tier = getattr(rank.store, looks_at)
+    look = tier.reading
+
+    def too_late(donor_id):
+        monkeypatch.undo()
+        getattr(rank.saver, move)(donor_id)
+        rank.saver.drain()
+        return look(donor_id)
+
+    monkeypatch.setattr(tier, "reading", too_late)
+    assert torch.equal(rank.read("a", 8), pattern(1, 8))
+    with pytest.raises(DonorUnavailableError), rank.store.reading("unknown"):
+        pass
+
+
 def test_blocks_that_are_read_are_given_to_nobody(rank):
     rank.keep("a", Tier.DEVICE, 1, 24)
     reading = rank.store.reading("a")
@@ -198,7 +218,7 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     """Room may still have to be made for it."""
     rank = Rank(at_once=100)
     gate = threading.Event()
-    rank.saver._thread.submit(gate.wait)
+    rank.saver._submit(gate.wait)
     rank.save(0, "first", Tier.HOST, pattern(1, 8))
     rank.saver.demote("unknown")
     rank.save(1, "behind", Tier.HOST, pattern(2, 8))
@@ -232,6 +252,24 @@ def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_b
     assert "a" not in rank.store
     assert rank.store.host.used_bytes == 4 * TOKEN_BYTES
     rank.saver.close()
+
+
+def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_ended(rank, monkeypatch):
+    """A file that is read back could get the memory, and no stream orders what the processor writes."""
+    rank.keep("a", Tier.DEVICE, 1, 8)
+    taken = []
+
+    def fails_at_the_second(writer, source, tokens, held):
+        yield
+        raise MemoryError("no table")
+
+    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
+    rank.saver.demote("a")
+    rank.saver.drain()
+    assert taken == [8 * TOKEN_BYTES]
+    assert [news.error for news in rank.saver.lost()] == ["MemoryError: no table"]
+    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
 
 
 def test_save_without_a_device_tier_is_refused():
