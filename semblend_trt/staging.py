@@ -152,10 +152,13 @@ class HostWriter:
         self._staging = staging
 
     def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
-        """Copies the first `tokens` positions into `held`, whose bytes are there when it returns."""
-        for _ in self.pieces(source, tokens, held):
-            pass
-        finish(current_stream(source.pool.device))
+        """Copies the first `tokens` positions into `held`, whose bytes are there when it returns. After an error too
+        nothing is on its way to `held` any more, which may be another donor's by then."""
+        try:
+            for _ in self.pieces(source, tokens, held):
+                pass
+        finally:
+            finish(current_stream(source.pool.device))
 
     def pieces(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
         """Queues what `copy` does, on the stream that is current, a piece a step; nothing waits for it."""

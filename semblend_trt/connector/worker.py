@@ -160,11 +160,13 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         for progress in metadata.progress:
             self._follow(progress)
         with on(stream):
-            self._load(metadata.plans)
-            if self.saver is not None:
-                # Behind the loads, which the running requests wait for.
-                for donor_id in metadata.orders.lifts:
-                    self.saver.lift(donor_id)
+            try:
+                self._load(metadata.plans)
+            finally:
+                # Behind the loads, which the running requests wait for; and told of whatever becomes of these.
+                if self.saver is not None:
+                    for donor_id in metadata.orders.lifts:
+                        self.saver.lift(donor_id)
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import CapacityError, DonorUnavailableError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class DonorStore:
     """The host tier and, where there is one, the device tier. Thread safe.
 
-    A donor that moves down stays readable: it is in the host tier before it leaves the device.
+    A donor that moves stays readable: it is in its new tier before it leaves the old one.
     """
 
     def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
@@ -40,8 +40,8 @@ class DonorStore:
     def demote(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
-        `copy(source, tokens, held)` fills `held` before it returns. After an
-        error the donor is in neither tier: the catalog has given its blocks away.
+        `copy(source, tokens, held)` fills `held`; nothing writes it any more once it returns or raises. After an error
+        the donor is in neither tier: the catalog has given its blocks away.
         """
         if self.device is None or donor_id not in self.device:
             return False
@@ -92,11 +92,15 @@ class DonorStore:
 
     def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
         if self.device is not None:
-            try:
+            with suppress(DonorUnavailableError):
                 return reads.enter_context(self.device.reading(donor_id))
-            except DonorUnavailableError:
-                pass  # never there, or moved down since: then the host has it already
-        return reads.enter_context(self.host.reading(donor_id))
+        try:
+            # Never on the device, or moved down since: then the host has it already.
+            return reads.enter_context(self.host.reading(donor_id))
+        except DonorUnavailableError:
+            if self.device is None:
+                raise
+            return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere
 
     def _copy_down(self, device: DeviceTier, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> None:
         tokens = device.tokens_of(donor_id)

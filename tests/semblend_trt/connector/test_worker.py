@@ -11,6 +11,7 @@ from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.connector.tier_orders import TierOrders
+from semblend_trt.donors.news import TierEvent
 from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
@@ -180,6 +181,16 @@ def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
     with pytest.raises(DonorUnavailableError):
         step(worker, plans=(reuse(EngineMode.STOCK),))
     assert torch.equal(worker.loader._pool, pool())
+
+
+def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
+    """The catalog keeps a lifted donor where it is, and its room on the card taken, until it hears of it."""
+    with pytest.raises(DonorUnavailableError):
+        step(two_tiers, plans=(reuse(EngineMode.STOCK),), orders=TierOrders(lifts=("donor-2",)))
+    two_tiers.saver.drain()
+    assert [(news.event, news.donor_id) for news in runtime_for(args).tier_news] == [
+        (TierEvent.LIFT_FAILED, "donor-2")
+    ]
 
 
 def test_foreign_metadata_is_ignored(worker):

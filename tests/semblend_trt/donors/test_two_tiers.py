@@ -173,11 +173,11 @@ def test_donor_on_its_way_down_can_be_read(rank):
     assert torch.equal(rank.read("a", 8), pattern(1, 8))
 
 
-@pytest.mark.parametrize(("begins", "looks_at", "move"), [("host", "host", "lift"), ("device", "device", "demote")])
-def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, looks_at, move):
+@pytest.mark.parametrize(("begins", "move"), [(Tier.HOST, "lift"), (Tier.DEVICE, "demote")])
+def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, move):
     """It is in its new tier before it leaves the old one; the look at the old one comes just too late."""
-    rank.keep("a", Tier(begins), 1, 8)
-    tier = getattr(rank.store, looks_at)
+    rank.keep("a", begins, 1, 8)
+    tier = getattr(rank.store, begins.value)
     look = tier.reading
 
     def too_late(donor_id):
