@@ -21,7 +21,7 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
     CUDA tensors of one device, and sources in pinned host memory, which the card reads in place. With
     TRITON_INTERPRET=1, tensors on the CPU, for tests. Never without Triton.
     """
-    if not _has_triton():
+    if not has_triton():
         return False
     if target.is_cuda:
         if target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
@@ -35,7 +35,8 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """True where Triton is installed."""
     return find_spec("triton") is not None
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.dispatch import has_triton
 from kernels.layer_ops import eager
 from kernels.layout import KvGeometry, check_pool
 
@@ -37,10 +36,14 @@ def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torc
     """RMSNorm (Zhang and Sennrich 2019) of `rows + residual`, which is written back into `residual`.
 
     `rows` and `residual`: [rows, hidden], contiguous; `weight`: [hidden]. Without a residual, of `rows` alone. The sum
-    is rounded to the rows' dtype, the norm is computed in float32.
+    is rounded to the rows' dtype, the norm is computed in float32. Raises ValueError, naming the tensor.
     """
-    if rows.ndim != 2 or not rows.is_contiguous() or (residual is not None and residual.shape != rows.shape):
-        raise ValueError(f"rows has shape {list(rows.shape)}; contiguous rows and a residual like them are needed")
+    if rows.ndim != 2 or not rows.is_contiguous():
+        raise ValueError(f"rows has shape {list(rows.shape)}; contiguous [rows, hidden] is needed")
+    if residual is not None and (residual.shape != rows.shape or not residual.is_contiguous()):
+        raise ValueError(f"residual has shape {list(residual.shape)}; contiguous {list(rows.shape)} is needed")
+    if weight.shape != rows.shape[1:]:
+        raise ValueError(f"weight has shape {list(weight.shape)}; {list(rows.shape[1:])} is needed")
     if has_kernels(rows.device):
         from kernels.layer_ops import triton_ops
 
@@ -110,9 +113,4 @@ def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor
 
 def has_kernels(device: torch.device) -> bool:
     """True when Triton's kernels run there; TRITON_INTERPRET=1 has them interpreted on the host, for tests."""
-    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and has_triton()

@@ -47,7 +47,7 @@ def test_channels_must_be_side_by_side(triton_device: str, monkeypatch: pytest.M
 
 
 def test_without_triton_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     assert not triton_serves(torch.zeros(4, 8), [])
 
 

@@ -216,4 +216,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="gate_up has shape"):
         silu_mul(torch.zeros(3, 7))
     with pytest.raises(ValueError, match="rows has shape"):
-        add_rms_norm(torch.zeros(3, 8), torch.zeros(2, 8), torch.ones(8), EPS)
+        add_rms_norm(torch.zeros(3, 16)[:, ::2], None, torch.ones(8), EPS)
+    for residual in (torch.zeros(2, 8), torch.zeros(8, 3).T):
+        with pytest.raises(ValueError, match=r"residual has shape .*; contiguous \[3, 8\]"):
+            add_rms_norm(torch.zeros(3, 8), residual, torch.ones(8), EPS)
+    with pytest.raises(ValueError, match=r"weight has shape \[7\]; \[8\]"):
+        add_rms_norm(torch.zeros(3, 8), None, torch.ones(7), EPS)
