@@ -59,7 +59,7 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTables:
-    """What a launch reads, all on one device: `items` int32 [items, 6], `tiles` int32 [tiles, 5], as in AttentionWork;
+    """What a launch reads, all on one device: `items` int32 [items, 7], `tiles` int32 [tiles, 5], as in AttentionWork;
     `positions` int64 [rows]; `block_ids` int64, those of all sequences in order."""
 
     items: torch.Tensor
@@ -101,9 +101,13 @@ def fill_tables(
 
     Raises ValueError when it does not.
     """
+    rows = sum(sequence.count for sequence in sequences)
+    if rows > shape.rows or len(sequences) > shape.sequences:
+        raise ValueError(
+            f"the batch has {rows} rows of {len(sequences)} sequences; the launch has room for {shape.rows} of "
+            f"{shape.sequences}"
+        )
     table, reach = cut_rows(tuple(sequences), shape.group, shape.config.block_m)
-    if len(table) > shape.tiles:
-        raise ValueError(f"the batch has {len(table)} tiles; the launch has room for {shape.tiles}")
     pieces = equal_pieces(reach, _piece(reach, shape))
     used, counts = len(pieces), np.bincount(pieces[:, 0], minlength=len(table))
     items[:used, :4] = table[pieces[:, 0]]

@@ -72,12 +72,16 @@ def test_items_cover_every_token_of_every_row_once(positions: list[list[int]], s
                 assert covered[sequence.first_row, end, token] in joined[sequence.first_row, end]
 
 
-def test_a_batch_of_more_tiles_than_the_shape_has_is_refused() -> None:
+@pytest.mark.parametrize("positions", [[list(range(15))], [[0], [0], [0], [0]]])
+def test_a_batch_of_more_rows_or_sequences_than_the_shape_has_is_refused(positions: list[list[int]]) -> None:
     from kernels.sparse_prefill.captured import LaunchShape
 
-    shape = LaunchShape(5, 1, GROUP, TileConfig(16, 16, 4, 2), 2)
-    with pytest.raises(ValueError, match="the batch has 3 tiles; the launch has room for 1"):
-        filled(shape, batch_of([list(range(15))]))
+    shape = LaunchShape(5, 3, GROUP, TileConfig(16, 16, 4, 2), 2)  # its tiles would hold the 15 rows
+    rows = sum(map(len, positions))
+    with pytest.raises(
+        ValueError, match=f"has {rows} rows of {len(positions)} sequences; the launch has room for 5 of 3"
+    ):
+        filled(shape, batch_of(positions))
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -85,9 +89,9 @@ def test_a_batch_of_more_tiles_than_the_shape_has_is_refused() -> None:
 def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: int, triton_device: str) -> None:
     from kernels.sparse_prefill.captured import LaunchShape, LaunchTables, sparse_prefill
 
-    shape = LaunchShape(20, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
+    shape = LaunchShape(10, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
     generator = torch.Generator().manual_seed(4)
-    for positions in ([[300]], [list(range(40, 59))], [[0, 3, 200], [17], [5, 90, 91, 92]]):
+    for positions in ([[90]], [list(range(40, 50))], [[0, 3, 70], [17], [5, 40, 41, 42]]):
         sequences = batch_of(positions)
         rows = sum(map(len, positions))
         pool = torch.full((60, 1, 2, GEOMETRY.row_elements), math.nan)
@@ -96,9 +100,9 @@ def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: 
             reached = torch.arange(sequence.last_position + 1)
             kv = torch.randn(len(reached), 1, 2, 2, 16, generator=generator)
             view[sequence.block_ids[reached // 16], :, :, :, reached % 16] = kv
-        q = torch.randn(20, 2 * GROUP, 16, generator=generator)
+        q = torch.randn(10, 2 * GROUP, 16, generator=generator)
         tables = (torch.from_numpy(table).to(triton_device) for table in filled(shape, sequences))
-        own = torch.zeros(20, dtype=torch.int64)
+        own = torch.zeros(10, dtype=torch.int64)
         own[:rows] = torch.cat([sequence.positions for sequence in sequences])
         blocks = torch.cat([sequence.block_ids for sequence in sequences])
         launch = LaunchTables(*tables, own.to(triton_device), blocks.to(triton_device))
