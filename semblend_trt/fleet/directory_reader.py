@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # How often missed events are looked for, in seconds.
 TICK_SECONDS = 0.25
+# How long a task that was told to end may take before it is told again, in seconds.
+END_SECONDS = 1.0
 
 
 class DirectoryReader:
@@ -43,9 +45,10 @@ class DirectoryReader:
     async def stop(self) -> None:
         """Ends reading; the directory keeps what it knows until that expires."""
         task, self._task = self._task, None
-        if task is not None:
+        # A cancellation that meets the end of what is waited for is lost: in asyncio.wait_for before Python 3.12.
+        while task is not None and not task.done():
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait([task], timeout=END_SECONDS)
 
     async def _run(self) -> None:
         retry_seconds = FIRST_RETRY_SECONDS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
 
+from semblend_trt.fleet import directory_reader
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.directory_reader import DirectoryReader
@@ -172,3 +174,25 @@ def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog
     assert [record.message for record in caplog.records if "could not be taken" in record.message] == [
         "a message on the event subject could not be taken"
     ]
+
+
+def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch) -> None:
+    connecting = asyncio.Event()
+
+    async def loses_the_first_cancellation(*_, **__):
+        is_first = not connecting.is_set()
+        connecting.set()
+        with contextlib.suppress(asyncio.CancelledError) if is_first else contextlib.nullcontext():
+            await asyncio.Event().wait()
+        raise OSError("the server is gone")
+
+    monkeypatch.setattr(directory_reader, "connect_client", loses_the_first_cancellation)
+    monkeypatch.setattr(directory_reader, "END_SECONDS", 0.01)
+
+    async def starts_and_stops() -> None:
+        reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())
+        await reader.start()
+        await connecting.wait()
+        await asyncio.wait_for(reader.stop(), 5)
+
+    asyncio.run(starts_and_stops())
