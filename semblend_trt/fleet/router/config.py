@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MIN_SECRET_BYTES = 16
 MAX_CONFIG_BYTES = 1 << 20
+# Fields whose wrong value may be a secret: a password in an address, or a key in the place of its digest or name.
+_MAY_BE_SECRET = ("url", "nats_url", "sha256", "env", "secret_env")
 
 
 def _checked_url(url: str) -> str:
@@ -173,8 +175,8 @@ def _sentence(error: ValidationError) -> str:
         problem = "there is no such field"
     elif first["type"] == "missing":
         problem = "this field is missing"
-    # A server's address may hold a password, and only simple values are worth showing.
-    elif place != "nats_url" and isinstance(first["input"], (str, int, float)):
+    # Only simple values are worth showing.
+    elif not set(_MAY_BE_SECRET) & set(first["loc"]) and isinstance(first["input"], (str, int, float)):
         problem += f" (given: {first['input']!r:.80})"
     more = f" ({len(details) - 1} more fields are wrong)" if len(details) > 1 else ""
     return f"{place}: {problem}{more}" if place else f"{problem}{more}"

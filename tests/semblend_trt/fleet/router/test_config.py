@@ -110,11 +110,23 @@ def test_each_policy_is_made_by_its_name(tmp_path: Path, name: str) -> None:
     assert type(loaded(tmp_path, f"policy = '{name}'\n" + LEAST).routing_policy()) is type(POLICIES[name]())
 
 
-def test_a_servers_password_is_not_repeated(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        loaded(tmp_path, f'nats_url = "{"secret" * 1000}"\n' + LEAST)
-    assert "nats_url" in str(refused.value)
-    assert "secret" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("nats_url", 'nats_url = "' + 1000 * "hidden" + '"\n' + LEAST),
+        ("replicas.0.url", LEAST.replace("http://", "ftp://user:hidden@")),
+        ("keys.0.sha256", LEAST + "[[keys]]\nsha256 = 'sk-hidden'\ntenants = ['a']"),
+        ("keys.0.env", LEAST + "[[keys]]\nenv = 'sk-hidden'\ntenants = ['a']"),
+        ("secret_env", "secret_env = '0-hidden'\n" + LEAST),
+    ],
+)
+def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, field: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"router.toml: {field}: ") as refused:
+        loaded(tmp_path, text)
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
     assert "hidden" not in repr(loaded(tmp_path, 'nats_url = "nats://u:hidden@a"\n' + LEAST))
 
 
