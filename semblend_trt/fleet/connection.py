@@ -135,8 +135,8 @@ class Connection:
             raise
         return connection
 
-    async def send(self, notices: Sequence[Notice]) -> int:
-        """Sends in order and waits until the server has all; returns how many were too large for it.
+    async def send(self, notices: Sequence[Notice]) -> list[Notice]:
+        """Sends in order and waits until the server has all; returns those that are too large for it.
 
         Raises ConnectionLostError, or what the client raises, when that is not certain; the connection is useless then.
         """
@@ -151,7 +151,7 @@ class Connection:
                 raise ConnectionLostError(f"{len(unsure)} events were not acknowledged by the stream")
         if self.is_lost:
             raise ConnectionLostError("the connection to NATS was lost while events were being sent")
-        return len(notices) - len(fit)
+        return [notice for notice in notices if len(notice.payload) > self._client.max_payload]
 
     async def close(self) -> None:
         """Ends the connection; never raises, and waits no longer than the server may take to answer."""

@@ -160,8 +160,8 @@ class EventPublisher:
             logger.warning("events were not taken by NATS: %s", type(error).__name__)
             await self._lose(len(notices))
             return
-        self.counters.count_dropped("oversize", too_large)
-        self.counters.count_sent(Counter(notice.kind for notice in notices))
+        self.counters.count_dropped("oversize", len(too_large))
+        self.counters.count_sent(Counter(notice.kind for notice in notices if notice not in too_large))
 
     def _repair_overflow(self) -> None:
         if self._overflowed:

@@ -149,6 +149,16 @@ def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server
     assert kinds == ["provider_generation_reset", "donor_registered"]
 
 
+def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker, tmp_path) -> None:
+    (tmp_path / "small.conf").write_text("max_payload: 2048")
+    worker = make_worker(make_nats_server("-c", str(tmp_path / "small.conf")), heartbeat_seconds=3600.0)
+    assert worker.publisher.settle(30)
+    worker.add("large", length=4000)
+    assert worker.publisher.settle(30)
+    assert worker.counters.dropped == {"oversize": 1}
+    assert worker.counters.sent == {"provider_generation_reset": 1, "provider_heartbeat": 1}
+
+
 def test_garbage_on_the_subjects_changes_nothing(nats_server, make_reader, make_worker) -> None:
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server)
