@@ -50,7 +50,8 @@ class Judge:
                 self.command,
                 input=json.dumps(comparison),
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=self.timeout_seconds,
                 check=False,
             )

@@ -37,6 +37,7 @@ def test_the_score_is_what_the_command_prints() -> None:
         ("print('nan')", "not between 0 and 1"),
         ("import sys; sys.exit('no key')", "exit status 1: no key"),
         ("pass", "'' instead of a number"),
+        (r"import sys; sys.stdout.buffer.write(b'\xff')", "'\N{REPLACEMENT CHARACTER}' instead of a number"),
     ],
 )
 def test_a_failure_has_a_reason(code: str, reason: str) -> None:
