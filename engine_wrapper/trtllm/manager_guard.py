@@ -5,32 +5,35 @@ release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks
 switch for one request, so these methods are replaced on the one manager, for flagged requests only. A block hash is
 never consulted: it names a block as exact KV, whatever the block holds.
 
-Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main) and
-`_torch/pyexecutor/kv_cache_manager_v2.py` (main).
+Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main), `kv_cache_manager_v2.py` (1.3: beside
+it; main: under `kv_cache/`), and `cpp/tensorrt_llm/nanobind/batch_manager/kvCacheManager.cpp`, whose `remove_sequence`
+takes no None in the place of the request.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine_wrapper.trtllm.code_names import names_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.publication import PublicationGuard
 
 logger = logging.getLogger(__name__)
 
-# The whole of V1's release: anything else in it would be lost for a flagged request.
-_V1_RELEASE = frozenset({"impl", "remove_sequence", "py_request_id"})
 _V1_CALLS = {
     "update_resources": {"impl", "store_context_blocks", "context_requests"},
-    "free_resources": set(_V1_RELEASE),
+    "free_resources": {"impl", "remove_sequence", "py_request_id"},
     "store_blocks_for_reuse": {"impl", "store_blocks_for_reuse"},
     "unpin_blocks_by_id": {"impl", "unpin_blocks_by_id"},
 }
+# The whole of V1's release: anything else in it might publish.
+_V1_RELEASE = _V1_CALLS["free_resources"] | {"_preprepared_dummy_request_ids", "discard"}
 _V2_CALLS = {
     "update_context_resources": {"try_commit_blocks"},
     "try_commit_blocks": {"commit", "stop_committing", "kv_cache_map", "context_remaining_length"},
@@ -43,7 +46,7 @@ class ManagerGuard(Protocol):
     """A guard on one manager."""
 
     def install(self) -> None:
-        """Replaces the manager's methods."""
+        """Replaces the manager's methods, all or none."""
 
     def remove(self) -> None:
         """Puts them back."""
@@ -61,13 +64,32 @@ def guard_refusal(manager: Any) -> str | None:
     if getattr(manager, "is_vswa", False):
         return "sliding_window"
     calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
-    if any(not wanted <= names_in(manager, method) for method, wanted in calls.items()):
+    if any(method in vars(manager) or not wanted <= names_in(manager, method) for method, wanted in calls.items()):
         return "publication_unknown"
     if kind == "KVCacheManager":
-        return None if names_in(manager, "free_resources") <= _V1_RELEASE else "publication_unknown"
+        is_known = names_in(manager, "free_resources") <= _V1_RELEASE and _has_dummies(manager)
+        return None if is_known else "publication_unknown"
     if any("commit" in names_in(manager, method) for method in _V2_SILENT):
         return "publication_unknown"
     return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
+
+
+def _has_dummies(manager: Any) -> bool:
+    """Whether requests can be marked as dummies, by the class of requests that the manager's module knows."""
+    release = inspect.unwrap(type(manager).free_resources)
+    mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
+    return getattr(mark, "fset", None) is not None
+
+
+@contextmanager
+def _as_dummy(request: Any) -> Iterator[None]:
+    """Marks the request as a dummy: the C++ manager frees the blocks of one, and stores none of them."""
+    before = request.is_dummy_request
+    request.is_dummy_request = True
+    try:
+        yield
+    finally:
+        request.is_dummy_request = before
 
 
 def guard_for(manager: Any, publication: PublicationGuard) -> ManagerGuard:
@@ -79,7 +101,6 @@ class V1Guard:
     """Of a flagged request nothing is stored: not its exact part either, because V1 stores all of it or nothing."""
 
     def __init__(self, manager: Any, publication: PublicationGuard) -> None:
-        self._manager = manager
         self._publication = publication
         self._stock = _Methods(manager, tuple(_V1_CALLS))
 
@@ -97,13 +118,10 @@ class V1Guard:
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        """Frees the request's blocks; without the request itself, the C++ manager has nothing to store them under."""
-        request_id = request.py_request_id
-        if self._publication.withholds(request_id):
-            freed = self._manager.impl.remove_sequence(request_id, None, pin_on_release)
-        else:
+        """Frees the request's blocks; a flagged one's are not stored."""
+        with _as_dummy(request) if self._publication.withholds(request.py_request_id) else nullcontext():
             freed = self._stock["free_resources"](request, pin_on_release)
-        self._publication.released(request_id)
+        self._publication.released(request.py_request_id)
         return freed
 
     def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
@@ -131,10 +149,10 @@ class V2Guard:
     def remove(self) -> None:
         self._stock.restore()
 
-    def try_commit_blocks(self, request: Any, *arguments: Any) -> Any:
+    def try_commit_blocks(self, request: Any, *arguments: Any, **options: Any) -> Any:
         """Moves a flagged request's history on without committing; its decode tokens are not committed anyway."""
         if not self._publication.withholds(request.py_request_id):
-            return self._stock["try_commit_blocks"](request, *arguments)
+            return self._stock["try_commit_blocks"](request, *arguments, **options)
         cache = self._manager.kv_cache_map.get(request.py_request_id)
         if cache is None:
             return None
@@ -172,8 +190,13 @@ class _Methods:
         return self._methods[name]
 
     def replace_by(self, guard: object) -> None:
-        for name in self._methods:
-            setattr(self._owner, name, getattr(guard, name))
+        """All of them, or none when one cannot be replaced, which is raised."""
+        try:
+            for name in self._methods:
+                setattr(self._owner, name, getattr(guard, name))
+        except Exception:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         for name in self._methods:

@@ -15,15 +15,24 @@ BLOCK = 8
 
 @dataclass
 class LlmRequest:
-    """`_torch/pyexecutor/llm_request.py`, LlmRequest (1.2 @3277953)."""
+    """`_torch/pyexecutor/llm_request.py`, LlmRequest (1.2 @3277953), and what it inherits from
+    `cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp`."""
 
     py_request_id: int
     tokens: list[int]
     context_current_position: int = 0
     max_new_tokens: int = 4
     cache_salt: str | None = None
-    is_dummy_request: bool = False
     blocks: list[int] = field(default_factory=list)
+    _is_dummy: bool = field(default=False, init=False)
+
+    @property
+    def is_dummy_request(self) -> bool:
+        return self._is_dummy
+
+    @is_dummy_request.setter
+    def is_dummy_request(self, value: bool) -> None:
+        self._is_dummy = value
 
     @property
     def request_id(self) -> int:
@@ -43,7 +52,7 @@ class LlmRequest:
 
 class CppManager:
     """`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp` as bound by nanobind (1.2 @b35ac1b6): no attribute can be set
-    on it, it stores what it frees unless the request is absent, and `tree` holds prefixes of whole blocks."""
+    on it, no argument may be None, dummies are not stored, and `tree` holds prefixes of whole blocks."""
 
     __slots__ = ("free", "held", "pinned", "tree")
 
@@ -56,9 +65,10 @@ class CppManager:
     def store_context_blocks(self, request: LlmRequest) -> None:
         self._store(request, min(request.context_current_position, len(request.tokens) - 1))
 
-    def remove_sequence(self, request_id: int, request: LlmRequest | None, pin_on_release: bool) -> None:
-        if request is not None:
-            self._store(request, len(request.tokens))
+    def remove_sequence(self, request_id: int, request: LlmRequest, pin_on_release: bool) -> None:
+        if not isinstance(request, LlmRequest):
+            raise TypeError("remove_sequence(): incompatible function arguments")
+        self._store(request, len(request.tokens))
         self.free += self.held.pop(request_id)
 
     def store_blocks_for_reuse(self, request_id: int, request: LlmRequest, pin_blocks: bool) -> int:
@@ -72,6 +82,8 @@ class CppManager:
         self.pinned.pop()
 
     def _store(self, request: LlmRequest, tokens: int) -> None:
+        if request.is_dummy_request:
+            return
         self.tree.update(tuple(request.tokens[:end]) for end in range(BLOCK, tokens + 1, BLOCK))
 
 

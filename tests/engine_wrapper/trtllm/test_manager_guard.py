@@ -122,6 +122,53 @@ def test_removal_leaves_the_manager_as_it_was_found(build: Any, plans: ActivePla
     assert vars(manager) == before
 
 
+class OfMain(KVCacheManager):
+    """As `resource_manager.py` on main, where dummies may have their blocks before they are scheduled."""
+
+    def __init__(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        super().__init__(pool, geometry)
+        self._preprepared_dummy_request_ids = {FLAGGED, EXACT}
+
+    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+        result = self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
+        self._preprepared_dummy_request_ids.discard(request.py_request_id)
+        return result
+
+
+def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_meanwhile_only(plans: ActivePlans) -> None:
+    manager = type("KVCacheManager", (OfMain,), {})(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
+    assert guard_refusal(manager) is None
+    guard_for(manager, PublicationGuard(plans)).install()
+    for request in requests():
+        manager.add_sequence(request)
+        manager.free_resources(request)
+        assert not request.is_dummy_request
+    assert starts(manager.impl.tree) == {100}
+    assert manager._preprepared_dummy_request_ids == set()
+
+
+def test_a_release_that_fails_leaves_no_dummy_behind(plans: ActivePlans) -> None:
+    manager = v1()
+    guard_for(manager, PublicationGuard(plans)).install()
+    flagged, _ = requests()
+    with pytest.raises(KeyError):
+        manager.free_resources(flagged)
+    assert not flagged.is_dummy_request
+
+
+def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlmRequest, "is_dummy_request", property(lambda _: False))
+    assert guard_refusal(v1()) == "publication_unknown"
+    monkeypatch.delattr(LlmRequest, "is_dummy_request")
+    assert guard_refusal(v1()) == "publication_unknown"
+
+
+def test_a_method_that_somebody_else_has_replaced_is_not_taken_for_the_class_s() -> None:
+    manager = v1()
+    manager.update_resources = print  # type: ignore[assignment]
+    assert guard_refusal(manager) == "publication_unknown"
+
+
 class Stores(KVCacheManager):
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
         self.impl.announce(request)
