@@ -67,9 +67,11 @@ def _refused_engine(model_engine: Any) -> str | None:
     holder = _graph_holder(model_engine)
     if holder is None:
         return "engine_layout"
-    for name in ("cuda_graph_runner", "breakable_cuda_graph_runner"):
-        if getattr(getattr(holder, name, None), "enabled", False):
-            return "cuda_graphs"
+    runner = getattr(holder, "cuda_graph_runner", None)
+    # The one for prefill graphs is there only where they are on.
+    has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
+    if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
+        return "cuda_graphs"
     compiled = getattr(model_engine, "_torch_compile_enabled", False)
     return "compiled_prefill" if compiled or getattr(holder, "_torch_compile_backend", None) else None
 
@@ -115,6 +117,8 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
         return "model_layout"
     if getattr(attention, "has_quant_scale", False):
         return "quantized_attention"
+    if getattr(attention, "attention_chunk_size", None) is not None:
+        return "attention_chunks"
     if getattr(attention, "attn_output_gate", None) or getattr(attention, "q_scaling", None) not in (None, 1, 1.0):
         return "attention_scaling"
     # Other types also scale cos and sin, which the kernel here does not know.

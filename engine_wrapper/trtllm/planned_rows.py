@@ -1,7 +1,7 @@
 """The active rows of a forward through TensorRT-LLM's own layers, given to them in the place of attention metadata.
 
-The layers pass their metadata on to the attention backend and read nothing of it but the number of its tokens. Where it
-is these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
+The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
+these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
 lies there: the same as in `engine_wrapper.plain_rows`, over other layers. Facts: NVIDIA/TensorRT-LLM,
 `_torch/modules/attention.py`, `Attention.forward` and `Attention._attn_impl` (1.1 to main).
 """
@@ -33,9 +33,12 @@ _UNKNOWN_WISHES = (
     "attention_sinks",
     "attention_window_size",
     "mrope_config",
+    "mrope_position_deltas",
+    "mrope_rotary_cos_sin",
     "out_scale",
     "out_scale_sf",
     "output",
+    "relative_attention_bias",
     "softmax_stats_tensor",
 )
 
@@ -52,8 +55,10 @@ class PlannedRows:
     checkpoint, once their K and V are written there, and `found` are its deviations.
     """
 
-    # The engine pads rows for graphs only.
+    # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
     padded_num_tokens = None
+    all_rank_num_tokens = None
+    all_rank_max_num_tokens = None
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class AttentionMetadata:
 
     def __init__(self, manager: KVCacheManager, sequences: list[tuple[int, int, int]], num_contexts: int) -> None:
         """`sequences`: (request id, cached tokens, tokens to compute) of each."""
-        self.kv_cache_manager, self.num_contexts = manager, num_contexts
+        self.kv_cache_manager, self.num_contexts, self.all_rank_num_tokens = manager, num_contexts, None
         self.request_ids = [request_id for request_id, _, _ in sequences]
         self.kv_cache_params = SimpleNamespace(num_cached_tokens_per_seq=[cached for _, cached, _ in sequences])
         self.seq_lens = torch.tensor([length for _, _, length in sequences], dtype=torch.int)
@@ -84,7 +84,8 @@ class TrtllmAttention:
 
 
 class Attention(nn.Module):
-    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25)."""
+    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25). TRTLLM's attention is
+    always given q, k and v in one tensor."""
 
     def __init__(self, source: Any, layer_idx: int, rotate: Callable[..., Any], *, fused: bool, style: str) -> None:
         super().__init__()
@@ -97,22 +98,21 @@ class Attention(nn.Module):
         self.asks: dict[str, Any] = {}
 
     def forward(self, position_ids: torch.Tensor, hidden_states: Any, attn_metadata: Any, **kwargs: Any) -> Any:
-        q, k, v = torch.cat([each(hidden_states) for each in self.projections], dim=-1), None, None
+        parts = [each(hidden_states) for each in self.projections]
         if not self.rope_fusion:
-            q, k, v = q.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            heads = [each.unflatten(-1, (-1, self.head_dim)) for each in (q, k)]
-            q, k = (each.flatten(1) for each in self.rotate(position_ids[0], *heads))
-        count = attn_metadata.num_tokens
-        q, k, v = (None if each is None else each[:count] for each in (q, k, v))
+            heads = [each.unflatten(-1, (-1, self.head_dim)) for each in parts[:2]]
+            parts[:2] = (each.flatten(1) for each in self.rotate(position_ids[0], *heads))
+        qkv = torch.cat(parts, dim=-1)[: attn_metadata.num_tokens]
         options: dict[str, Any] = {"attention_mask": "causal", "out_scale": None, "attention_window_size": None}
         options |= self.asks
         if self.style == "main":
             options = {"forward_args": SimpleNamespace(**options, output=None)}
-        return self.o_proj(self.attn.forward(q, k, v, attn_metadata, **options))
+        return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
 
 
 class DecoderLayer(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953)."""
+    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP is called as in `modeling_qwen3.py`,
+    with what attention data parallelism would need."""
 
     def __init__(self, source: Any, attention: Attention) -> None:
         super().__init__()
@@ -132,6 +132,7 @@ class DecoderLayer(nn.Module):
             position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
         )
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        assert attn_metadata.all_rank_num_tokens is None
         return self.mlp(hidden_states), residual
 
 

@@ -245,8 +245,11 @@ def _sees_all(bench: Bench) -> None:
     layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(0, keepdim=True))
 
 
-def _windowed(bench: Bench) -> None:
-    bench.executor.model_engine.model.model.layers[2].self_attn.asks["attention_window_size"] = 128
+def _asked_for(wish: str) -> Any:
+    def spoil(bench: Bench) -> None:
+        bench.executor.model_engine.model.model.layers[2].self_attn.asks[wish] = 128
+
+    return spoil
 
 
 def _cannot_be_left(bench: Bench) -> None:
@@ -264,8 +267,16 @@ def _cannot_be_left(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [_wrong_rotation, _sees_all, _windowed, _cannot_be_left],
-    ids=["rotation", "rows mix", "window", "cannot be left"],
+    [
+        _wrong_rotation,
+        _sees_all,
+        _asked_for("attention_window_size"),
+        _asked_for("mrope_rotary_cos_sin"),
+        _asked_for("mrope_position_deltas"),
+        _asked_for("relative_attention_bias"),
+        _cannot_be_left,
+    ],
+    ids=["rotation", "rows mix", "window", "mrope", "mrope deltas", "bias", "cannot be left"],
 )
 def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench: Bench, spoil: Any) -> None:
     decoder = bench.executor.model_engine.model.model
