@@ -55,7 +55,12 @@ def attach_to_caller(
     The guard alone lets the engine skip reused tokens that follow one another from the left. Plans with holes, with
     layers to compute again or with a check are made once `engine_wrapper.trtllm.self_check` has passed.
     """
-    return attach_to_executor(find_executor(worker), llm_args, facts, runtime, pool, partial(_note, runtime))
+    try:
+        parts = find_executor(worker)
+    except Exception:
+        logger.exception("the callers of the registration cannot be examined")
+        parts = None
+    return attach_to_executor(parts, llm_args, facts, runtime, pool, partial(_note, runtime))
 
 
 def _note(runtime: Runtime, evidence: CheckEvidence) -> None:

@@ -50,13 +50,10 @@ def attach_to_executor(
 
     Every rank registers its caches at the same place, so that all of them meet here.
     """
-    reason = _on_all_ranks(runtime, _guard_refusal(parts, runtime))
-    if reason is not None or parts is None or facts is None:
-        reason = reason or "caches_refused"
+    guard, reason = _guard(parts, facts, runtime)
+    if guard is None or parts is None or facts is None:
         logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
         return Attachment(None, None, reason, reason)
-    guard = guard_for(parts.manager, PublicationGuard(runtime.active_plans))
-    guard.install()
     runtime.publication_guard = True
     forward, refused = _plans(parts, llm_args, facts, runtime, pool, sink)
     if refused is not None:
@@ -66,8 +63,27 @@ def attach_to_executor(
     return Attachment(guard, forward, None, refused)
 
 
-def _guard_refusal(parts: ExecutorParts | None, runtime: Runtime) -> str | None:
-    if runtime.pool is None:
+def _guard(
+    parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime
+) -> tuple[ManagerGuard | None, str | None]:
+    """A guard that is installed, or why there is none."""
+    guard, reason = None, _guard_refusal(parts, facts, runtime)
+    if reason is None:
+        assert parts is not None
+        try:
+            guard = guard_for(parts.manager, PublicationGuard(runtime.active_plans))
+            guard.install()
+        except Exception:
+            logger.exception("the engine's cache manager cannot be guarded")
+            guard, reason = None, "probe_failed"
+    refused = _on_all_ranks(runtime, reason)
+    if refused is not None and guard is not None:
+        guard.remove()
+    return (guard, None) if refused is None else (None, refused)
+
+
+def _guard_refusal(parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime) -> str | None:
+    if runtime.pool is None or facts is None:
         return runtime.refusal or "caches_refused"
     if parts is None:
         return "executor_unknown"

@@ -10,7 +10,7 @@ import pytest
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from semblend_trt.errors import SemBlendError
 from semblend_trt.runtime import EngineMode, runtime_for
-from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManagerV2
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -91,6 +91,8 @@ NO_EXECUTION = {
     "compiled engine": (set_on(lambda e, _: e.model_engine, _torch_compile_enabled=True), "compiled_prefill"),
     "CUDA graphs": (set_on(args_of, cuda_graph_config=object()), "cuda_graphs"),
     "graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=GRAPHS), "cuda_graphs"),
+    "silent graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=object()), "cuda_graphs"),
+    "prefill graphs": (set_on(lambda e, _: e.model_engine, breakable_cuda_graph_runner=object()), "cuda_graphs"),
     "LoRA": (set_on(args_of, lora_config=object()), "lora"),
     "LoRA switch": (set_on(args_of, enable_lora=True), "lora"),
     "speculation": (set_on(args_of, speculative_config=object()), "speculative_decoding"),
@@ -107,6 +109,7 @@ NO_EXECUTION = {
     "another attention": (set_on(lambda e, _: attention(e).attn, forward=print), "model_patched"),
     "MLA": (set_on(lambda e, _: attention(e), kv_lora_rank=512), "mla"),
     "gated attention": (set_on(lambda e, _: attention(e), attn_output_gate=True), "attention_scaling"),
+    "chunked attention": (set_on(lambda e, _: attention(e), attention_chunk_size=8192), "attention_chunks"),
     "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
     "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),
     "layer offsets": (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
@@ -130,7 +133,21 @@ def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny
     assert site.attributes() == site.before
 
 
+class Stubborn(KVCacheManager):
+    """Lets itself be patched at some places only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "store_blocks_for_reuse":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def make_stubborn(executor: PyExecutor, _args: LlmArgs) -> None:
+    executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
+
+
 NOTHING = {
+    "a half guard": (make_stubborn, "probe_failed"),
     "windows by layer": (set_on(lambda e, _: e.kv_cache_manager, is_vswa=True), "sliding_window"),
     "disaggregated": (set_on(lambda e, _: e, kv_cache_transceiver=object()), "disaggregated"),
     "ranks that cannot agree": (set_on(args_of, tensor_parallel_size=2), "ranks_unknown"),
@@ -149,6 +166,7 @@ def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path: Pat
 
 
 OF_ONE_RANK = {
+    "half the guard": (make_stubborn, ("probe_failed", "probe_failed")),
     "the guard": (lambda e, _: vars(e.kv_cache_manager).update(is_vswa=True), ("sliding_window", "sliding_window")),
     "the decoder": (lambda e, _: vars(attention(e)).update(kv_lora_rank=512), (None, "mla")),
 }
@@ -185,6 +203,27 @@ def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
 
 def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site) -> None:
     site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+    assert site.worker.attachment is not None
+    assert site.worker.attachment.guard_refusal == "executor_unknown"
+    assert site.attributes() == site.before
+
+
+class Unreadable:
+    """Somebody's caller, or what it holds."""
+
+    def __init__(self) -> None:
+        self.kv_connector_manager = self
+
+    @property
+    def worker(self) -> Any:
+        raise RuntimeError("not now")
+
+    def register(self, site: Site) -> None:
+        site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+
+
+def test_a_caller_that_cannot_be_looked_at_does_not_stop_the_engine(site: Site) -> None:
+    Unreadable().register(site)
     assert site.worker.attachment is not None
     assert site.worker.attachment.guard_refusal == "executor_unknown"
     assert site.attributes() == site.before
