@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         import_module("tensorrt_llm")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         sys.stderr.write(
             f"tensorrt_llm cannot be imported here ({error}); run this where TensorRT-LLM and an NVIDIA GPU are.\n"
         )
@@ -137,7 +137,8 @@ def _serve(arm: str, model: str, prompts: list[str], settings: dict[str, str]) -
 
 
 def _engine(arm: str, model: str) -> Any:
-    api = import_module("tensorrt_llm.llmapi")
+    # Where both names are: `tensorrt_llm.llmapi` hands on KvCacheConfig only.
+    api = import_module("tensorrt_llm.llmapi.llm_args")
     connector = None
     if arm != STOCK:
         connector = api.KvCacheConnectorConfig(

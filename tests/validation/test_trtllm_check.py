@@ -37,11 +37,11 @@ def kv_cache_config(*, free_gpu_memory_fraction: float, **fields: Any) -> embedd
 
 @pytest.fixture
 def served(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Workload, dict[str, Served]]:
-    package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi")
+    package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
     package.LLM, package.SamplingParams = LLM, embedded.SamplingParams  # type: ignore[attr-defined]
     api.KvCacheConfig, api.KvCacheConnectorConfig = kv_cache_config, embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
+    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
     seen: list[tuple[Workload, dict[str, Served]]] = []
     judge = trtllm_check.judge
 
