@@ -68,10 +68,14 @@ gpu-test: card env ## run the tests of kernels and engine, compiled, on this mac
 	env -u TRITON_INTERPRET $(RUN) -m pytest tests/kernels tests/engine_wrapper $(ARGS)
 
 # With the interpreter that has tensorrt_llm and our wheel, outside of this folder: the workers import what is installed.
+TRTLLM_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
+
 trtllm-check: ## smoke, exactness and validation inside TensorRT-LLM; PYTHON is the interpreter that has it
-	@$(PYTHON) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("tensorrt_llm") is None)' || \
-	  { echo "tensorrt_llm is not importable by '$(PYTHON)': name the interpreter that has it, as PYTHON=..." >&2; exit 1; }
-	cd "$${TMPDIR:-/tmp}" && $(PYTHON) -m validation.trtllm_check $(ARGS)
+	@cd "$${TMPDIR:-/tmp}" && for package in tensorrt_llm validation; do \
+	  $(TRTLLM_PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('$$package') is None)" || \
+	  { echo "$$package is not importable by '$(PYTHON)': name the interpreter that has TensorRT-LLM, as PYTHON=...," \
+	    "and install what 'make wheel' makes there." >&2; exit 1; }; done
+	cd "$${TMPDIR:-/tmp}" && $(TRTLLM_PYTHON) -m validation.trtllm_check $(ARGS)
 
 KERNEL_BENCHMARKS := ceilings kv_move deviation sparse_prefill layer_ops
 

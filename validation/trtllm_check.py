@@ -2,7 +2,7 @@
 
 Four engines of one model serve the same prompts, one after the other: without a connector, with ours, with ours
 attached and every layer computed again, and with ours attached and nothing computed again. Status: 0 when everything
-holds, 1 naming what does not, 2 where tensorrt_llm cannot be imported.
+holds, 1 naming what does not, 2 where tensorrt_llm cannot be imported or the model cannot be read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import SemBlendError
 from validation.documents import stock_list
 from validation.prompts import in_plain_text, render
 
@@ -107,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     asked = workload(arguments.groups, arguments.rows)
-    layers = model_facts(arguments.model).num_layers
+    try:
+        layers = model_facts(arguments.model).num_layers
+    except SemBlendError as error:
+        sys.stderr.write(f"{error}. A folder is given by its full path, because make leaves the folder it is called in.\n")
+        return 2
     served = {arm: _serve(arm, arguments.model, asked.prompts, settings) for arm, settings in _arms(layers).items()}
     findings = judge(asked, served)
     for finding in findings:
@@ -266,7 +271,7 @@ def _exact_matches(asked: Workload, served: Served) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m validation.trtllm_check", description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder or a hub id (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, by its full path, or a hub id (default: %(default)s)")
     parser.add_argument("--groups", type=int, default=24, help="prompts of each kind (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=24, help="rows of each stock list (default: %(default)s)")
     return parser

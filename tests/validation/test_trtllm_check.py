@@ -88,3 +88,14 @@ def test_where_tensorrt_llm_is_missing_one_sentence_says_so(
     assert said.out == ""
     assert said.err.startswith("tensorrt_llm cannot be imported here")
     assert said.err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_read_is_one_sentence_before_any_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
+    assert trtllm_check.main(["--model", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert str(tmp_path) in said.err
+    assert "by its full path" in said.err
