@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.policy import CACHEBLEND_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +25,6 @@ EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
 BOUNDARY = "boundary"
 VERIFIED = "verified"
-CACHEBLEND_LAYERS = 1
 
 DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
 ALL_NAMES = (
@@ -56,11 +56,6 @@ class Arm:
     serves_donors: bool = True
     isolated: bool = False
     full_layers: int = 0
-
-    @property
-    def reuses(self) -> bool:
-        """True when donors' KV may be placed."""
-        return is_reusing(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,7 @@ def _numbered(name: str, choices: ArmChoices) -> Arm:
         if value > 100:
             raise ConfigurationError(f"The arm {name} asks for {value} % of the tokens; at most 100 are there.")
         variables = (("SEMBLEND_POLICY", "cacheblend"), ("SEMBLEND_CACHEBLEND_SHARE", f"{value / 100:g}"))
-        return Arm(name, variables, full_layers=min(CACHEBLEND_LAYERS, choices.num_layers))
+        return Arm(name, variables, full_layers=min(CACHEBLEND_LAYER, choices.num_layers))
     if value > choices.num_layers:
         raise ConfigurationError(f"The arm {name} asks for {value} layers; the model has {choices.num_layers}.")
     variables = (("SEMBLEND_POLICY", "boundary"), ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(value)))

@@ -75,15 +75,15 @@ def render(instruction: str, documents: Sequence[str], question: str) -> str:
     return _opening(instruction) + _documents(documents) + _question(question)
 
 
-def render_conversation(system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()) -> str:
-    """Return a prompt of finished turns and an open question, with `documents` shown just before the open question.
+def render_conversation(system: str, turns: Sequence[Turn], question: str) -> str:
+    """Return a prompt of finished turns and an open question.
 
     Raises ValueError if a part holds one of the format's own marks.
     """
     finished = "".join(
         _documents(turn.documents) + _question(turn.question) + _checked(turn.answer) + END_MARK for turn in turns
     )
-    return _opening(system) + finished + _documents(documents) + _question(question)
+    return _opening(system) + finished + _question(question)
 
 
 def render_pages(instruction: str, pages: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def test_all_arms_can_be_built_and_say_what_they_compute() -> None:
     arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
     assert tuple(arms) == ALL_NAMES
     assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
-    assert all(arm.reuses == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
+    assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
     assert [arms[name].full_layers for name in ("position_fix", "epic_8", "cacheblend_5", "boundary", "verified")] == [
         *(0, 0, 1, 2, 3)
     ]

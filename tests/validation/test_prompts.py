@@ -13,14 +13,13 @@ def test_render_joins_the_parts_in_order() -> None:
 
 def test_render_conversation_interleaves_turns() -> None:
     turns = [prompts.Turn("q1", "a1", ("d1",)), prompts.Turn("q2", "a2")]
-    assert prompts.render_conversation("system", turns, "q3", documents=("d2",)) == (
-        "<|inst|>system<|doc|>d1<|q|>q1<|a|>a1<|end|><|q|>q2<|a|>a2<|end|><|doc|>d2<|q|>q3<|a|>"
+    assert prompts.render_conversation("system", turns, "q3") == (
+        "<|inst|>system<|doc|>d1<|q|>q1<|a|>a1<|end|><|q|>q2<|a|>a2<|end|><|q|>q3<|a|>"
     )
 
 
 def test_conversation_without_turns_equals_a_plain_prompt() -> None:
-    plain = prompts.render("system", ["d1"], "q1")
-    assert prompts.render_conversation("system", [], "q1", documents=("d1",)) == plain
+    assert prompts.render_conversation("system", [], "q1") == prompts.render("system", [], "q1")
 
 
 def test_instructions_and_system_prompts_differ_in_length() -> None:

@@ -76,19 +76,13 @@ class DeviationCollector:
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
-    def collect(
-        self,
-        cases: Sequence[Case],
-        tokens_of: Callable[[Case], TokenisedCase],
-        on_step: Callable[[str], None] = lambda _: None,
-    ) -> list[PromptDeviations]:
+    def collect(self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]) -> list[PromptDeviations]:
         """Deviations of the first prompt of each group; those for which nothing is found to check are left out."""
         found = []
         for group in groups(list(cases)):
             tokens = tokens_of(group[0])
             prompt = self._prompt(group[0].workload, tokens)
             found += [] if prompt is None else [prompt]
-            on_step(group[0].id)
         return found
 
     def _prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:

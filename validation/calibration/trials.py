@@ -12,7 +12,7 @@ from validation.quality.batches import BatchServer
 from validation.quality.samples import line_of, samples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
@@ -54,9 +54,8 @@ class Trials:
         families: Mapping[str, Sequence[Case]],
         settings: BatchSettings,
         seed: int,
-        on_step: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._runner, self._seed, self._on_step = runner, seed, on_step
+        self._runner, self._seed = runner, seed
         self._cases = families
         self._servers = {name: BatchServer(runner, cases, settings) for name, cases in families.items()}
         self._cold: dict[str, dict[str, Answer]] = {}
@@ -83,7 +82,7 @@ class Trials:
         [arm] = arms_of([VERIFIED], choices)
         lines = []
         for family in families:
-            answers = self._servers[family].answers(arm, self._on_step)
+            answers = self._servers[family].answers(arm)
             samples = samples_of(arm, self._cases[family], answers, self._cold_answers(family), num_layers)
             _check_profile_was_used(samples)
             lines.append(line_of(family, VERIFIED, samples, self._cold_samples(family), self._seed))
@@ -94,7 +93,7 @@ class Trials:
     def _cold_answers(self, family: str) -> dict[str, Answer]:
         if family not in self._cold:
             [arm] = arms_of([COLD], ArmChoices(self._runner.facts.num_layers, boundary=1))
-            self._cold[family] = self._servers[family].answers(arm, self._on_step)
+            self._cold[family] = self._servers[family].answers(arm)
         return self._cold[family]
 
     def _cold_samples(self, family: str) -> dict[str, QualitySample]:
