@@ -9,6 +9,7 @@ import string
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from rouge_score import rouge_scorer
 
@@ -80,17 +81,8 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between order statistics (numpy's default); None of nothing."""
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"A percentile is asked for as a share of 0 to 1, not {share}.")
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    weight = position - below
-    return ordered[below] * (1.0 - weight) + ordered[above] * weight
+    """Linear interpolation between order statistics; None of nothing. Raises ValueError for a share outside 0..1."""
+    return float(np.quantile(values, share)) if values else None
 
 
 def median(values: Sequence[float]) -> float | None:

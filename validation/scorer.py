@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import reason_of
 from validation.metrics import perplexity
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class Scorer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
             self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason}") from error
+            raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason_of(error)}") from error
         self._device = device
         self._context = int(getattr(self._model.config, "max_position_embeddings", MAX_PROMPT_TOKENS))
 

@@ -162,11 +162,11 @@ class WorkloadWriter:
         page = documents.excerpt(rng, 900).text
         cut = page.rfind(" ", 0, max(1, len(page) - _PROSE_REFERENCE_CHARACTERS))
         begun, reference = page[:cut], page[cut:]
-        prompt = _pages(opening, [*target_documents, begun])
+        prompt = prompts.render_pages(opening, [*target_documents, begun])
         if batch.workload == REPEAT:
             return _case(batch, name, 0, (prompt,), prompt, reference, Expectation.EXACT_PREFIX)
         other_page = documents.excerpt(rng, 400).text
-        donors = (_pages(earlier, [*donor_documents, other_page]),)
+        donors = (prompts.render_pages(earlier, [*donor_documents, other_page]),)
         return _case(batch, name, 0, donors, prompt, reference, Expectation.REUSE)
 
     def _unrelated(
@@ -255,7 +255,3 @@ def _turns(rng: random.Random, shown: list[Document]) -> list[prompts.Turn]:
         question = rng.choice(document.questions)
         turns.append(prompts.Turn(question.text, question.answer, (document.text,)))
     return turns
-
-
-def _pages(opening: str, pages: list[str]) -> str:
-    return prompts.INSTRUCTION_MARK + opening + "".join(prompts.DOCUMENT_MARK + page for page in pages)
