@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from validation.arms import ALL_NAMES, BOUNDARY, POSITION_FIX, VERIFIED
 from validation.gates import GateBounds
@@ -117,6 +117,12 @@ def add_defaults(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.default not in (None, argparse.SUPPRESS) and action.help:
             action.help += " (default: %(default)s)"
+
+
+def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str, Any]:
+    """The options for a report, paths as text; `others` add to them or take their place."""
+    settings = {**vars(options), **others}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
 def parse_scoreboard(arguments: Sequence[str]) -> argparse.Namespace:

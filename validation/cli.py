@@ -7,15 +7,14 @@ import re
 import shlex
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation import machine, models, results, scoreboard
-from validation.arguments import PROGRAM, parse_run, parse_scoreboard
+from validation.arguments import PROGRAM, parse_run, parse_scoreboard, settings_in_text
 from validation.arms import (
     COLD,
     COLD_AGAIN,
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from validation.arms import ArmChoices
     from validation.cases import Case
     from validation.measurement import Measured
+    from validation.samples import Sample
 
 ALL_HOLD, GATE_FAILED, BAD_USAGE = 0, 1, 2
 # Narrower tables would be cut where the output is no terminal.
@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         audit=measured.audit,
         audit_path=str(options.audit_path),
         gates=gates_of(samples, measured.audit[policy], policy, bounds, logit_difference),
-        settings=_json_ready({**vars(options), "boundary": choices.boundary, "dtype": str(runner.dtype)}),
+        settings=settings_in_text(options, boundary=choices.boundary, dtype=str(runner.dtype)),
         command=command,
         machine=machine.describe(device, options.machine),
         versions=machine.versions(),
@@ -151,7 +151,7 @@ def _measure(
         return measurement.run(on_step), logit_difference
 
 
-def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, judge: Judge | None) -> Any:
+def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, judge: Judge | None) -> list[Sample]:
     samples = measured.samples
     if scorer is not None:
         with progress(Console(stderr=True), "Scoring", len(samples)) as on_step:
@@ -231,7 +231,3 @@ def _scoreboard(options: argparse.Namespace) -> int:
 
 def _complain(sentence: str) -> None:
     Console(stderr=True, soft_wrap=True).print(f"validation: {sentence}", markup=False, highlight=False)
-
-
-def _json_ready(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
 from semblend_trt.errors import ConfigurationError
 from validation import machine, models, results
+from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
 from validation.files import check_writable, write_bytes, write_json, write_text
 from validation.models import shipped_model
@@ -25,6 +25,7 @@ from validation.quality.samples import QualitySample, samples_of
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from pathlib import Path
 
     from validation.arms import Arm
     from validation.cases import Case
@@ -54,7 +55,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
         model=settings.model,
         samples=samples,
         kinds=kinds_of(cases),
-        settings=_json_ready({**vars(options), "dtype": str(runner.dtype), "profile": profile}),
+        settings=settings_in_text(options, dtype=str(runner.dtype), profile=profile),
         command=command,
         machine=machine.describe(str(runner.device), options.machine),
         versions=machine.versions(),
@@ -82,14 +83,14 @@ def batch_settings(options: argparse.Namespace) -> BatchSettings:
     )
 
 
-def family_request(options: argparse.Namespace, seed: int | None = None) -> FamilyRequest:
-    """The prompts that the options ask for; `seed` in the place of theirs."""
+def family_request(options: argparse.Namespace) -> FamilyRequest:
+    """The prompts that the options ask for."""
     return FamilyRequest(
-        names=tuple(name for name in (options.families or "").replace(",", " ").split()),
+        names=tuple((options.families or "").replace(",", " ").split()),
         groups=options.groups,
         questions=options.questions,
         tokens=options.tokens,
-        seed=options.seed if seed is None else seed,
+        seed=options.seed,
         eval_data=options.eval_data,
         form=options.form,
     )
@@ -154,7 +155,3 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
             highlight=False,
         )
     return not inferior
-
-
-def _json_ready(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

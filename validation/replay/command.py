@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.console import Console
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from validation import machine, results
+from validation.arguments import settings_in_text
 from validation.files import check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
 from validation.replay.arguments import LATENCY_PROFILE
@@ -25,6 +25,7 @@ from validation.replay.workloads import workload_lines
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from pathlib import Path
 
 FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
 MAX_WORKLOAD_REQUESTS = 100_000
@@ -53,7 +54,7 @@ def run_replay(options: argparse.Namespace, command: str) -> None:
         rules=rules,
         lines=lines_of(trace, outcomes, model, options.seed),
         unlimited_share=unlimited,
-        settings={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        settings=settings_in_text(options),
         command=command,
         machine=machine.describe("cpu"),
         versions=machine.versions(),
