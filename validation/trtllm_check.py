@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         layers = model_facts(arguments.model).num_layers
     except SemBlendError as error:
-        sys.stderr.write(f"{error}. A folder is given by its full path, because make leaves the folder it is called in.\n")
+        sys.stderr.write(f"{error}. A folder is named by its full path: make leaves its own.\n")
         return 2
     served = {arm: _serve(arm, arguments.model, asked.prompts, settings) for arm, settings in _arms(layers).items()}
     findings = judge(asked, served)
@@ -271,7 +271,9 @@ def _exact_matches(asked: Workload, served: Served) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m validation.trtllm_check", description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, by its full path, or a hub id (default: %(default)s)")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="a folder (full path) or a hub id (default: %(default)s)"
+    )
     parser.add_argument("--groups", type=int, default=24, help="prompts of each kind (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=24, help="rows of each stock list (default: %(default)s)")
     return parser
