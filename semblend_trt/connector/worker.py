@@ -10,22 +10,19 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kernels.kv_move import warm_up
-from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.bound_metadata import readable_metadata
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.disk_keeper import DiskKeeper
 from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.connector.pool_reading import described, geometry_of
 from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.disk import DiskTier
 from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.file_size import FileSize
 from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
@@ -36,6 +33,9 @@ from semblend_trt.staging import HostReader, HostWriter, Staging
 from semblend_trt.streams import on
 
 if TYPE_CHECKING:
+    import torch
+
+    from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
@@ -108,13 +108,12 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _take_pool(self, kv_cache_tensor: torch.Tensor) -> None:
         if self._facts is None or self._runtime.refusal is not None:
             return
-        geometry = _geometry_of(kv_cache_tensor, self._facts, int(getattr(self._llm_args, "tensor_parallel_size", 1)))
-        if geometry is None:
-            logger.warning(
-                "KV reuse is off: a pool of shape %s and dtype %s does not fit the model",
-                list(kv_cache_tensor.shape),
-                kv_cache_tensor.dtype,
-            )
+        ranks = int(getattr(self._llm_args, "tensor_parallel_size", None) or 1)
+        geometry = geometry_of(kv_cache_tensor, self._facts, ranks)
+        if geometry is None or self.store is not None:
+            why = "does not fit the model" if geometry is None else "is the second one of this engine"
+            logger.warning("KV reuse is off: %s %s", described(kv_cache_tensor), why)
+            self._followed.clear()
             self._runtime.refusal = "pool_layout"
             return
         self._open(kv_cache_tensor, geometry, self._facts.rotation)
@@ -147,7 +146,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
-        metadata = readable_metadata(self.get_connector_meta(), self._runtime)
+        bound = self.get_connector_meta()
+        self._clear_connector_meta()  # an engine that binds no other shall not have it applied twice
+        metadata = readable_metadata(bound, self._runtime)
         if metadata is None:
             return
         if self.store is not None and self.saver is not None:
@@ -240,7 +241,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         try:
             _check_single_rank(self._llm_args)
             form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
-            disk = DiskTier(settings.disk_path, form, FileSize(geometry.num_layers, geometry.bytes_per_token(dtype)))
+            disk = DiskTier(settings.disk_path, form)
         except (OSError, ConfigurationError) as error:
             logger.warning("no donors are kept on disk: %s", error)
             self._runtime.tier_news.append(TierNews(TierEvent.DISK_UNAVAILABLE, error=str(error)))
@@ -293,17 +294,24 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             return False
         intent = followed.intent
         tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
-        self.saver.start(
-            request_id, intent.donor_id, intent.tier, followed.block_ids, tokens, is_written=intent.is_written
-        )
+        block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
+        self.saver.start(request_id, intent.donor_id, intent.tier, block_ids, tokens, is_written=intent.is_written)
         return True
 
-    def _first_unknown(self, block_ids: list[int], tokens: int) -> int:
-        """`tokens`, or where the first block begins that is no row of the pool: -1 would be another request's."""
+    @property
+    def _pool_facts(self) -> PoolFacts:
         assert self._runtime.pool is not None
-        blocks, block_size = self._runtime.pool.num_blocks, self._runtime.pool.geometry.block_size
-        unknown = (index * block_size for index, block in enumerate(block_ids) if not 0 <= block < blocks)
-        return min(tokens, next(unknown, tokens))
+        return self._runtime.pool
+
+    def _first_unknown(self, block_ids: list[int], tokens: int) -> int:
+        """`tokens`, or where the first block begins that is no row of the pool (-1 would be another request's), or that
+        was named before: no block holds two ranges."""
+        known: set[int] = set()
+        for index, block in enumerate(block_ids):
+            if not 0 <= block < self._pool_facts.num_blocks or block in known:
+                return min(tokens, index * self._pool_facts.geometry.block_size)
+            known.add(block)
+        return tokens
 
 
 def _check_single_rank(llm_args: Any) -> None:
@@ -312,15 +320,3 @@ def _check_single_rank(llm_args: Any) -> None:
     ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
     if ranks > 1:
         raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
-
-
-def _geometry_of(pool: torch.Tensor, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
-    """The geometry for which `pool` is the model's KV pool; None when there is none."""
-    kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
-    row = kv_heads * facts.head_dim
-    if pool.ndim != 4 or tuple(pool.shape[1:3]) != (facts.num_layers, 2) or pool.shape[3] % row:
-        return None
-    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
-    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row)

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from semblend_trt.donors.donor_file import DonorFileError, KvForm, read_kv, read_text, write_donor
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from semblend_trt.donors.donor_text import DonorText
-    from semblend_trt.donors.file_size import FileSize
     from semblend_trt.donors.host_kv import HostKv
 
 logger = logging.getLogger(__name__)
@@ -39,22 +39,21 @@ class DiskTier:
     two engines that are given the same one, the second gets an OSError.
     """
 
-    def __init__(self, path: Path, form: KvForm, size: FileSize) -> None:
+    def __init__(self, path: Path, form: KvForm) -> None:
         """Makes and locks the folder, and clears what an unfinished write left. Raises OSError."""
         self.form = form
-        self._size = size
         self._folder = path / FOLDER
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._unfinished = sorted(self._folder.glob("*" + _UNFINISHED))
+            for left in self._unfinished:
+                left.unlink(missing_ok=True)
         except OSError:
             os.close(self._lock)
             raise
-        self._unfinished = sorted(self._folder.glob("*" + _UNFINISHED))
-        for left in self._unfinished:
-            left.unlink(missing_ok=True)
         self._tokens: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="semblend-check")
 
@@ -62,15 +61,16 @@ class DiskTier:
         """Keeps the donor's file, of as many tokens as both have. Raises OSError; there is no file then."""
         if _DONOR_ID.fullmatch(donor_id) is None:
             raise OSError(f"donor id {donor_id!r:.140} cannot be part of a file's name")
-        unfinished = self._folder / (donor_id + _UNFINISHED)
+        unfinished, path = self._folder / (donor_id + _UNFINISHED), self._path(donor_id)
         try:
-            write_donor(unfinished, donor_id, text, kv, self.form, self._size)
-            unfinished.rename(self._path(donor_id))
+            write_donor(unfinished, donor_id, text, kv, self.form)
+            unfinished.rename(path)
+            self._sync_folder()
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            for left in (unfinished, path):
+                left.unlink(missing_ok=True)
             raise
         self._tokens[donor_id] = len(text.tokens)
-        self._sync_folder()
 
     def tokens_of(self, donor_id: str) -> int:
         """Tokens of a donor that was written or scanned; DonorUnavailableError for any other."""
@@ -81,7 +81,8 @@ class DiskTier:
     def read(self, donor_id: str, held: HostKv) -> None:
         """Copies the donor's KV into `held`, checked, and marks the file as used. Raises DonorFileError and OSError."""
         read_kv(self._path(donor_id), donor_id, self.form, held, self._threads)
-        os.utime(self._path(donor_id))
+        with suppress(OSError):  # a folder that has become read-only still serves
+            os.utime(self._path(donor_id))
 
     def forget(self, donor_id: str) -> None:
         """Removes the donor's file where there is one. Raises OSError."""
@@ -105,7 +106,7 @@ class DiskTier:
                 yield error
                 continue
             except OSError as error:
-                yield DonorFileError("unreadable", f"{path.name} cannot be opened: {error}")
+                yield DonorFileError("unreadable", f"{path.name} cannot be read: {error}")
                 continue
             self._tokens[donor_id] = len(text.tokens)
             yield donor_id, text

@@ -1,8 +1,9 @@
 """A donor's file: safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens].
 
-KV lies in it as in host memory, from a whole page on, so that it is mapped rather than parsed. The header's metadata
-say whose it is, and hold a CRC-32 of every layer and one of the tokens together with the names. The library writes
-safetensors only from a second copy in memory, so the header is written here; everything is read by the library.
+KV lies in it as in host memory, from a whole page on, so that it is read to its place. The header's metadata say whose
+it is, and hold a CRC-32 of every layer and one of the tokens together with the names. The library writes safetensors
+only from a second copy in memory, and maps what it reads: a page that the disk cannot give would then end the process.
+So both are done here, with plain reads.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from semblend_trt.donors.donor_text import DonorText
+from semblend_trt.donors.file_size import FileSize
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.donors.file_size import FileSize
     from semblend_trt.donors.host_kv import HostKv
 
 FORMAT = "semblend-donor-1"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8
+# Far above the header of any model's file; what claims more is none.
+_MOST_HEADER_BYTES = 1 << 20
 
 
 class DonorFileError(SemBlendError):
@@ -60,13 +63,22 @@ class KvForm:
     def in_file(self, tokens: int) -> list[int]:
         return [self.num_layers, tokens, self.kv_factor, self.kv_heads, self.head_dim]
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.kv_factor * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-def write_donor(path: Path, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, size: FileSize) -> None:
+    @property
+    def file_size(self) -> FileSize:
+        return FileSize(self.num_layers, self.num_layers * self.layer_bytes)
+
+
+def write_donor(path: Path, donor_id: str, text: DonorText, kv: HostKv, form: KvForm) -> None:
     """Writes the file; its bytes are on the disk when this returns. Raises OSError, and leaves what there is then.
 
     Only the owner may read it. `text` holds as many tokens as `kv`.
     """
-    tokens = len(text.tokens)
+    tokens, size = len(text.tokens), form.file_size
     kv_bytes = tokens * size.bytes_per_token
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -81,49 +93,50 @@ def write_donor(path: Path, donor_id: str, text: DonorText, kv: HostKv, form: Kv
                 _write_all(file, part)
             checksums.append(checksum)
         _write_all(file, _token_bytes(text))
+        header = _header(donor_id, text, checksums, form)
+        if len(header) > size.header_bytes:
+            raise OSError(
+                f"the header of donor {donor_id:.140} has {len(header)} bytes; {size.header_bytes} are set aside for it"
+            )
         file.seek(0)
-        _write_all(file, memoryview(_header(donor_id, text, checksums, form, size)))
+        _write_all(file, memoryview(header))
         os.fsync(descriptor)
 
 
 def read_text(path: Path, form: KvForm) -> tuple[str, DonorText]:
-    """Returns the donor's id and text, checked. Raises DonorFileError, and OSError where the file cannot be opened."""
-    with _opened(path) as file:
-        about = _about(file, form)
-        tokens = np.array(file.get_tensor("tokens").numpy(), dtype=np.int32)
-    text = DonorText(about["namespace_key"], tokens, bytes.fromhex(about["digest"]))
-    if _text_checksum(about["donor_id"], text) != int(about["text_checksum"]):
-        raise DonorFileError("corrupt", f"{path.name} does not hold the tokens that were written")
-    return about["donor_id"], text
+    """Returns the donor's id and text, checked. Raises DonorFileError, and OSError where the file cannot be read."""
+    with path.open("rb", buffering=0) as file:
+        donor_id, text, _ = _about(file.fileno(), path.name, form)
+    return donor_id, text
 
 
 def read_kv(path: Path, donor_id: str, form: KvForm, held: HostKv, threads: Executor) -> None:
-    """Copies the file's KV into `held` and checks what arrived there, layer by layer on `threads`.
+    """Reads the file's KV into `held` and checks what arrived there, layer by layer on `threads`.
 
-    Raises DonorFileError, and OSError where the file cannot be opened; `held` is then worth nothing.
+    Raises DonorFileError, and OSError where the file cannot be read; `held` is then worth nothing.
     """
-    with _opened(path) as file:
-        about = _about(file, form)
-        checksums = [int(word) for word in about["checksums"].split()]
-        kv = file.get_tensor("kv")
-        if about["donor_id"] != donor_id or kv.shape[1] != held.capacity or len(checksums) != form.num_layers:
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        found, text, checksums = _about(descriptor, path.name, form)
+        if found != donor_id or len(text.tokens) != held.capacity:
             raise DonorFileError("corrupt", f"{path.name} is not the file of donor {donor_id}")
 
-        def copy(layer: int) -> bool:
-            start, checksum = 0, 0
-            for part in held.parts:
-                part.tensor[layer].permute(2, 0, 1, 3).copy_(kv[layer, start : start + part.capacity])
-                start += part.capacity
-            for arrived in _layer_bytes(held, layer):
-                checksum = zlib.crc32(arrived, checksum)
+        def is_read(layer: int) -> bool:
+            at, checksum = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, 0
+            for part in _layer_bytes(held, layer):
+                _read_all(descriptor, part, at)
+                at, checksum = at + len(part), zlib.crc32(part, checksum)
             return checksum == checksums[layer]
 
-        if not all(threads.map(copy, range(form.num_layers))):
+        layers = [threads.submit(is_read, layer) for layer in range(form.num_layers)]
+        wait(layers)  # an error closes the file and gives `held` away: nobody may read by then
+        if not all(layer.result() for layer in layers):
             raise DonorFileError("corrupt", f"{path.name} does not hold the KV that was written")
 
 
-def _header(donor_id: str, text: DonorText, checksums: list[int], form: KvForm, size: FileSize) -> bytes:
-    tokens = len(text.tokens)
+def _header(donor_id: str, text: DonorText, checksums: list[int], form: KvForm) -> bytes:
+    """All bytes before the KV; more than are set aside for them where the names are too long."""
+    tokens, size = len(text.tokens), form.file_size
     end = tokens * size.bytes_per_token
     header = {
         "__metadata__": {
@@ -139,53 +152,49 @@ def _header(donor_id: str, text: DonorText, checksums: list[int], form: KvForm, 
     }
     room = size.header_bytes - _LENGTH_BYTES
     encoded = json.dumps(header, separators=(",", ":")).encode("ascii")
-    if len(encoded) > room:
-        raise OSError(f"the header of donor {donor_id} has {len(encoded)} bytes; {room} are set aside for it")
     return room.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(room)
 
 
-def _about(file: Any, form: KvForm) -> dict[str, str]:
-    """The file's metadata, once they say that it is one of ours, of this geometry, and complete."""
-    about: dict[str, str] = file.metadata() or {}
-    if about.get("format") != FORMAT:
-        raise DonorFileError("other_version", f"the file is of format {about.get('format')!r:.40}, not {FORMAT}")
+def _about(descriptor: int, name: str, form: KvForm) -> tuple[str, DonorText, list[int]]:
+    """The donor's id, its text and its layers' checksums, once the file is one of ours, of this form, and whole but for
+    the KV, at which nobody has looked."""
+    length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
+    if length > _MOST_HEADER_BYTES:
+        raise DonorFileError("corrupt", f"{name} claims a header of {length} bytes")
+    written = _bytes_at(descriptor, _LENGTH_BYTES, length)
     try:
-        kv, tokens = file.get_slice("kv"), file.get_slice("tokens")
-        found = (kv.get_dtype(), kv.get_shape())
-        needed = (_DTYPES[form.dtype], form.in_file(tokens.get_shape()[0]))
-    except SafetensorError as error:
-        raise DonorFileError("corrupt", f"the file lacks a tensor: {error}") from error
+        return _checked(descriptor, name, form, written)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DonorFileError("corrupt", f"{name} is no whole donor's file: {error!r:.140}") from error
+
+
+def _checked(descriptor: int, name: str, form: KvForm, written: bytes) -> tuple[str, DonorText, list[int]]:
+    """As `_about`, of the header behind its length. Its words are trusted only where they give the same header again;
+    before, they may raise anything that `_about` catches."""
+    header, size = json.loads(written), form.file_size
+    about = header.get("__metadata__", {})
+    if about.get("format") != FORMAT:
+        raise DonorFileError("other_version", f"{name} is of format {about.get('format')!r:.40}, not {FORMAT}")
+    (tokens,) = header["tokens"]["shape"]
+    found, needed = (header["kv"]["dtype"], header["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
     if found != needed:
-        raise DonorFileError("other_geometry", f"the file holds KV of {found}; {needed} is needed")
-    names = ("donor_id", "namespace_key", "digest", "text_checksum", "checksums")
-    if not all(name in about for name in names) or tokens.get_dtype() != "I32":
-        raise DonorFileError("corrupt", f"the file's header lacks one of {', '.join(names)}")
-    return about
-
-
-class _opened:  # noqa: N801 - used like a function
-    """`safe_open` with the library's errors in our words."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any = None
-
-    def __enter__(self) -> Any:
-        try:
-            self._file = safe_open(str(self._path), framework="pt", device="cpu")
-            return self._file.__enter__()
-        except SafetensorError as error:
-            raise DonorFileError("corrupt", f"{self._path.name} is no whole safetensors file: {error}") from error
-
-    def __exit__(self, *raised: object) -> None:
-        self._file.__exit__(*raised)
+        raise DonorFileError("other_geometry", f"{name} holds KV of {found!s:.140}; {needed!s:.140} is needed")
+    end = size.header_bytes + tokens * size.bytes_per_token
+    if tokens < 1 or os.fstat(descriptor).st_size != end + 4 * tokens:
+        raise ValueError(f"{tokens} tokens take {end + 4 * tokens} bytes")
+    token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * tokens), dtype="<i4").astype(np.int32)
+    text = DonorText(about["namespace_key"], token_ids, bytes.fromhex(about["digest"]))
+    donor_id, checksums = about["donor_id"], [int(word) for word in about["checksums"].split()]
+    if _header(donor_id, text, checksums, form)[_LENGTH_BYTES:] != written or len(checksums) != form.num_layers:
+        raise ValueError("its text is not the one that was written")
+    return donor_id, text, checksums
 
 
 def _layer_bytes(kv: HostKv, layer: int) -> Iterator[memoryview]:
     """One layer's memory, part by part in the order of its tokens, without a copy."""
     for part in kv.parts:
         rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim]
-        yield _bytes_of(rows.reshape(-1).view(torch.uint8).numpy())
+        yield _bytes_of(rows.view(-1).view(torch.uint8).numpy())
 
 
 def _text_checksum(donor_id: str, text: DonorText) -> int:
@@ -205,3 +214,18 @@ def _write_all(file: Any, view: memoryview) -> None:
     """Writes everything: the system takes at most 2 GiB at once, and may take less."""
     while view:
         view = view[file.write(view) :]
+
+
+def _bytes_at(descriptor: int, start: int, length: int) -> bytes:
+    data = bytearray(length)
+    _read_all(descriptor, memoryview(data), start)
+    return bytes(data)
+
+
+def _read_all(descriptor: int, view: memoryview, start: int) -> None:
+    """Fills `view` with the file's bytes from `start` on. Raises DonorFileError where it ends before, and OSError."""
+    while view:
+        taken = os.preadv(descriptor, [view], start)
+        if not taken:
+            raise DonorFileError("corrupt", f"the file ends at byte {start}")
+        view, start = view[taken:], start + taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 
@@ -13,12 +12,11 @@ from semblend_trt.connector.disk_keeper import MAX_WAITING, DiskKeeper
 from semblend_trt.donors.disk import FOLDER, DiskTier
 from semblend_trt.donors.donor_file import KvForm
 from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.file_size import FileSize
 from semblend_trt.donors.news import DiskLink, TierEvent
 from semblend_trt.donors.tiers import HostTier
 
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
-SIZE = FileSize(FORM.num_layers, math.prod(FORM.shape(1)) * FORM.dtype.itemsize)
+SIZE = FORM.file_size
 TOKENS = 20
 
 
@@ -27,7 +25,7 @@ class Kept:
 
     def __init__(self, path, host_tokens=200):
         self.folder = path / FOLDER
-        self.disk, self.host = DiskTier(path, FORM, SIZE), HostTier(host_tokens * SIZE.bytes_per_token, pin=False)
+        self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * SIZE.bytes_per_token, pin=False)
         self.link, self.news = DiskLink(), deque()
         self.keeper = DiskKeeper(self.disk, self.host, self.link, self.news)
         self.keeper.drain()

@@ -188,9 +188,7 @@ def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), orders=TierOrders(lifts=("donor-2",)))
     two_tiers.saver.drain()
-    assert [(news.event, news.donor_id) for news in runtime_for(args).tier_news] == [
-        (TierEvent.LIFT_FAILED, "donor-2")
-    ]
+    assert [(news.event, news.donor_id) for news in runtime_for(args).tier_news] == [(TierEvent.LIFT_FAILED, "donor-2")]
 
 
 def test_foreign_metadata_is_ignored(worker):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 
+from semblend_trt.donors import donor_file
 from semblend_trt.donors.donor_file import DonorFileError, read_kv, read_text, write_donor
-from semblend_trt.donors.file_size import PAGE, FileSize
+from semblend_trt.donors.file_size import PAGE
 
 TOKENS = 21
 
@@ -25,15 +31,10 @@ def threads():
 
 
 @pytest.fixture
-def size_of():
-    return lambda form: FileSize(form.num_layers, math.prod(form.shape(1)) * form.dtype.itemsize)
-
-
-@pytest.fixture
-def written(tmp_path, form, make_host_kv, make_text, size_of):
+def written(tmp_path, form, make_host_kv, make_text):
     """A donor's file, and the KV that it holds."""
     path, kv = tmp_path / "donor", make_host_kv(8, 13)
-    write_donor(path, "donor", make_text(TOKENS), kv, form, size_of(form))
+    write_donor(path, "donor", make_text(TOKENS), kv, form)
     return path, kv
 
 
@@ -44,10 +45,10 @@ def assert_refused(reason, call, *arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, size_of, threads, dtype):
+def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, threads, dtype):
     form = dataclasses.replace(form, dtype=dtype)
     path, kv, text = tmp_path / "donor", make_host_kv(TOKENS, form=form), make_text(TOKENS)
-    write_donor(path, "donor", text, kv, form, size_of(form))
+    write_donor(path, "donor", text, kv, form)
     donor_id, read = read_text(path, form)
     assert (donor_id, read.namespace_key, read.digest) == ("donor", text.namespace_key, text.digest)
     assert np.array_equal(read.tokens, text.tokens)
@@ -64,9 +65,9 @@ def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_hos
     assert torch.equal(held.tensor, kv.tensor)
 
 
-def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written, form, size_of):
+def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written, form):
     path, _ = written
-    size = size_of(form)
+    size = form.file_size
     assert path.stat().st_size <= size.of(TOKENS) < path.stat().st_size + PAGE
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     assert header == size.header_bytes
@@ -80,25 +81,25 @@ def test_others_can_read_it_with_the_library(written):
         assert torch.equal(file.get_tensor("kv").permute(0, 2, 3, 1, 4), kv.tensor)
 
 
-def test_an_older_file_of_the_name_is_never_written_over(written, form, make_host_kv, make_text, size_of):
+def test_an_older_file_of_the_name_is_never_written_over(written, form, make_host_kv, make_text):
     path, _ = written
     before = path.read_bytes()
     with pytest.raises(FileExistsError):
-        write_donor(path, "donor", make_text(4), make_host_kv(4), form, size_of(form))
+        write_donor(path, "donor", make_text(4), make_host_kv(4), form)
     assert path.read_bytes() == before
 
 
-def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path, form, make_host_kv, make_text, size_of):
+def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path, form, make_host_kv, make_text):
     with pytest.raises(OSError, match="are set aside for it"):
-        write_donor(tmp_path / "donor", "d" * 5000, make_text(4), make_host_kv(4), form, size_of(form))
+        write_donor(tmp_path / "donor", "d" * 5000, make_text(4), make_host_kv(4), form)
 
 
 @pytest.mark.parametrize("place", ["first layer", "last layer"])
-def test_a_changed_byte_of_kv_is_noticed(written, form, make_host_kv, threads, place, size_of):
+def test_a_changed_byte_of_kv_is_noticed(written, form, make_host_kv, threads, place):
     path, _ = written
     data = bytearray(path.read_bytes())
-    first = size_of(form).header_bytes
-    data[first if place == "first layer" else first + TOKENS * size_of(form).bytes_per_token - 1] ^= 1
+    first = form.file_size.header_bytes
+    data[first if place == "first layer" else first + TOKENS * form.file_size.bytes_per_token - 1] ^= 1
     path.write_bytes(data)
     read_text(path, form)  # the text is whole
     assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
@@ -156,3 +157,108 @@ def test_the_file_of_another_donor_or_length_is_refused(written, form, make_host
 def test_a_missing_file_is_an_error_of_the_system(tmp_path, form):
     with pytest.raises(OSError, match="nowhere"):
         read_text(tmp_path / "nowhere", form)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0), bit=st.integers(0, 7))
+def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, make_host_kv, threads, place, bit):
+    path, kv = written
+    data = path.read_bytes()
+    header = len(data[: form.file_size.header_bytes].rstrip())
+    place %= 2 * header if place % 3 else len(data)
+    changed = bytearray(data)
+    changed[place] ^= 1 << bit
+    other = path.with_name("changed")
+    other.write_bytes(changed)
+    held, (_, text) = make_host_kv(TOKENS, fill=math.nan), read_text(path, form)
+    try:
+        donor_id, found = read_text(other, form)
+        read_kv(other, "donor", form, held, threads)
+    except DonorFileError:
+        return
+    assert (donor_id, found.namespace_key, found.digest) == ("donor", text.namespace_key, text.digest)
+    assert np.array_equal(found.tokens, text.tokens)
+    assert torch.equal(held.tensor, kv.tensor)
+
+
+def claim(header, **changes):
+    for name, value in changes.items():
+        *way, last = name.split("__")
+        place = header
+        for step in way:
+            place = place["__metadata__" if step == "about" else step]
+        place[last] = value
+    return json.dumps(header, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda header: "[" * 3000,
+        lambda header: "[1]",
+        lambda header: "\xff",
+        lambda header: claim(header, kv=None),
+        lambda header: claim(header, tokens__shape=[]),
+        lambda header: claim(header, tokens__shape=21),
+        lambda header: claim(header, tokens__shape=[1 << 62], kv__shape=[3, 1 << 62, 2, 2, 8]),
+        lambda header: claim(header, tokens__shape=[-1], kv__shape=[3, -1, 2, 2, 8]),
+        lambda header: claim(header, tokens__shape=[0], kv__shape=[3, 0, 2, 2, 8]),
+        lambda header: claim(header, tokens__shape=[21.0], kv__shape=[3, 21.0, 2, 2, 8]),
+        lambda header: claim(header, kv__data_offsets=[-8, 1 << 62]),
+        lambda header: claim(header, tokens__dtype="I64"),
+        lambda header: claim(header, about__donor_id=7),
+        lambda header: claim(header, about__digest="q"),
+        lambda header: claim(header, about__text_checksum="many"),
+        lambda header: claim(header, about__checksums="1 2"),
+        lambda header: claim(header, about__checksums=[1, 2, 3]),
+    ],
+)
+def test_a_header_that_lies_is_refused(written, form, make_host_kv, threads, say):
+    path, _ = written
+    data, room = path.read_bytes(), form.file_size.header_bytes
+    said = say(json.loads(data[8:room])).encode("latin-1")
+    path.write_bytes(data[:8] + said.ljust(room - 8) + data[room:])
+    assert_refused("corrupt", read_text, path, form)
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
+
+
+def test_a_header_of_any_length_that_is_claimed_is_not_read(written, form):
+    path, _ = written
+    data = path.read_bytes()
+    for length in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
+        path.write_bytes(length.to_bytes(8, "little") + data[8:])
+        assert_refused("corrupt", read_text, path, form)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_host_kv, threads, monkeypatch):
+    """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
+    path, _ = written
+    checked = donor_file._about
+
+    def cut(*arguments):
+        about = checked(*arguments)
+        os.truncate(path, form.file_size.header_bytes)
+        return about
+
+    monkeypatch.setattr(donor_file, "_about", cut)
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
+
+
+def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, make_host_kv, threads, monkeypatch):
+    """It is another donor's by then."""
+    path, _ = written
+    read, over, ended = donor_file._read_all, threading.Event(), []
+
+    def fails_at_once_or_takes_long(descriptor, view, start):
+        if len(view) * form.num_layers == TOKENS * form.file_size.bytes_per_token:  # a layer's KV
+            if start == form.file_size.header_bytes:
+                raise OSError(errno.EIO, "a bad sector")
+            over.wait(0.05)
+            ended.append(start)
+        read(descriptor, view, start)
+
+    monkeypatch.setattr(donor_file, "_read_all", fails_at_once_or_takes_long)
+    with pytest.raises(OSError, match="a bad sector"):
+        read_kv(path, "donor", form, make_host_kv(TOKENS), threads)
+    assert len(ended) == form.num_layers - 1
+    over.set()
