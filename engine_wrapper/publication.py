@@ -43,5 +43,7 @@ class PublicationGuard:
         return self._active_plans.publishable_tokens(request_id) is not None
 
     def released(self, request_id: int) -> None:
-        """To be called once the blocks of the request are freed: the id may then be used again."""
+        """To be called once the blocks of the request are freed: the id may then be used again. A plan that no forward
+        has run, because one failed before it came to that, is forgotten with them."""
+        self._active_plans.discard(request_id)
         self._active_plans.released(request_id)

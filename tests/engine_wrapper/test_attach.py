@@ -10,7 +10,7 @@ import pytest
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from semblend_trt.errors import SemBlendError
 from semblend_trt.runtime import EngineMode, runtime_for
-from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -234,6 +234,18 @@ def test_a_refused_pool_attaches_nothing(site: Site) -> None:
     manager.pool = manager.pool[:, :, :1].clone()
     assert site.attach().guard_refusal == "pool_layout"
     assert not site.runtime.publication_guard
+
+
+def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(site: Site, make_plan: Any) -> None:
+    """`PyExecutor._forward_step` (1.1) frees what it prepared in vain, and tells no connector."""
+    site.attach()
+    site.runtime.mode = EngineMode.WRAPPER
+    request, manager = LlmRequest(1, list(range(40))), site.executor.kv_cache_manager
+    manager.add_sequence(request)
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    manager.free_resources(request)
+    site.worker.wait_for_save(None)
+    assert site.runtime.refusal is None
 
 
 def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(site: Site, make_plan: Any) -> None:
