@@ -2,55 +2,30 @@
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
 `_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
-`_torch/modules/attention.py`; `llmapi/llm_args.py`.
+`_torch/modules/attention.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.connector.decoder_settings import decoder_refusal
+
 if TYPE_CHECKING:
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from semblend_trt.connector.model_facts import ModelFacts
 
-_MISSING = object()
-# Settings that must be off, each with the name of its refusal. One that is missing is not known to be off.
-_OFF = {
-    "torch_compile_config": "compiled_prefill",
-    "cuda_graph_config": "cuda_graphs",
-    "lora_config": "lora",
-    "speculative_config": "speculative_decoding",
-    "sparse_attention_config": "sparse_attention",
-}
-# Settings that older versions do not have.
-_OPTIONAL = ("sparse_attention_config",)
 _NORMAL_ROPE = ("default", "linear", "llama3")
 
 
 def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
     """Why no plan can be executed, None when nothing is known against it. Nothing is changed."""
     return (
-        _refused_settings(llm_args)
+        decoder_refusal(llm_args)
         or _refused_executor(parts)
         or _refused_engine(parts.model_engine)
         or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))
     )
-
-
-def _refused_settings(llm_args: Any) -> str | None:
-    for name, reason in _OFF.items():
-        value = getattr(llm_args, name, None if name in _OPTIONAL else _MISSING)
-        if value is _MISSING:
-            return "settings_unknown"
-        if value is not None:
-            return reason
-    if getattr(llm_args, "enable_lora", False):
-        return "lora"
-    for name in ("context_parallel", "pipeline_parallel"):
-        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
-            return name
-    # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
-    return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
 
 
 def _refused_executor(parts: ExecutorParts) -> str | None:

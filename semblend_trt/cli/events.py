@@ -7,7 +7,9 @@ is wrong, and with 2 when it cannot listen.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -16,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
     from semblend_trt.fleet.connection import ConnectionOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "show, check or count the fleet's donor events"
 DEFAULT_URL = "nats://127.0.0.1:4222"
+MAX_SECONDS = 86400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("check", "listen for a while and tell what is wrong", 30.0),
         ("stats", "listen for a while and tell who holds how much", 30.0),
     ):
-        action = actions.add_parser(name, help=summary, description=f"Does this: {summary}.")
+        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         action.add_argument("--url", help=f"NATS server, in place of SEMBLEND_NATS_URL or {DEFAULT_URL}")
         action.add_argument("--subject", help="subject, in place of SEMBLEND_NATS_SUBJECT")
+        default = "until it is interrupted" if seconds is None else "%(default)s"
         action.add_argument(
-            "--seconds", type=_positive, default=seconds, help="how long to listen (default: %(default)s)"
+            "--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})"
         )
         action.add_argument("--limit", type=_count, help="stop after this many messages")
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -69,18 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> ConnectionOptions:
-    from pydantic import SecretStr
-
     from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
-    settings = load_settings(**({} if arguments.subject is None else {"nats_subject": arguments.subject}))
-    url = arguments.url or (DEFAULT_URL if settings.nats_url is None else None)
-    if url is not None:
-        settings = settings.model_copy(update={"nats_url": SecretStr(url)})
-    options = ConnectionOptions.of(settings)
-    if options is None or not options.servers:
-        raise ConfigurationError("no NATS server is given; use --url or SEMBLEND_NATS_URL")
+    given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = load_settings(**given)
+    options = ConnectionOptions.of(settings if settings.nats_url else load_settings(**given, nats_url=DEFAULT_URL))
+    assert options is not None
     # Reading needs no stream: what is published to one goes to every subscriber as well.
     return replace(options, stream=None)
 
@@ -89,6 +88,7 @@ async def _listen(
     options: ConnectionOptions, show: Callable[[bytes], None], seconds: float | None, limit: int | None, asks: bool
 ) -> None:
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client
+    from semblend_trt.settings.in_use import masked
 
     ended = asyncio.Event()
     lost: list[bool] = []
@@ -111,7 +111,10 @@ async def _listen(
     except ConfigurationError:
         raise
     except Exception as error:
-        raise SemBlendError(f"NATS is out of reach ({type(error).__name__}); give its address with --url") from None
+        servers = masked(",".join(options.servers))
+        raise SemBlendError(
+            f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"
+        ) from None
     try:
         await client.subscribe(options.subject, cb=take)
         if asks:
@@ -182,18 +185,18 @@ def _shown(report: dict[str, Any], indent: str = "") -> str:
     return "\n".join(lines)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise ValueError(f"{text} is not in 0..86400")
-    return value
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= MAX_SECONDS:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to {MAX_SECONDS}")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{text} is below 1")
-    return value
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
 
 
 def _say(line: str) -> None:

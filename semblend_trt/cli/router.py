@@ -56,8 +56,7 @@ def _nats(config: RouterConfig) -> ConnectionOptions | None:
     from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
-    settings = load_settings(**({} if config.nats_subject is None else {"nats_subject": config.nats_subject}))
-    if config.nats_url is not None:
-        settings = settings.model_copy(update={"nats_url": config.nats_url})
-    options = ConnectionOptions.of(settings)
-    return None if options is None or not options.servers else replace(options, stream=None)
+    of_file = {"nats_subject": config.nats_subject, "nats_url": config.nats_url}
+    given = {name: value for name, value in of_file.items() if value is not None}
+    options = ConnectionOptions.of(load_settings(**given))
+    return None if options is None else replace(options, stream=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.engine_namespace import namespace_for
@@ -17,8 +18,6 @@ from semblend_trt.connector.rope_reading import partial_rotary_factor, rope_para
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kernels.rope import RopeRotation
 
 __all__ = ["ModelFacts", "model_facts", "namespace_for", "weights_digest"]
@@ -73,18 +72,18 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {family.architecture} does not define "
             "what it means",
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    if kv_heads < 1 or config.num_attention_heads % kv_heads or head_dim % 2:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
         raise UnsupportedModelError(
             "geometry",
-            f"{config.num_attention_heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a "
-            "grouped attention that can be moved",
+            f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
+            "be moved",
         )
     return ModelFacts(
         model_type=raw["model_type"],
         num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
+        num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
@@ -107,9 +106,12 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     except UnsupportedModelError:
         raise
     except Exception as error:
-        first_line = str(error).strip().split("\n", 1)[0]
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if options["local_files_only"]:
+            raise ConfigurationError(f"{Path(model, 'config.json')} cannot be read, mend it: {told}") from error
         raise ConfigurationError(
-            f"model {str(model)!r} is neither a directory nor a hub id with a readable configuration: {first_line}"
+            f"model {str(model)!r} is no directory, and nothing can be read under it as a hub id; give a directory, or "
+            f"download the model: {told}"
         ) from error
     raise ConfigurationError(f"model {str(model)!r} has no config.json; name a directory or hub id that has one")
 

@@ -136,7 +136,7 @@ def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
     namespace = known.namespace(settings)
     for told, value, variable in (
         ("weights", namespace.model_revision, "SEMBLEND_MODEL_REVISION"),
-        ("tokenizer", namespace.tokenizer_revision, "SEMBLEND_TOKENIZER_REVISION"),
+        ("tokenizer files", namespace.tokenizer_revision, "SEMBLEND_TOKENIZER_REVISION"),
     ):
         if is_unknown(value):
             yield _chapter.note(

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.doctor.finding import Finding
 
-OUR_MODULES = ("semblend_trt.connector", "engine_wrapper.connector")
+WRAPPER_MODULE = "engine_wrapper.connector"
+OUR_MODULES = ("semblend_trt.connector", WRAPPER_MODULE)
+# What the settings that decide about the decoder are where a file leaves them out: CUDA graphs are on.
+_DEFAULTS: dict[str, Any] = {
+    "torch_compile_config": None,
+    "cuda_graph_config": {},
+    "lora_config": None,
+    "speculative_config": None,
+    "attn_backend": "TRTLLM",
+}
 # The only capacity policy with which TensorRT-LLM lets a connector in.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
@@ -47,17 +56,27 @@ def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
     """What of the options is refused by us, by TensorRT-LLM, or leaves the connector out."""
     from semblend_trt.connector.eligibility import engine_refusal
 
-    yield _connector(getattr(llm_args, "kv_connector_config", None))
+    sizes = {name: getattr(llm_args, name, None) or 1 for name in _RANKS}
+    wrong = [name for name, size in sizes.items() if not isinstance(size, int)]
+    if wrong:
+        yield _chapter.failed(f"{wrong[0]} is {sizes[wrong[0]]!r}; give a whole number from 1 on")
+        return
+    config = getattr(llm_args, "kv_connector_config", None)
+    yield _connector(config)
     refusal = engine_refusal(llm_args)
     if refusal is not None:
-        yield _chapter.refused(refusal, f"the engine uses {refusal}, with which block contents cannot be trusted")
+        yield _chapter.refused(
+            refusal, f"the engine uses {refusal}, with which block contents cannot be trusted; switch it off"
+        )
+    elif getattr(config, "connector_module", None) == WRAPPER_MODULE:
+        yield from _wrapper(llm_args)
     cache = getattr(llm_args, "kv_cache_config", None)
     if getattr(cache, "enable_block_reuse", True) is False:
         yield _chapter.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
     if policy != CAPACITY_POLICY:
         yield _chapter.failed(f"TensorRT-LLM lets no connector in with {policy}; use {CAPACITY_POLICY}")
-    ranks = [name for name in _RANKS if int(getattr(llm_args, name, None) or 1) > 1]
+    ranks = [name for name, size in sizes.items() if size > 1]
     if settings is not None and settings.disk_bytes and ranks:
         yield _chapter.note(f"the disk tier serves engines of one rank: with {', '.join(ranks)} it stays closed")
 
@@ -78,6 +97,19 @@ def _connector(config: Any) -> Finding:
         if not hasattr(module, str(getattr(config, role, None))):
             return _chapter.failed(f"{role} is {getattr(config, role, None)!r}, which {name} does not have")
     return _chapter.ok(f"the connector is {name}")
+
+
+def _wrapper(llm_args: Any) -> Iterator[Finding]:
+    from semblend_trt.connector.decoder_settings import decoder_refusal
+
+    reason = decoder_refusal(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+    if reason is not None:
+        told = " (on unless the file has `cuda_graph_config: null`)" if reason == "cuda_graphs" else ""
+        yield _chapter.note(
+            f"the engine uses {reason}{told}, with which no plan can be executed: only what it can skip from the left "
+            "is reused; switch it off to reuse more",
+            reason,
+        )
 
 
 def _attributes(value: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from packaging.requirements import Requirement
 
 from semblend_trt.discovery.embedder import EmbedderKind
+from semblend_trt.discovery.embedders.sentence_model import sentence_model
 from semblend_trt.doctor.finding import Chapter
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +40,22 @@ def software(settings: Settings | None) -> Iterator[Finding]:
     yield _base(ours.version, needs)
     for extra in sorted(set(ours.metadata.get_all("Provides-Extra") or ()) - {"dev"}):
         yield _extra(extra, needs, _user_of(extra, settings))
+
+
+def embedder(settings: Settings) -> Iterator[Finding]:
+    """Whether the sentence model is here that the settings name."""
+    extra = _EXTRA_OF_EMBEDDER.get(settings.embedder)
+    if extra is None:
+        if settings.embedder_model is not None:
+            told = f"SEMBLEND_EMBEDDER_MODEL is set, but embedder {settings.embedder.value} runs no model"
+            yield _chapter.note(told)
+        return
+    try:
+        found = sentence_model(settings.embedder_model, settings.embedder.value, extra)
+    except ConfigurationError as error:
+        yield _chapter.failed(str(error))
+    else:
+        yield _chapter.ok(f"embedder {settings.embedder.value} runs the model in {found.folder}")
 
 
 def _base(version: str, needs: list[Requirement]) -> Finding:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.config import Settings
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.settings.in_use import settings_in_use
+from semblend_trt.settings.in_use import masked, settings_in_use
 from semblend_trt.settings.problems import unknown_variables
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def variables(settings: Settings | None, problem: str | None) -> Iterator[Findin
         for ignored in row.ignored:
             yield _settings.note(f"{ignored} is set and not read, because {row.source} is set too")
     given = [row.source for row in rows if row.source is not None]
-    yield _settings.ok(f"{len(given)} of {len(rows)} settings are given" + "".join(f", {name}" for name in given))
+    told = f": {', '.join(given)}" if given else ""
+    yield _settings.ok(f"{len(given)} of {len(rows)} settings are given{told}")
     short = [name for name in given if not name.startswith("TRTLLM")]
     if short:
         yield _settings.note(
@@ -66,14 +67,15 @@ def nats(settings: Settings) -> Iterator[Finding]:
         ("SEMBLEND_NATS_CREDS", options.creds),
     ):
         if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
-            yield _fleet.failed(f"{variable} names {path}, which is no file that can be read")
+            yield _fleet.failed(f"{variable} names {path}, which is no file that can be read; mend its path")
     try:
         version = asyncio.run(asyncio.wait_for(_greet(options), NATS_SECONDS))
     except ConfigurationError as error:
         yield _fleet.failed(str(error))
     except Exception as error:  # its text may hold a password
         yield _fleet.failed(
-            f"NATS is out of reach ({type(error).__name__}); serving goes on without it, and donor events are lost"
+            f"NATS is out of reach at {masked(','.join(options.servers))} ({type(error).__name__}): start it, or mend "
+            "SEMBLEND_NATS_URL; serving goes on without it, and donor events are lost"
         )
     else:
         yield _fleet.ok(f"NATS answers (nats-server {version})", server_version=version)

@@ -31,7 +31,10 @@ class Variable:
 class SettingsGroup(BaseSettings):
     """Settings of one theme. Arguments win over the environment; every field names its `Variable`."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    # A wrong value may be a secret, and an error's text is in every traceback.
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     @classmethod
     def settings_customise_sources(

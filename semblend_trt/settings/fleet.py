@@ -12,6 +12,27 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.settings.environment import SettingsGroup, Variable
 
+# Addresses as nats-py reads them; the user and the password may be any text.
+_SERVER = re.compile(
+    r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
+)
+
+
+def _is_server(address: str) -> bool:
+    found = _SERVER.fullmatch(address)
+    return found is not None and 0 < int(found[1] or 1) < 1 << 16
+
+
+def _checked_servers(url: SecretStr | None) -> SecretStr | None:
+    if url is not None:
+        addresses = [address for each in url.get_secret_value().split(",") if (address := each.strip())]
+        if not addresses or not all(_is_server(address) for address in addresses):
+            raise ConfigurationError(
+                "this is no address such as nats://localhost:4222 (with nats, tls, ws or wss), nor several with commas "
+                "between them"
+            )
+    return url
+
 
 def _checked_subject(subject: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", subject):
@@ -27,7 +48,7 @@ def _checked_stream(stream: str | None) -> str | None:
 
 class FleetSettings(SettingsGroup):
     # Secret: it may hold a user's password.
-    nats_url: Annotated[SecretStr | None, Variable("NATS_URL")] = Field(
+    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers), Variable("NATS_URL")] = Field(
         None,
         min_length=1,
         max_length=4096,

@@ -15,30 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
     from pydantic_settings import BaseSettings
 
 logger = logging.getLogger(__name__)
 
+# What a value should have been whose error has a type that begins so.
+_KINDS = (("int_", "whole number"), ("float_", "number"))
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
 def sentence_of(error: ValidationError, settings_class: type[BaseSettings], overrides: dict[str, Any]) -> str:
-    """The first wrong setting with its variable, its value and what is allowed, and how many more there are."""
-    details = error.errors(include_url=False)
-    first = details[0]
-    name = str(first["loc"][0]) if first["loc"] else "settings"
-    field = settings_class.model_fields.get(name)
-    if field is None:
-        close = difflib.get_close_matches(name, settings_class.model_fields, n=1)
-        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
-    source = name if name in overrides else variable_in_use(field) or name
-    problem = first.get("ctx", {}).get("error")
-    more = f" ({len(details) - 1} more settings are wrong)" if len(details) > 1 else ""
-    if isinstance(problem, ConfigurationError):
-        return f"{source}: {problem}{more}"
-    value = "wrong" if is_secret(field) else repr(str(first["input"])[:80])
-    return f"{source} is {value}; allowed is {allowed_by(field)}{more}"
+    """One sentence for each wrong setting, with its variable, its value and what is allowed."""
+    return ". ".join(_sentence(each, settings_class, overrides) for each in error.errors(include_url=False))
 
 
 def unknown_variables(names: Iterable[str], settings_class: type[BaseSettings]) -> dict[str, str | None]:
@@ -58,3 +48,18 @@ def warn_of_unknown_variables(names: Iterable[str], settings_class: type[BaseSet
     for name in fresh:
         close = unknown[name]
         logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+
+
+def _sentence(detail: ErrorDetails, settings_class: type[BaseSettings], overrides: dict[str, Any]) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else "settings"
+    field = settings_class.model_fields.get(name)
+    if field is None:
+        close = difflib.get_close_matches(name, settings_class.model_fields, n=1)
+        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+    source = name if name in overrides else variable_in_use(field) or name
+    problem = detail.get("ctx", {}).get("error")
+    if isinstance(problem, ConfigurationError):
+        return f"{source}: {problem}"
+    value = "wrong" if is_secret(field) else repr(str(detail["input"])[:80])
+    kind = next((f", no {kind}" for start, kind in _KINDS if detail["type"].startswith(start)), "")
+    return f"{source} is {value}{kind}; allowed is {allowed_by(field)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,31 @@ def test_wrong_override_names_the_setting() -> None:
         load_settings(min_span_tokens=0)
     with pytest.raises(ConfigurationError, match="host_byte is not a setting; did you mean host_bytes"):
         load_settings(host_byte=1)
-    with pytest.raises(ConfigurationError, match="1 more settings are wrong"):
+    with pytest.raises(ConfigurationError, match=r"min_span_tokens is '0'; .*\. max_donors is '0'; "):
         load_settings(min_span_tokens=0, max_donors=0)
+
+
+@pytest.mark.parametrize(
+    "url", [",", "http://alice:hunter2@host", "nats://alice:hunter2@host:99999", "alice hunter2", "nats://hunter2@"]
+)
+def test_a_wrong_address_of_nats_is_refused_and_never_shown(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="nats_url: this is no address such as") as refused:
+        load_settings(nats_url=url)
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost", "host-1.example:4222", "tls://u:p/w@[::1]:4222", "nats://a:1, nats://b:2,", "wss://h:443/nats"]
+)
+def test_addresses_of_nats(url: str) -> None:
+    assert load_settings(nats_url=url).nats_url == SecretStr(url)
+
+
+def test_no_traceback_shows_a_secret() -> None:
+    token = "".join(("hunter", "2")) * 1000  # in two pieces, because a traceback shows this line
+    with pytest.raises(ConfigurationError) as refused:
+        load_settings(nats_token=token)
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_settings_cannot_be_changed() -> None:

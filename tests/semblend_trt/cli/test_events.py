@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from semblend_trt.cli.main import main
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 from semblend_trt.namespace import CacheNamespace
 
@@ -127,3 +128,27 @@ def test_a_server_that_dies_ends_it_with_two(nats_server) -> None:
     listening = Listening(nats_server.url, "tail")
     nats_server.kill()
     assert listening.end()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--seconds", "0"], "argument --seconds: '0' is no number above 0 and up to 86400"),
+        (["--seconds", "soon"], "argument --seconds: 'soon' is no number above 0 and up to 86400"),
+        (["--limit", "0.5"], "argument --limit: '0.5' is no whole number from 1 on"),
+    ],
+)
+def test_wrong_numbers_are_bad_usage(arguments: list[str], told: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["events", "stats", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(told + "\n")
+
+
+def test_a_server_that_is_not_there_is_named(make_nats_server, capsys) -> None:
+    server = make_nats_server()
+    server.kill()
+    assert main(["events", "stats", "--url", server.url]) == 2
+    assert f"NATS is out of reach at {server.url} (NoServersError); start it, or give" in capsys.readouterr().err
+    assert main(["events", "stats", "--url", "http://alice:hunter2@nowhere"]) == 2
+    assert "hunter2" not in capsys.readouterr().err

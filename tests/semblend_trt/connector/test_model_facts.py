@@ -157,6 +157,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("rope_partial", LLAMA, {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
     ("rope_partial", LLAMA, {"partial_rotary_factor": 0.5}),
     ("geometry", LLAMA, {"num_key_value_heads": 3}),
+    ("geometry", SUPPORTED["qwen2"][0], {"num_attention_heads": 0}),
     ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
 ]
 
@@ -224,11 +225,20 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         model_facts(tmp_path / "model")
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "llama", "hidden_size": "wide"}'])
-def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "has no config.json"),
+        ("{", "not a valid JSON file"),
+        ("[]", "has no config.json"),
+        ("[1]", "cannot be read, mend it"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "'hidden_size'"),
+    ],
+)
+def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, content: str | None, told: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match=told) as refused:
         model_facts(tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)

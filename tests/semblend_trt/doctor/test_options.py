@@ -57,6 +57,31 @@ def test_a_capacity_policy_that_evicts(look) -> None:
     assert (failed.status, "MAX_UTILIZATION" in failed.text) == (Status.FAILED, True)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "cuda_graphs"),
+        ("cuda_graph_config: {enable_padding: true}", "cuda_graphs"),
+        ("cuda_graph_config: null\nlora_config: {lora_dir: [a]}", "lora"),
+        ("cuda_graph_config: null\nattn_backend: FLASHINFER", "attention_backend"),
+    ],
+)
+def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reason: str) -> None:
+    _, note = look(SOUND.replace("semblend_trt.connector", "engine_wrapper.connector") + text)
+    assert (note.status, note.reason) == (Status.NOTE, reason)
+    assert len(look(SOUND + text)) == 1
+
+
+def test_nothing_keeps_the_wrapper_out(look) -> None:
+    (found,) = look(SOUND.replace("semblend_trt.connector", "engine_wrapper.connector") + "cuda_graph_config: null")
+    assert found.status is Status.OK
+
+
+def test_a_number_of_ranks_that_is_none(look) -> None:
+    (failed,) = look(SOUND + "tensor_parallel_size: two")
+    assert failed.text == "tensor_parallel_size is 'two'; give a whole number from 1 on"
+
+
 def test_a_disk_tier_on_several_ranks(look) -> None:
     _, note = look(SOUND + "tensor_parallel_size: 2", disk_bytes=1)
     assert note.status is Status.NOTE

@@ -8,7 +8,7 @@ import pytest
 
 from semblend_trt.config import load_settings
 from semblend_trt.doctor.finding import Status
-from semblend_trt.doctor.software import software
+from semblend_trt.doctor.software import embedder, software
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,3 +68,14 @@ def test_a_package_that_is_too_old_is_a_problem(install) -> None:
     _, base, *_ = software(None)
     assert base.status is Status.FAILED
     assert base.details["missing"][0].endswith("needed is >=999")
+
+
+def test_the_sentence_model_has_to_be_here(tmp_path: Path) -> None:
+    assert list(embedder(load_settings())) == []
+    (unread,) = embedder(load_settings(embedder_model=str(tmp_path)))
+    assert (unread.status, "embedder static runs no model" in unread.text) == (Status.NOTE, True)
+    (failed,) = embedder(load_settings(embedder="minilm", embedder_model=str(tmp_path)))
+    assert (failed.status, str(tmp_path) in failed.text) == (Status.FAILED, True)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (found,) = embedder(load_settings(embedder="onnx", embedder_model=str(tmp_path)))
+    assert (found.status, found.text) == (Status.OK, f"embedder onnx runs the model in {tmp_path}")

@@ -59,6 +59,8 @@ def test_nats_is_out_of_reach(make_nats_server) -> None:
     (failed,) = nats(load_settings(nats_url=server.url.replace("//", "//alice:hunter2@")))
     assert failed.status is Status.FAILED
     assert "hunter2" not in failed.text
+    (failed,) = nats(load_settings(nats_url=server.url))
+    assert f"out of reach at {server.url} (NoServersError): start it, or mend SEMBLEND_NATS_URL" in failed.text
 
 
 def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path) -> None:

@@ -25,11 +25,13 @@ def told(**overrides: Any) -> str:
 
 def test_the_sentence_names_source_value_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(lamps=10) == "lamps is '10'; allowed is 0..9"
-    assert told(lamps=10, shades="x") == "lamps is '10'; allowed is 0..9 (1 more settings are wrong)"
+    assert (
+        told(lamps=10, shades="x") == "lamps is '10'; allowed is 0..9. shades is 'x', no whole number; allowed is 0..9"
+    )
     assert told(lamp=1) == "lamp is not a setting; did you mean lamps?"
     assert told(zzz=1) == "zzz is not a setting"
     monkeypatch.setenv("SEMBLEND_TEST_SHADES", "many")
-    assert told() == "SEMBLEND_TEST_SHADES is 'many'; allowed is 0..9"
+    assert told() == "SEMBLEND_TEST_SHADES is 'many', no whole number; allowed is 0..9"
 
 
 def test_unknown_variables_are_warned_about_once(
