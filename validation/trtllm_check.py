@@ -151,12 +151,13 @@ def _engine(arm: str, model: str) -> Any:
             connector_scheduler_class="SemBlendKvConnectorScheduler",
             connector_worker_class="SemBlendKvConnectorWorker",
         )
-    # Plans are executed in an eager decoder only.
+    # Plans are executed in an eager decoder only, over the V1 cache manager, which main has to be asked for.
+    cache = {name: False for name in ("use_kv_cache_manager_v2",) if name in api.KvCacheConfig.model_fields}
     return import_module("tensorrt_llm").LLM(
         model=model,
         enable_chunked_prefill=True,
         cuda_graph_config=None,
-        kv_cache_config=api.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=0.6),
+        kv_cache_config=api.KvCacheConfig(enable_block_reuse=True, free_gpu_memory_fraction=0.6, **cache),
         kv_connector_config=connector,
     )
 

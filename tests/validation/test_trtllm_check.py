@@ -30,16 +30,22 @@ class LLM(embedded.LLM):
         return outputs
 
 
-def kv_cache_config(*, free_gpu_memory_fraction: float, **fields: Any) -> embedded.KvCacheConfig:
-    """`tensorrt_llm/llmapi/llm_args.py`, KvCacheConfig (1.2)."""
-    return embedded.KvCacheConfig(tokens_per_block=16, **fields)
+class KvCacheConfig:
+    """`tensorrt_llm/llmapi/llm_args.py`, KvCacheConfig (main): a pydantic model that leaves V1 where it is not told."""
+
+    model_fields = ("enable_block_reuse", "free_gpu_memory_fraction", "use_kv_cache_manager_v2")
+
+    def __new__(cls, *, free_gpu_memory_fraction: float, use_kv_cache_manager_v2: Any = "auto", **fields: Any) -> Any:
+        assert use_kv_cache_manager_v2 is False
+        assert 0 < free_gpu_memory_fraction < 1
+        return embedded.KvCacheConfig(tokens_per_block=16, **fields)
 
 
 @pytest.fixture
 def served(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Workload, dict[str, Served]]:
     package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
     package.LLM, package.SamplingParams = LLM, embedded.SamplingParams  # type: ignore[attr-defined]
-    api.KvCacheConfig, api.KvCacheConnectorConfig = kv_cache_config, embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
+    api.KvCacheConfig, api.KvCacheConnectorConfig = KvCacheConfig, embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
     seen: list[tuple[Workload, dict[str, Served]]] = []
