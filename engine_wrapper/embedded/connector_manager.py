@@ -213,14 +213,14 @@ class KvCacheConnectorManager:
 
     def request_ended_paused(self, request: LlmRequest) -> None:
         """Tells of the end of a request that has no blocks left, so that nothing can be saved from them."""
-        if self.request_finished(request, []):
+        if self.request_cut_short(request, []):
             raise ConnectorContractError(
                 "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
             )
 
-    def request_failed(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """The end of a request that failed: some versions tell the connector, others let it disappear."""
-        if self.version.tells_failed_requests:
+    def request_cut_short(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
+        """The end of a request that failed or was cancelled: some versions tell the connector, others just drop it."""
+        if self.version.tells_cut_short:
             return self.request_finished(request, block_ids)
         self._forget(request.request_id)
         return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.metadata import RequestProgress
@@ -11,7 +12,6 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Sequence
 
     from semblend_trt.connector.request_table import TrackedRequest
@@ -39,8 +39,8 @@ def settle_allocation(tracked: TrackedRequest, request: Any, block_ids: Sequence
     needed = -(-plan.prefix_end // plan.block_size)
     try:
         # Blocks behind the prefix are not written by us; under a sliding window there may be none (-1).
-        tracked.plan = plan.with_target_blocks(tuple(block_ids[:needed]))
-    except SemBlendError:
+        tracked.plan = plan.with_target_blocks(tuple(map(index, block_ids[:needed])))
+    except (SemBlendError, TypeError):
         logger.exception("request %d: blocks do not fit its plan", tracked.request_id)
         tracked.load_failed = True
         if plan.execution.mode is EngineMode.WRAPPER:
@@ -63,21 +63,58 @@ def shortened(plan: SemanticKvPlan, matched_tokens: int) -> SemanticKvPlan:
     )
 
 
-def progress_of(
-    tracked: TrackedRequest, data: Any, loading: int, faults: Counter[str], *, is_first: bool
-) -> RequestProgress | None:
-    """What the workers are told of a scheduled request; None, counted, when `data` cannot be read."""
-    try:
-        # For a synchronous load `computed_position` points at the first token to load, not behind the last.
-        written = int(data.computed_position) + loading + int(data.num_scheduled_tokens)
-        progress = RequestProgress(tracked.request_id, tuple(map(int, data.new_block_ids)), written, is_first)
-    except (AttributeError, TypeError, ValueError):
-        logger.exception("request %d: its schedule cannot be read; it does not become a donor", tracked.request_id)
-        faults["request_data"] += 1
-        tracked.is_followed = False
-        return None
+@dataclass(slots=True)
+class Iteration:
+    """What the workers are told of the requests that one iteration schedules."""
+
+    plans: list[SemanticKvPlan] = field(default_factory=list)
+    followed: list[TrackedRequest] = field(default_factory=list)
+    progress: list[RequestProgress] = field(default_factory=list)
+
+    def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
+        """Takes in what the engine says of one request. The plan of one whose `data` cannot be read is taken in as
+        well, since its tokens were promised; then raises AttributeError, TypeError or ValueError."""
+        if is_first and tracked.plan is not None and tracked.matched_tokens:
+            self.plans.append(tracked.plan)
+        if tracked.intent is not None:
+            self.progress.append(_progress_of(tracked, data, is_first=is_first))
+            if is_first:
+                self.followed.append(tracked)
+
+
+def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
+    """How much of an ended request its workers can save; `block_ids` are those that the engine names at the end.
+
+    0 for one that ended while it was paused: the blocks that it had are somebody else's. Raises ValueError where the
+    engine names others than those that the workers were told of.
+    """
+    if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
+        return 0
+    tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
+    needed = -(-tokens // block_size)
+    if len(block_ids) < needed or list(block_ids[:needed]) != tracked.block_ids[:needed]:
+        raise ValueError(f"request {tracked.request_id} ends with other blocks than it was scheduled with")
+    return tokens
+
+
+def _progress_of(tracked: TrackedRequest, data: Any, *, is_first: bool) -> RequestProgress:
+    position, scheduled = index(data.computed_position), index(data.num_scheduled_tokens)
+    begin = position
+    if is_first and tracked.plan is not None and tracked.matched_tokens:
+        # For a synchronous load the position is that of the first token to load, not the one behind the last.
+        begin = max(position, tracked.plan.prefix_end)
+    before = begin if is_first else tracked.written_tokens
+    # A request goes on where it stood: with its prompt, and behind that with one token at a time.
+    most = len(tracked.prompt) if is_first else max(len(tracked.prompt), before + 1)
+    written = begin + scheduled
+    if min(position, scheduled) < 0 or begin > before or written > most:
+        raise ValueError(f"tokens {position}..{written} are scheduled; {before} are written, {most} can be")
+    block_ids = tuple(map(index, data.new_block_ids))
+    if is_first:
+        tracked.block_ids.clear()
+    tracked.block_ids.extend(block_ids)
     tracked.written_tokens = written
-    return progress
+    return RequestProgress(tracked.request_id, block_ids, written, is_first)
 
 
 def _taken_tokens(plan: SemanticKvPlan, request: Any, block_ids: Sequence[int]) -> int:

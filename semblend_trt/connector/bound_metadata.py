@@ -4,44 +4,80 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
-from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.connector.tier_orders import TierOrders
+from semblend_trt.donors.placement import Tier
+from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.plan import (
+    AttentionMode,
+    EngineExecution,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    PublicationPolicy,
+    SemanticKvPlan,
+    SpanCheck,
+)
+from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-_EMPTY = SemBlendConnectorMetadata()
-_ITEMS = {"plans": SemanticKvPlan, "intents": SaveIntent, "progress": RequestProgress, "forgotten": int}
+_MISSING = object()
+# What the fields of each class hold, in their order; a list stands for a tuple of such values.
+_FORMS: dict[Any, tuple[Any, ...]] = {
+    SemBlendConnectorMetadata: ([SemanticKvPlan], [SaveIntent], [RequestProgress], [int], TierOrders),
+    SaveIntent: (int, str, int, Tier, bool),
+    RequestProgress: (int, [int], int, bool),
+    TierOrders: ([str], [str], [str], [str], [str], [str]),
+    SemanticKvPlan: (
+        *(int, str, PlanKind, PublicationPolicy, [PlanSpan], TokenIds, int, int, int),
+        *(EngineExecution, (tuple, NoneType), dict),
+    ),
+    PlanSpan: (str, int, int, int, bool),
+    EngineExecution: (EngineMode, AttentionMode, int, int, int, (SpanCheck, NoneType), int),
+}
 
 
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
     """`bound` as metadata of this version; None when it is none at all.
 
     Fields that are missing or of another form are left out, so that what was promised is still loaded. That is counted
-    as `metadata`, and nothing more is reused from then on: ranks of two versions would decide differently.
+    as `metadata`, and nothing more is reused from then on: ranks of two versions would decide differently. Raises
+    DonorUnavailableError where the plans are of another form: the engine skips tokens that nobody can place.
     """
     if bound is None:
         return None
     if not isinstance(bound, SemBlendConnectorMetadata):
         _refuse(runtime, f"metadata is a {type(bound).__name__}")
         return None
-    wrong = [each.name for each in fields(bound) if not _fits(bound, each.name)]
-    if not wrong:
+    names = [each.name for each in fields(bound)]
+    given = {name: getattr(bound, name, _MISSING) for name in names}
+    forms = zip(names, _FORMS[SemBlendConnectorMetadata], strict=True)
+    held: dict[str, Any] = {name: given[name] for name, form in forms if _has(given[name], form)}
+    if len(held) == len(names):
         return bound
-    _refuse(runtime, f"metadata has no readable {', '.join(wrong)}")
-    return SemBlendConnectorMetadata(**{f.name: getattr(bound, f.name) for f in fields(bound) if f.name not in wrong})
+    _refuse(runtime, f"metadata has no readable {', '.join(name for name in names if name not in held)}")
+    if "plans" not in held and given["plans"] is not _MISSING:
+        raise DonorUnavailableError("this iteration's plans cannot be read; use one version of the connector")
+    return SemBlendConnectorMetadata(**held)
 
 
-def _fits(bound: SemBlendConnectorMetadata, name: str) -> bool:
-    value = getattr(bound, name, None)
-    if not isinstance(value, type(getattr(_EMPTY, name))):
-        return False
-    item = _ITEMS.get(name)
-    return item is None or all(isinstance(each, item) for each in value)
+def _has(value: object, form: Any) -> bool:
+    """Whether `value`, and all that it holds, is of the form."""
+    if isinstance(form, list):
+        (item,) = form
+        if not isinstance(value, tuple):
+            return False
+        # Thousands of block ids are told by their types alone.
+        return all(_has(each, item) for each in value) if item in _FORMS else set(map(type, value)) <= {item}
+    parts = zip(getattr(form, "__match_args__", ()), _FORMS.get(form, ()), strict=False)
+    return isinstance(value, form) and all(_has(getattr(value, name, _MISSING), part) for name, part in parts)
 
 
 def _refuse(runtime: Runtime, what: str) -> None:

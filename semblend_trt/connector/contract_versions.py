@@ -117,7 +117,8 @@ class ContractVersion:
     can read of a request under the V1 cache manager, which hands it another object than the later calls. The rest:
 
     - `floors_local_match`: V1 tells the query only whole shared blocks of what the engine has.
-    - `tells_failed_requests`: `request_finished` is called for a request that fails; otherwise it just disappears.
+    - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
+      disappears.
     - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
     - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
       the engine takes V1 whatever was asked for.
@@ -131,7 +132,7 @@ class ContractVersion:
     worker_methods: frozenset[str]
     request_attributes: frozenset[str]
     floors_local_match: bool
-    tells_failed_requests: bool
+    tells_cut_short: bool
     defers_cancel: bool
     allows_cuda_graphs: bool
     allows_v2: bool
@@ -151,7 +152,7 @@ V11 = ContractVersion(
     worker_methods=WORKER_METHODS,
     request_attributes=BOUND_ATTRIBUTES | {"cache_salt_id"},
     floors_local_match=False,
-    tells_failed_requests=False,
+    tells_cut_short=True,
     defers_cancel=False,
     allows_cuda_graphs=False,
     allows_v2=False,
@@ -160,6 +161,7 @@ V12 = replace(
     V11,
     name="1.2",
     worker_methods=WORKER_METHODS | {"register_forward_pass_callable"},
+    tells_cut_short=False,
     allows_cuda_graphs=True,
 )
 V13 = replace(
@@ -168,7 +170,6 @@ V13 = replace(
     module_path=NEW_MODULE,
     request_data=RequestDataV13,
     scheduler_methods=SCHEDULER_METHODS | {"wait_for_initialization"},
-    tells_failed_requests=True,
 )
 MAIN = replace(
     V13,
@@ -182,13 +183,14 @@ MAIN = replace(
     defers_cancel=True,
     allows_v2=True,
 )
-# What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, and hands
-# over prompts as arrays, which are faster to read.
+# What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, tells every
+# end as 1.1 does, and hands over prompts as arrays, which are faster to read.
 EMBEDDED = replace(
     MAIN,
     name="embedded",
     request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array"},
     floors_local_match=False,
+    tells_cut_short=True,
 )
 
 VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN, EMBEDDED)}

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MISSING = object()
+# How an engine tells a salt: main as text, 1.3rc as an unsigned number of 64 bits.
+_SALTS = {"cache_salt": str, "cache_salt_id": int}
 
 
 class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
@@ -62,15 +64,17 @@ def cache_salt_of(request: Any) -> str | None:
     """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc); None when the request has none.
 
     Raises IneligibleRequest when the engine exposes neither attribute, because isolation is unknown then, and for a
-    salt that is neither a text nor a number: its written form could be that of another.
+    salt of another type or size: its written form could be that of another.
     """
-    for name in ("cache_salt", "cache_salt_id"):
+    for name, kind in _SALTS.items():
         salt = getattr(request, name, _MISSING)
         if salt is _MISSING:
             continue
-        if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, int))):
+        if salt is None:
+            return None
+        if type(salt) is not kind or (isinstance(salt, int) and not 0 <= salt < 1 << 64):
             raise IneligibleRequest("salt_invalid")
-        return None if salt is None else str(salt)
+        return str(salt)
     raise IneligibleRequest("salt_unknown")
 
 
@@ -99,4 +103,4 @@ def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
-    return np.asarray(request.get_tokens(0), dtype=np.int32)[:count]
+    return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]

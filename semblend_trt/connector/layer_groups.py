@@ -43,5 +43,9 @@ def single_pool(layout: Any) -> torch.Tensor | None:
     return pool
 
 
-def _flat(by_group: Sequence[Sequence[int]]) -> list[int]:
-    return list(by_group[0]) if len(by_group) == 1 else []
+def _flat(by_group: Sequence[Sequence[int]]) -> list[int] | None:
+    """The ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
+    try:
+        return list(by_group[0]) if len(by_group) == 1 else []
+    except TypeError:
+        return None

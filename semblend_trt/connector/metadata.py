@@ -29,7 +29,8 @@ class SaveIntent:
 class RequestProgress(NamedTuple):
     """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done.
 
-    One for each running request in every iteration: Python would pickle a dataclass many times slower.
+    One for each running request that may become a donor, in every iteration: Python would pickle a dataclass many times
+    slower.
     """
 
     request_id: int

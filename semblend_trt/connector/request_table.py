@@ -6,8 +6,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.connector.metadata import SaveIntent
@@ -25,8 +26,8 @@ MAX_SILENT_ITERATIONS = 1024
 class TrackedRequest:
     """One request between its lookup and its end.
 
-    `reason` says why no KV was placed; `is_followed`, that the workers were told of it and can save it. `evidence` is
-    what the check of its plan found, None until the engine says.
+    `reason` says why no KV was placed; `is_followed`, that the workers were told of it, and can save it from
+    `block_ids`. `evidence` is what the check of its plan found, None until the engine says.
     """
 
     request_id: int
@@ -40,9 +41,15 @@ class TrackedRequest:
     intent: SaveIntent | None = None
     is_followed: bool = False
     load_failed: bool = False
+    block_ids: list[int] = field(default_factory=list)
     evidence: CheckEvidence | None = None
     written_tokens: int = 0
     last_heard: int = 0
+
+    @classmethod
+    def refused(cls, request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
+        """One that takes no part."""
+        return cls(request_id, "", np.empty(0, dtype=np.int32), num_computed_tokens, reason=reason)
 
     @property
     def matched_tokens(self) -> int:
@@ -86,9 +93,9 @@ class RequestTable:
             silent.append(self.pop_oldest())
         return silent
 
-    def scheduled(self, request_id: object, *, loads: bool = False) -> TrackedRequest | None:
+    def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
         """The request with this id, which runs in the iteration; with `loads` its donors are read in it."""
-        request = self._requests.get(request_id) if isinstance(request_id, int) else None
+        request = self._requests.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
             self._requests.move_to_end(request.request_id)

@@ -11,10 +11,8 @@ import uuid
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from semblend_trt.config import load_settings
-from semblend_trt.connector.allocation import progress_of, settle_allocation
+from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
 from semblend_trt.connector.contract import KvCacheConnectorScheduler
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
@@ -44,9 +42,10 @@ from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.namespace import CacheNamespace
-    from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             tracked = self._look_up(request, request_id, num_computed_tokens)
         except Exception:
             logger.exception("lookup of request %d failed; it is served cold", request_id)
-            tracked = _refused(request_id, num_computed_tokens, "internal_error")
+            tracked = TrackedRequest.refused(request_id, num_computed_tokens, "internal_error")
         self._metrics.looked_up(perf_counter() - start)
         self._track(tracked)
         self._journal.lookup(tracked)
@@ -114,10 +113,15 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             settle_allocation(tracked, request, block_ids)
             self._journal.allocated(tracked.request_id, len(block_ids))
 
-    @never_raises(SemBlendConnectorMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Returns this iteration's plans, save intents and block progress, the same for every rank."""
-        return self._metadata_of(scheduler_output)
+        iteration = Iteration()
+        try:
+            return self._metadata_of(scheduler_output, iteration)
+        except Exception:
+            logger.exception("an iteration cannot be told in full; what was promised is loaded")
+            self._runtime.faults["build_connector_meta"] += 1
+            return SemBlendConnectorMetadata(tuple(iteration.plans))
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -127,10 +131,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             return False
         try:
             self._drain()  # while it is tracked: what its check found may be among the news
-            return self._finish(tracked, request, len(cache_block_ids))
+            return self._finish(tracked, request, cache_block_ids)
         except Exception:
-            tracked.release_leases()
-            self._cancel_intent(tracked)
+            self._let_go(tracked)
             raise
         finally:
             self._requests.pop(tracked.request_id)
@@ -168,17 +171,18 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._drain()
         refusal = self._standing_refusal()
         if refusal is not None:
-            return _refused(request_id, num_computed_tokens, refusal)
+            return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
         library, base, block_size = self._serving()
         try:
             check_eligible(request)
             namespace = base.for_request(salt := cache_salt_of(request), adapter_of(request))
         except IneligibleRequest as ineligible:
-            return _refused(request_id, num_computed_tokens, ineligible.reason)
+            return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
             logger.warning("request %d is served cold: %s", request_id, error)
-            return _refused(request_id, num_computed_tokens, "salt_invalid")
+            return TrackedRequest.refused(request_id, num_computed_tokens, "salt_invalid")
         prompt = tokens_of(request, int(request.prompt_len))
+        max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._match(namespace)
         planned, tracked.leases = library.plan(
@@ -195,15 +199,15 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
-        donor_id, max_new_tokens = f"{self._generation}-{request_id}", int(getattr(request, "max_new_tokens", 0) or 0)
+        donor_id = f"{self._generation}-{request_id}"
         try:
             tracked.intent = library.intend(donor_id, tracked, max_new_tokens)
             if tracked.intent is not None:
                 self._news.intended(donor_id, namespace, salt)
+            self._news.look_up(tracked)  # last, so that the thread that it wakes does not run beside this lookup
         except Exception:
-            tracked.release_leases()
+            self._let_go(tracked)
             raise
-        self._news.look_up(tracked)  # last, so that the thread that it wakes does not run beside this lookup
         return tracked
 
     def _standing_refusal(self) -> str | None:
@@ -236,11 +240,10 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
 
     def _forget_replayed(self, request_id: int) -> None:
         """A paused request is asked about again; what was decided before its blocks were lost no longer holds."""
+        self.outcomes.forget(request_id)  # of an earlier request with this id
         replayed = self._requests.pop(request_id)
         if replayed is not None:
-            replayed.release_leases()
-            self._cancel_intent(replayed)
-            self._forgotten.append(request_id)
+            self._let_go(replayed)
 
     def _track(self, tracked: TrackedRequest) -> None:
         for expired in self._requests.add(tracked):
@@ -269,59 +272,56 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
 
     # -- an iteration ----------------------------------------------------------------------------------------------
 
-    def _metadata_of(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
-        plans: list[SemanticKvPlan] = []
-        intents, progress, followed = [], [], []
-        for silent in self._requests.begin_iteration():
-            self._settle(silent)
+    def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
+        silent = self._requests.begin_iteration()
         for data in scheduler_output.new_requests:
-            tracked = self._requests.scheduled(data.request_id, loads=True)
-            if tracked is None:
-                continue
-            loading = tracked.matched_tokens
-            if tracked.plan is not None and loading:
-                plans.append(tracked.plan)
-                self._journal.dispatched(tracked.plan, data)
-            told = progress_of(tracked, data, loading, self._runtime.faults, is_first=True)
-            if tracked.intent is not None and told is not None:
-                intents.append(tracked.intent)
-                followed.append(tracked)
-            progress.append(told)
+            self._tell(iteration, data, is_first=True)
         for data in scheduler_output.cached_requests:
-            tracked = self._requests.scheduled(data.request_id)
-            if tracked is not None:
-                progress.append(progress_of(tracked, data, 0, self._runtime.faults, is_first=False))
+            self._tell(iteration, data, is_first=False)
+        for request in silent:
+            self._settle(request)
         orders = TierOrders() if self.library is None else self.library.take_orders()
+        intents = tuple(tracked.intent for tracked in iteration.followed if tracked.intent is not None)
         metadata = SemBlendConnectorMetadata(
-            tuple(plans), tuple(intents), tuple(filter(None, progress)), tuple(self._forgotten), orders
+            tuple(iteration.plans), intents, tuple(iteration.progress), tuple(self._forgotten), orders
         )
         self._forgotten = []
-        for tracked in followed:
+        for tracked in iteration.followed:
             tracked.is_followed = True
         return metadata
 
+    def _tell(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
+        """Adds what the engine says of one request; an entry that cannot be read spoils no other."""
+        tracked = None
+        try:
+            tracked = self._requests.scheduled(data.request_id, loads=is_first)
+            if tracked is not None:
+                iteration.add(tracked, data, is_first=is_first)
+                if is_first and tracked.plan is not None and tracked.matched_tokens:
+                    self._journal.dispatched(tracked.plan, data)
+        except Exception:
+            logger.exception("the engine's word on a request cannot be read; it does not become a donor")
+            self._runtime.faults["request_data"] += 1
+            if tracked is not None:
+                tracked.is_followed = False
+
     # -- the end of a request --------------------------------------------------------------------------------------
 
-    def _finish(self, tracked: TrackedRequest, request: Any, num_blocks: int) -> bool:
+    def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
         self._settle_outcome(tracked)
         tracked.release_leases()
         saving = False
-        if tracked.intent is not None and self.library is not None and tracked.is_followed:
-            tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
-            if num_blocks * self._serving()[2] < tokens:
-                tokens = 0  # it ended while it was paused: the blocks it had are somebody else's
+        if tracked.intent is not None and self.library is not None:
+            tokens = savable_tokens(tracked, block_ids, self._serving()[2])
             donor_tokens = tokens_of(request, tokens)
             saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
         if not saving:
-            self._cancel_intent(tracked)
-            self._forgotten.append(tracked.request_id)
+            self._let_go(tracked)
         return saving
 
     def _settle(self, tracked: TrackedRequest) -> None:
+        self._let_go(tracked)
         self._settle_outcome(tracked)
-        tracked.release_leases()
-        self._cancel_intent(tracked)
-        self._forgotten.append(tracked.request_id)
 
     def _settle_outcome(self, tracked: TrackedRequest) -> None:
         outcome, reason = outcome_of(tracked)
@@ -338,10 +338,12 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
             self._journal.materialized(tracked.plan)
 
+    def _let_go(self, tracked: TrackedRequest) -> None:
+        """Gives back what the request holds of donors, and has the workers forget it."""
+        tracked.release_leases()
+        self._cancel_intent(tracked)
+        self._forgotten.append(tracked.request_id)
+
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.library is not None:
             self.library.cancel(tracked.intent)
-
-
-def _refused(request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
-    return TrackedRequest(request_id, "", np.empty(0, dtype=np.int32), num_computed_tokens, reason=reason)

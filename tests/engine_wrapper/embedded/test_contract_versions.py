@@ -280,18 +280,40 @@ def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_e
     assert (llm.block_manager.num_free_blocks == free) == (contract != "main")
     llm.settle()
     assert llm.block_manager.num_free_blocks == free
-    assert shelf.count("request_finished") == 2
+    assert shelf.count("request_finished") == 1 + (contract == "1.1")
 
 
-@pytest.mark.parametrize(("contract", "times"), [("1.1", 0), ("1.2", 0), ("1.3rc", 1), ("main", 1)])
-def test_a_failed_request_is_told_or_just_disappears(make_engine, monkeypatch, contract, times):
-    llm, shelf = make_engine(contract, None)
+def cut_short(llm, tokens, how):
+    """Has a request fail in its first forward, or be cancelled behind it."""
+    if how == "cancelled":
+        stream = llm.generate_async(tokens, SIX)
+        next(stream)
+        llm.abort(stream.request_id)
+        return
     forward = llm.executor.model_runner.forward
-    monkeypatch.setattr(llm.executor.model_runner, "forward", lambda slices: forward(slices) * float("nan"))
-    (output,) = llm.generate([prompt(9)], TWO)
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(llm.executor.model_runner, "forward", lambda slices: forward(slices) * float("nan"))
+        (output,) = llm.generate([tokens], TWO)
     assert output.outputs[0].finish_reason == "error"
+
+
+# 1.1 tells the connector of every request that it frees; later versions of those that finished by themselves.
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+@pytest.mark.parametrize(("contract", "times"), [("1.1", 1), ("1.2", 0), ("1.3rc", 0), ("main", 0), ("embedded", 1)])
+def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
+    llm, shelf = make_engine(contract, None)
+    cut_short(llm, prompt(9), how)
     assert shelf.count("request_finished") == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+def test_a_paused_request_that_is_cancelled_disappears_as_well(make_engine):
+    llm, shelf = make_engine("main", ())
+    stream = llm.generate_async(prompt(20), SIX)
+    next(stream)
+    llm.executor.pause(next(iter(llm.executor._active.values())))
+    llm.abort(stream.request_id)
+    assert (shelf.count("request_finished"), llm.executor.connector._asked) == (0, set())
 
 
 # -- what a version refuses -------------------------------------------------------------------------------------------
@@ -439,20 +461,18 @@ def test_ours_loads_again_after_a_pause(make_ours, make_llm):
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("contract", ["1.1", "1.2"])
-def test_ours_holds_nothing_for_failed_requests_that_just_disappear(make_ours, monkeypatch, contract):
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypatch, contract, groups, how):
     monkeypatch.setattr("semblend_trt.connector.request_table.MAX_SILENT_ITERATIONS", 4)
-    llm = make_ours(contract, None)
+    llm = make_ours(contract, groups)
     donor = prompt(200)
     llm.generate([donor], TWO)
     llm.settle()
     forget_prefixes(llm)
-    forward = llm.executor.model_runner.forward
-    with monkeypatch.context() as broken:
-        broken.setattr(llm.executor.model_runner, "forward", lambda slices: forward(slices) * float("nan"))
-        (output,) = llm.generate([donor[:150] + prompt(40, 1)], TWO)
-    assert output.outputs[0].finish_reason == "error"
+    cut_short(llm, donor[:150] + prompt(40, 1), how)
     llm.generate([prompt(30, 2)], SIX)
     llm.settle()
     check_nothing_is_held(llm)
+    assert llm.connector_scheduler.library.catalog.stats().saving == 0
     assert len(llm.connector_scheduler._requests) == 0

@@ -46,7 +46,7 @@ def serves_on(llm):
     return True
 
 
-@pytest.mark.parametrize("salt", [b"bytes", "x" * 5_000_000, "\ud800", 3.5, True, ["a"], {"a": 1}])
+@pytest.mark.parametrize("salt", [b"bytes", "x" * 5_000_000, "\ud800", 3.5, True, 7, ["a"], {"a": 1}])
 def test_salts_that_no_engine_sends(llm, salt):
     scheduler = llm.connector_scheduler
     assert scheduler.get_num_new_matched_tokens(bare(cache_salt=salt), 0) == (0, False)
@@ -94,7 +94,7 @@ def test_requests_that_were_never_asked_about(llm):
     assert serves_on(llm)
 
 
-@pytest.mark.parametrize("output", [None, 7, SimpleNamespace(new_requests=[None], cached_requests=[])])
+@pytest.mark.parametrize("output", [None, 7, SimpleNamespace(new_requests=[]), SchedulerOutput(None, [])])
 def test_schedules_that_are_none(llm, output):
     assert llm.connector_scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
     assert runtime_for(llm.llm_args).faults["build_connector_meta"] == 1
