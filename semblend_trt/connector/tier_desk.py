@@ -144,7 +144,9 @@ class TierDesk:
                 self._library.moved(donor_id, Tier.HOST)
 
     def _found(self, donor_id: str, text: DonorText) -> None:
-        if self._catalog.adopt(donor_id, text.namespace_key, len(text.tokens), text.digest):
-            self._library.remember(donor_id, text)
-        else:
+        dropped = self._catalog.adopt(donor_id, text.namespace_key, len(text.tokens), text.digest)
+        if dropped is None:
             self._drops.append(donor_id)
+        else:
+            self.dropped(dropped)
+            self._library.remember(donor_id, text)

@@ -143,17 +143,21 @@ class DonorCatalog:
         with self._lock:
             self._holdings.writes_files = self._holdings.capacities.disk_bytes > 0
 
-    def adopt(self, donor_id: str, namespace_key: str, tokens: int, text: bytes) -> bool:
-        """Takes in a donor whose file was found; False when the id is taken or there is no room for it."""
+    def adopt(self, donor_id: str, namespace_key: str, tokens: int, text: bytes) -> tuple[str, ...] | None:
+        """Takes in a donor whose file was found, and returns who of those on disk alone went for it.
+
+        None, and nothing has changed, when the id is taken or they do not make enough room.
+        """
         with self._lock:
-            held, limits = self._holdings, self._holdings.capacities
-            has_room = held.used[Tier.DISK] + held.room(Tier.DISK, tokens) <= limits.disk_bytes
-            if donor_id in held.entries or not has_room or len(held.entries) >= limits.max_donors:
-                return False
-            history = DonorHistory(tokens, text=text)
-            held.enter(donor_id, Entry(namespace_key, Tier.DISK, history, file=FileState.HELD))
-            held.make_ready(donor_id)
-            return True
+            held = self._holdings
+            if donor_id in held.entries:
+                return None
+            dropped = held.make_file_room(tokens, has_place=False)
+            if dropped is not None:
+                history = DonorHistory(tokens, text=text)
+                held.enter(donor_id, Entry(namespace_key, Tier.DISK, history, file=FileState.HELD))
+                held.make_ready(donor_id)
+            return dropped
 
     def written(self, donor_id: str, succeeded: bool) -> None:
         """The donor's file is there, or will not be."""

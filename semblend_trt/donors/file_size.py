@@ -19,7 +19,7 @@ class FileSize:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before the KV, whole pages, so that it can be mapped where it lies."""
+        """Bytes before the KV, whole pages, so that they begin where a block of the disk does."""
         return _pages(_HEADER_FIXED + _HEADER_PER_LAYER * self.num_layers)
 
     def of(self, tokens: int) -> int:

@@ -159,12 +159,9 @@ class Holdings:
         for donor_id in donor_ids:
             entry = self.entries[donor_id]
             if self.writes_files and entry.file is FileState.NONE:
-                victims = self._file_victims(self.room(Tier.DISK, entry.tokens))
+                victims = self.make_file_room(entry.tokens)
                 if victims is None:
                     continue
-                for victim in victims:
-                    self.remove(victim, evicted=True)
-                self._counts["evicted"] += len(victims)
                 dropped += victims
                 self._take(entry, -1)
                 entry.file = FileState.WRITING
@@ -172,6 +169,23 @@ class Holdings:
                 written.append(donor_id)
         released = tuple(donor_id for donor_id in placement.released if donor_id not in dropped)
         return replace(placement, written=tuple(written), dropped=tuple(dropped), released=released)
+
+    def make_file_room(self, tokens: int, *, has_place: bool = True) -> tuple[str, ...] | None:
+        """Drops donors on disk alone for the file of a donor of `tokens` tokens, and without `has_place` for the donor
+        itself; returns them. None, and nothing has changed, when they do not suffice."""
+        missing = self.used[Tier.DISK] + self.room(Tier.DISK, tokens) - self.capacities.disk_bytes
+        crowd = 0 if has_place else len(self.entries) + 1 - self.capacities.max_donors
+        candidates, victims = self._candidates(Tier.DISK), list[str]()
+        while missing > 0 or crowd > len(victims):
+            candidate = candidates.next()
+            if candidate is None:
+                return None
+            victims.append(candidate[0])
+            missing -= self.room(Tier.DISK, candidate[1].tokens)
+        for victim in victims:
+            self.remove(victim, evicted=True)
+        self._counts["evicted"] += len(victims)
+        return tuple(victims)
 
     def count(self, what: str) -> None:
         """One donor more was `lifted` or `fetched`."""
@@ -223,15 +237,3 @@ class Holdings:
                     yield donor_id, self.size(entry)
 
         return Candidates(movable())
-
-    def _file_victims(self, needed: int) -> list[str] | None:
-        """Donors on disk alone that make room for `needed` bytes of files; None when they do not suffice."""
-        free, victims = self.capacities.disk_bytes - self.used[Tier.DISK], list[str]()
-        candidates = self._candidates(Tier.DISK)
-        while free < needed:
-            candidate = candidates.next()
-            if candidate is None:
-                return None
-            victims.append(candidate[0])
-            free += self.room(Tier.DISK, candidate[1].tokens)
-        return victims

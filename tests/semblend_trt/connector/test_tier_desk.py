@@ -60,7 +60,7 @@ class Desk:
     def rest(self, *donor_ids):
         """Donors that are on disk alone."""
         for donor_id in donor_ids:
-            assert self.catalog.adopt(donor_id, "key", TOKENS, b"")
+            assert self.catalog.adopt(donor_id, "key", TOKENS, b"") == ()
 
 
 def text(tokens=TOKENS):
@@ -199,6 +199,24 @@ def test_a_found_file_without_room_is_removed():
     books.hear(TierNews(TierEvent.FILE_FOUND, "donor", None, text()))
     assert books.books.calls == []
     assert books.desk.take_orders() == TierOrders(drops=("donor",))
+
+
+@pytest.mark.parametrize("limits", [{"disk_bytes": 2 * 8192}, {"disk_bytes": 1 << 20, "max_donors": 2}])
+def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
+    """They are found the longest unused first, of a life with a larger budget, or while new donors take places."""
+    catalog = DonorCatalog(TOKENS, 1, **{"max_donors": 10} | limits)
+    books, link = Books(), DiskLink()
+    desk = TierDesk(catalog, books, link, lambda event: None)
+    for name in ("oldest", "older", "newest"):
+        link.found.append(TierNews(TierEvent.FILE_FOUND, name, None, text()))
+    desk.hear(deque())
+    assert catalog.resting() == {"older", "newest"}
+    assert desk.take_orders() == TierOrders(drops=("oldest",))
+    assert books.calls[-2:] == [("forget", "oldest"), ("remember", "newest")]
+    link.found.append(TierNews(TierEvent.FILE_FOUND, "huge", None, text(1 << 20)))
+    desk.hear(deque())
+    assert desk.take_orders() == TierOrders(drops=("huge",))
+    assert catalog.resting() == {"older", "newest"}
 
 
 def test_before_the_folder_is_read_nothing_is_written():

@@ -16,7 +16,7 @@ from semblend_trt.donors.catalog import DonorCatalog, DonorState
 from semblend_trt.donors.eviction import DonorHistory, Eviction, eviction_factory
 from semblend_trt.donors.eviction.kind_weights import HIT_FACTOR, LEAST, MOST, REGRET_FACTOR, UNUSED_FACTOR, KindWeights
 from semblend_trt.donors.eviction.return_times import FIRST_SECONDS, ReturnTimes
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.placement import Placement, Tier
 from semblend_trt.errors import CapacityError
 
 KINDS = st.dictionaries(st.sampled_from(BlockKind), st.integers(1, 9), min_size=1, max_size=3).map(
@@ -269,6 +269,15 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         self.obey(placement)
         self.saving.append(str(self.number))
+
+    @rule(size=st.integers(1, 50), text=st.sampled_from([b"", b"x", b"y"]))
+    def find(self, size: int, text: bytes) -> None:
+        self.number += 1
+        dropped = self.catalog.adopt(str(self.number), "space", size, text)
+        if dropped is not None:
+            assert set(dropped) <= self.ready - set(self.moving)
+            self.obey(Placement(Tier.DISK, dropped=dropped))
+            self.ready.add(str(self.number))
 
     @precondition(lambda self: self.saving)
     @rule(kinds=KINDS, is_cancelled=st.booleans())
