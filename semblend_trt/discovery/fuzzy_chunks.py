@@ -13,10 +13,10 @@ from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.discovery.run import Run
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from semblend_trt.discovery.run import Run
 
 # Two differences of 8 tokens, and between them up to 31 equal ones, which are too few to be found as a run.
 MAX_GAP = 48
@@ -176,20 +176,14 @@ def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -
         for other in islice(placed, at, None):
             if other.target_start >= piece_end:
                 break
-            if position < min(other.target_start, stop):
-                free.append(_part(piece, position, min(other.target_start, stop)))
+            if (part := piece.within(position, min(other.target_start, stop))) is not None:
+                free.append(part)
             if _continues(piece, other):
                 held += min(piece_end, other.target_end) - max(piece.target_start, other.target_start)
             position = max(position, other.target_end)
-        if position < stop:
-            free.append(_part(piece, position, stop))
+        if (part := piece.within(position, stop)) is not None:
+            free.append(part)
     return free, held
-
-
-def _part(piece: Run, begin: int, end: int) -> Run:
-    if begin == piece.target_start and end == piece.target_end:
-        return piece
-    return Run(piece.donor_id, piece.donor_start + begin - piece.target_start, begin, end - begin)
 
 
 def _continues(piece: Run, other: Run) -> bool:
