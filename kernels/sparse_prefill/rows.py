@@ -29,7 +29,6 @@ class SequenceRows:
     block_ids: torch.Tensor
     first_position: int = field(init=False, repr=False)
     last_position: int = field(init=False, repr=False)
-    lowest_block: int = field(init=False, repr=False)
     highest_block: int = field(init=False, repr=False)
     host_positions: torch.Tensor = field(init=False, repr=False)
     memo: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
@@ -47,15 +46,15 @@ class SequenceRows:
         positions = self.positions.cpu().contiguous()
         if self.count > 1 and not bool((positions[1:] > positions[:-1]).all()):
             raise ValueError("positions must rise strictly")
-        lowest, highest = self.block_ids.aminmax()
-        bounds = (int(positions[0]), int(positions[-1]), int(lowest), int(highest))
+        first, last = int(positions[0]), int(positions[-1])
+        lowest, highest = (int(bound) for bound in self.block_ids.aminmax())
+        if first < 0 or lowest < 0:
+            raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
         object.__setattr__(self, "host_positions", positions)
-        if bounds[0] < 0 or bounds[2] < 0:
-            raise ValueError(f"positions start at {bounds[0]} and block_ids at {bounds[2]}; both must be at least 0")
-        self._set_bounds(bounds)
+        self._set_bounds((first, last, highest))
 
-    def _set_bounds(self, bounds: tuple[int, int, int, int]) -> None:
-        names = ("first_position", "last_position", "lowest_block", "highest_block")
+    def _set_bounds(self, bounds: tuple[int, int, int]) -> None:
+        names = ("first_position", "last_position", "highest_block")
         for name, bound in zip(names, bounds, strict=True):
             object.__setattr__(self, name, bound)
 
@@ -77,7 +76,7 @@ class SequenceRows:
         object.__setattr__(moved, "block_ids", to_device(self.block_ids, device))
         object.__setattr__(moved, "host_positions", self.host_positions)
         object.__setattr__(moved, "memo", {})
-        moved._set_bounds((self.first_position, self.last_position, self.lowest_block, self.highest_block))
+        moved._set_bounds((self.first_position, self.last_position, self.highest_block))
         return moved
 
 

@@ -90,7 +90,3 @@ class Continuity:
     def forget(self, stream: Stream) -> None:
         """Lets a silent stream go; whichever generation speaks next is believed."""
         self._positions.pop(stream, None)
-
-    @property
-    def streams(self) -> list[Stream]:
-        return list(self._positions)

@@ -64,7 +64,7 @@ def test_workers_do_not_mix_and_are_bounded() -> None:
     continuity = Continuity(max_streams=2)
     found = verdicts(continuity, [writer(worker=number).reset() for number in (1, 2, 3, 1)])
     assert found == [Verdict.RESET, Verdict.RESET, Verdict.REFUSED, Verdict.DUPLICATE]
-    assert continuity.streams == [(1, 0), (2, 0)]
+    assert [continuity.generation((number, 0)) for number in (1, 2, 3)] == [5, 5, None]
 
 
 def test_an_event_of_an_unknown_kind_uses_its_id() -> None:
