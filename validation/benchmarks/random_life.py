@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.connector.request_table import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import PatternRunner, chain, owner_number
 from validation.engines import environment
@@ -151,6 +153,10 @@ class Life:
         scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
         connector = self._executor.connector
         assert connector is not None
+        for _ in range(MAX_SILENT_ITERATIONS + 1 if len(scheduler._requests) else 0):  # cancelled, and not told of
+            connector.build_scheduler_output(ScheduledBatch(), self._llm.block_manager.block_ids)
+            connector.handle_metadata()
+            connector.start_load_kv(None)
         assert self._llm.block_manager.num_free_blocks == BLOCKS
         assert self._executor.num_unfinished == 0
         assert (self._executor.pending_transfers, connector._asked, connector._reported) == ([], set(), {})

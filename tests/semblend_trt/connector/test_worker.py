@@ -148,6 +148,36 @@ def test_replayed_request_starts_its_blocks_anew(worker):
     )
 
 
+def test_metadata_is_applied_once(worker):
+    # Since 1.3rc an engine without a schedule binds nothing, and the old metadata stays bound.
+    follow(worker, 1, (3,), 8)
+    step(worker, progress=(RequestProgress(1, (4,), 16, False),))
+    worker.start_load_kv(None)
+    step(worker, progress=(RequestProgress(1, (5,), 24, False),))
+    saved(worker, 1)
+    kv, blocks = worker.store.host.get("donor-1").tensor, pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    assert kv.shape[3] == 24
+    assert torch.equal(kv[:, :, :, 16:], blocks[5])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kept"), [((3, 4, 4, 5), 16), ((3, 3), 8), ((3, 1 << 80), 8), ((3, 4, -1 << 80), 16)]
+)
+def test_a_save_ends_where_a_block_cannot_be_the_requests(worker, args, blocks, kept):
+    follow(worker, 1, blocks, BLOCK * len(blocks))
+    assert saved(worker, 1) == [1]
+    (news,) = runtime_for(args).saved
+    assert (news.tokens, news.error) == (kept, None)
+
+
+def test_a_second_pool_is_refused(worker, args):
+    follow(worker, 1, (3,), 8)
+    worker.register_kv_caches(pool())
+    assert runtime_for(args).refusal == "pool_layout"
+    assert worker.get_finished([1], []) == ([1], [])
+    assert len(worker.store) == 0
+
+
 def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
