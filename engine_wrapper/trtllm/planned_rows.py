@@ -2,9 +2,10 @@
 
 The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
 these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.plain_rows`, over other layers. Facts: NVIDIA/TensorRT-LLM, `Attention.forward`
-and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3) and `_torch/attention/attention.py` (main);
-`_torch/models/modeling_qwen3.py`, whose layers ask for `all_rank_num_tokens`.
+lies there: the same as in `engine_wrapper.plain_rows`, over other layers.
+
+Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
+and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen3.py`.
 """
 
 from __future__ import annotations
