@@ -2,7 +2,7 @@
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
 `_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
-`_torch/modules/attention.py`.
+`_torch/modules/attention.py` (main: `_torch/attention/attention.py`).
 """
 
 from __future__ import annotations
