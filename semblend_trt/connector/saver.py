@@ -6,10 +6,12 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
@@ -23,8 +25,6 @@ from semblend_trt.streams import Event, current_stream, finish, on, record, side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from kernels.rope import RopeRotation
     from semblend_trt.connector.disk_keeper import DiskKeeper
@@ -198,10 +198,17 @@ class DonorSaver:
             self._write(save.donor_id)
         return SavedDonor(save.donor_id, save.tokens)
 
+    @contextmanager
+    def _queueing(self) -> Iterator[None]:
+        """The saver's stream is the current one. The engine's thread may be in inference mode, and what is made there
+        can be written in no other mode."""
+        with torch.inference_mode(), on(self._stream):
+            yield
+
     def _queue(self, save: _Save, most: int | None = None) -> None:
         """Queues the save's next pieces, at most so many."""
         try:
-            with on(self._stream):
+            with self._queueing():
                 for _ in islice(save.pieces, most):
                     pass
         except Exception as error:
@@ -231,7 +238,7 @@ class DonorSaver:
             moved = tokens
 
         try:
-            with on(self._stream):
+            with self._queueing():
                 demoted = self._store.demote(donor_id, copy)
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
@@ -254,7 +261,7 @@ class DonorSaver:
 
         try:
             wait(self._stream, [loaded])
-            with on(self._stream):
+            with self._queueing():
                 self._store.lift(donor_id, copy)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
