@@ -65,6 +65,21 @@ class Staging:
         shape = (layers, tokens, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
         return slot.memory[: torch.Size(shape).numel()].view(shape).permute(0, 2, 3, 1, 4)
 
+    def fill(self, slot: _Slot, piece: Sequence[Move], first_layer: int, end_layer: int) -> list[Move]:
+        """Queues copies of what `piece` moves to `slot`, on the current stream; returns the moves from there on.
+
+        Raises ValueError for a source that is no ContiguousKv.
+        """
+        staged = self.view(slot, end_layer - first_layer, sum(move.length for move in piece))
+        moves, column = [], 0
+        for move in piece:
+            source = _contiguous(move.source).layers(first_layer, end_layer)
+            rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
+            _copy_rows(rows, staged[:, :, :, column : column + move.length])
+            moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, move.shift))
+            column += move.length
+        return moves
+
 
 class HostReader:
     """Places spans of host donors into a pool: copied on one stream, rotated and scattered on another.
@@ -129,15 +144,9 @@ class HostReader:
     ) -> None:
         slot = staging.next()
         staged = staging.view(slot, end_layer - first_layer, sum(move.length for move in piece))
-        staged_moves, column = [], 0
         wait(self._copies, [slot.free])
         with on(self._copies):
-            for move in piece:
-                source = _contiguous(move.source).layers(first_layer, end_layer)
-                rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
-                _copy_rows(rows, staged[:, :, :, column : column + move.length])
-                staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, move.shift))
-                column += move.length
+            staged_moves = _staged(piece, staged, first_layer, end_layer)
         wait(self._moves, [record(self._copies)])
         with on(self._moves):
             kv_move(staged_moves, target, self._rotation)
@@ -187,14 +196,7 @@ class HostWriter:
             part = target.layers(first, end)
             for piece in pieces(moves, staging.capacity // layers):
                 staged = staging.view(staging.next(), end - first, sum(move.length for move in piece))
-                staged_moves, column = [], 0
-                for move in piece:
-                    source = _contiguous(move.source).layers(first, end)
-                    rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
-                    _copy_rows(rows, staged[:, :, :, column : column + move.length])
-                    staged_moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=0))
-                    column += move.length
-                kv_move(staged_moves, part, self._rotation)
+                kv_move(_staged(piece, staged, first, end), part, self._rotation)
 
     def _pieces_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
         """As `pieces`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
@@ -232,6 +234,19 @@ def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
                 piece, room = [], capacity
     if piece:
         yield piece
+
+
+def _staged(piece: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
+    """Queues copies of the layers of what `piece` moves into `staged`, one behind the other; the moves from there."""
+    moves: list[Move] = []
+    column = 0
+    for move in piece:
+        source = _contiguous(move.source).layers(first_layer, end_layer)
+        rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
+        _copy_rows(rows, staged[:, :, :, column : column + move.length])
+        moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=move.shift))
+        column += move.length
+    return moves
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -62,10 +62,14 @@ class DonorStore:
 
         `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
         it, CapacityError without room on the device, and what `copy` raises; the host holds the donor then as before.
+        DonorUnavailableError as well when the donor was dropped meanwhile; neither tier holds it then.
         """
-        with self.host.reading(donor_id) as held, self.device_tier().writing(donor_id, held.capacity) as target:
+        device = self.device_tier()
+        with self.host.reading(donor_id) as held, device.writing(donor_id, held.capacity) as target:
             copy(held, target)
-        self.host.drop(donor_id)
+        if not self.host.drop(donor_id):
+            device.drop(donor_id)
+            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being lifted")
 
     def drop(self, donor_id: str) -> bool:
         """Drops the donor, or stops its save or its way down; False when there is none."""

@@ -162,6 +162,14 @@ def test_donor_dropped_before_its_way_down_reached_the_host_leaves_nothing_there
     assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
 
 
+def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
+    rank.keep("a", Tier.HOST, 1, 8)
+    # The drop looked at the device before the copy claimed blocks there.
+    with pytest.raises(DonorUnavailableError, match="dropped while it was being lifted"):
+        rank.store.lift("a", lambda held, target: rank.store.host.drop("a"))
+    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+
+
 def test_donor_on_its_way_down_can_be_read(rank):
     rank.keep("a", Tier.DEVICE, 1, 8)
 
