@@ -103,6 +103,8 @@ def _wrapper(llm_args: Any) -> Iterator[Finding]:
     from semblend_trt.connector.decoder_settings import decoder_refusal
 
     reason = decoder_refusal(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+    if getattr(getattr(llm_args, "kv_cache_config", None), "use_kv_cache_manager_v2", None) is True:
+        reason = reason or "cache_manager_v2"
     if reason is not None:
         told = " (on unless the file has `cuda_graph_config: null`)" if reason == "cuda_graphs" else ""
         yield _chapter.note(

@@ -57,6 +57,9 @@ def test_a_capacity_policy_that_evicts(look) -> None:
     assert (failed.status, "MAX_UTILIZATION" in failed.text) == (Status.FAILED, True)
 
 
+WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -67,14 +70,17 @@ def test_a_capacity_policy_that_evicts(look) -> None:
     ],
 )
 def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reason: str) -> None:
-    _, note = look(SOUND.replace("semblend_trt.connector", "engine_wrapper.connector") + text)
+    _, note = look(WRAPPED + text)
     assert (note.status, note.reason) == (Status.NOTE, reason)
     assert len(look(SOUND + text)) == 1
 
 
 def test_nothing_keeps_the_wrapper_out(look) -> None:
-    (found,) = look(SOUND.replace("semblend_trt.connector", "engine_wrapper.connector") + "cuda_graph_config: null")
+    text = WRAPPED + "cuda_graph_config: null"
+    (found,) = look(text)
     assert found.status is Status.OK
+    _, note = look(text.replace("kv_cache_config:", "kv_cache_config:\n  use_kv_cache_manager_v2: true"))
+    assert note.reason == "cache_manager_v2"
 
 
 def test_a_number_of_ranks_that_is_none(look) -> None:
