@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from itertools import chain
+from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from semblend_trt.plan import (
 from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -56,10 +59,10 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     if not isinstance(bound, SemBlendConnectorMetadata):
         _refuse(runtime, f"metadata is a {type(bound).__name__}")
         return None
-    names = [each.name for each in fields(bound)]
-    given = {name: getattr(bound, name, _MISSING) for name in names}
+    names = bound.__match_args__
+    given: dict[str, object] = {name: getattr(bound, name, _MISSING) for name in names}
     forms = zip(names, _FORMS[SemBlendConnectorMetadata], strict=True)
-    held: dict[str, Any] = {name: given[name] for name, form in forms if _has(given[name], form)}
+    held: dict[str, Any] = {name: given[name] for name, form in forms if _are((given[name],), form)}
     if len(held) == len(names):
         return bound
     _refuse(runtime, f"metadata has no readable {', '.join(name for name in names if name not in held)}")
@@ -68,16 +71,21 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     return SemBlendConnectorMetadata(**held)
 
 
-def _has(value: object, form: Any) -> bool:
-    """Whether `value`, and all that it holds, is of the form."""
+def _are(values: Sequence[object], form: Any) -> bool:
+    """Whether each of `values`, with all that it holds, is of the form; told field by field, for there may be many."""
+    kind = tuple if isinstance(form, list) else form
+    if not all(issubclass(each, kind) for each in set(map(type, values))):
+        return False
     if isinstance(form, list):
-        (item,) = form
-        if not isinstance(value, tuple):
-            return False
-        # Thousands of block ids are told by their types alone.
-        return all(_has(each, item) for each in value) if item in _FORMS else set(map(type, value)) <= {item}
-    parts = zip(getattr(form, "__match_args__", ()), _FORMS.get(form, ()), strict=False)
-    return isinstance(value, form) and all(_has(getattr(value, name, _MISSING), part) for name, part in parts)
+        inner: Any = chain.from_iterable(values)  # type: ignore[arg-type]
+        return _are(tuple(inner), form[0])
+    if not values or form not in _FORMS:
+        return True
+    try:
+        columns = list(zip(*map(attrgetter(*form.__match_args__), values), strict=True))
+    except AttributeError:
+        return False
+    return all(map(_are, columns, _FORMS[form]))
 
 
 def _refuse(runtime: Runtime, what: str) -> None:
