@@ -311,7 +311,7 @@ def test_moves_within_one_pool_may_not_overlap_but_may_share_blocks(device: str)
     assert torch.equal(view[1, :, 1, :, 2], original[6, :, 1, :, 0])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_disjoint_moves_match_naive(data: st.DataObject, device: str) -> None:
     geometry = geometry_of(kv_heads=data.draw(st.integers(1, 3)), block_size=data.draw(st.integers(1, 5)))

@@ -139,7 +139,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     assert torch.equal(rotated, rotate_keys(keys.float(), 1234, rotation).to(dtype))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
 def test_rotations_compose(first: int, second: int, interleaved: bool) -> None:
     rotation = RopeRotation(tuple(1e4 ** (-i / 16) for i in range(16)), 32, interleaved)

@@ -117,7 +117,7 @@ def test_chunks_join(device: str, count: int) -> None:
     assert_matches_naive(device, geometry, 1, [[*list(range(2, 2 * count, 2))[: count - 1], 2 * count]])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),

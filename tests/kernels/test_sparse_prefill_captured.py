@@ -47,7 +47,7 @@ def filled(shape: LaunchShape, sequences: list[SequenceRows]) -> tuple[np.ndarra
     return items, tiles
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(positions=POSITIONS, spare=st.integers(0, 5), pieces=st.integers(1, 9))
 def test_items_cover_every_token_of_every_row_once(positions: list[list[int]], spare: int, pieces: int) -> None:
     from kernels.sparse_prefill.captured import LaunchShape

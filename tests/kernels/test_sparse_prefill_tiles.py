@@ -34,7 +34,7 @@ def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     positions=st.lists(st.sets(st.integers(0, 300), min_size=1, max_size=40).map(sorted), min_size=1, max_size=4),
     group=st.integers(1, 8),
@@ -138,7 +138,7 @@ def test_a_cut_never_ends_later_than_whole_tiles_or_one_round() -> None:
         assert best <= end_of(np.stack((np.arange(len(reach)), 0 * reach, reach), axis=1), PROGRAMS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(reach=st.lists(st.integers(1, 9000), min_size=1, max_size=40), programs=st.integers(1, 20))
 def test_pieces_cover_each_tile_in_order(reach: list[int], programs: int) -> None:
     pieces = balanced_pieces(np.array(reach), programs, 16)

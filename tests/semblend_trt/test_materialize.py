@@ -85,7 +85,7 @@ def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched() -> None:
             assert torch.equal(placed_kv[:, 1], donor[:, 1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_exact_prefix_and_other_blocks_stay_bitwise(data: st.DataObject) -> None:
     computed = data.draw(st.integers(0, 10))

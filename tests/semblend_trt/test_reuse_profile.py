@@ -247,7 +247,7 @@ WORDS = st.text(st.characters(codec="utf-8"), min_size=1).filter(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     execution=EXECUTIONS,
     figures=st.lists(JSON, max_size=3),

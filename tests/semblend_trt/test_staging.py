@@ -39,7 +39,7 @@ def staging(tokens: int, slots: int = 2, device: torch.device = CPU) -> Staging:
     return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, device)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     capacity=st.one_of(st.none(), st.integers(1, 120)),
     layers=st.integers(1, 5),
@@ -59,7 +59,7 @@ def test_staged_spans_are_those_of_one_plain_move(capacity, layers, slots, data)
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), tokens=st.integers(1, 23), first=st.integers(1, 23))
 def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, first):
     source = PagedKv(torch.randn(8, 5, 2, GEOMETRY.row_elements), torch.tensor([5, 0, 3, 7, 1, 2]), GEOMETRY)
@@ -73,7 +73,7 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
     held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
@@ -84,7 +84,7 @@ def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_writt
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(capacity=st.integers(1, 130), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_up_and_down_again_changes_no_bit(device, capacity, sizes):
     held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))

@@ -71,7 +71,7 @@ def test_one_group_bounds_nothing_and_no_prompt_gives_nothing() -> None:
     assert non_inferiority([], []) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from((-1.0, 0.0, 1.0)), min_size=2, max_size=40), st.integers(0, 2**32))
 def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(values: list[float], seed: int) -> None:
     first, second = (non_inferiority(values, range(len(values)), seed=seed, resamples=999) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from semblend_trt.discovery.cover import Cover, Preference, chain, cover
@@ -56,7 +56,6 @@ def longest_first(runs: list[Run], begin: int, end: int, min_span: int) -> list[
         free -= set(range(best[0][0], best[0][0] + longest))
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS)
 def test_pieces_are_disjoint_long_enough_and_of_the_runs(runs: list[Run], bounds: tuple[int, int, int]) -> None:
     begin, end, min_span = bounds
@@ -70,7 +69,6 @@ def test_pieces_are_disjoint_long_enough_and_of_the_runs(runs: list[Run], bounds
     assert position <= max(begin, end)
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS)
 def test_the_longest_piece_is_among_the_chosen_and_nothing_long_is_left(
     runs: list[Run], bounds: tuple[int, int, int]
@@ -89,7 +87,6 @@ def test_the_longest_piece_is_among_the_chosen_and_nothing_long_is_left(
             assert stretch < min_span
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS)
 def test_equals_the_definition_where_no_tie_leaves_a_choice(runs: list[Run], bounds: tuple[int, int, int]) -> None:
     expected = longest_first(runs, *bounds)
@@ -97,7 +94,6 @@ def test_equals_the_definition_where_no_tie_leaves_a_choice(runs: list[Run], bou
     assert [(piece.target_start, piece.length) for piece in cover(runs, *bounds).pieces] == sorted(expected or [])
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS, st.randoms(use_true_random=False))
 def test_the_order_of_the_runs_does_not_matter(
     runs: list[Run], bounds: tuple[int, int, int], shuffler: random.Random
@@ -108,7 +104,6 @@ def test_the_order_of_the_runs_does_not_matter(
     assert chain(runs, *bounds) == chain(shuffled, *bounds)
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS)
 def test_what_is_counted_adds_up(runs: list[Run], bounds: tuple[int, int, int]) -> None:
     found = cover(runs, *bounds)
@@ -134,7 +129,6 @@ def test_what_is_counted_adds_up(runs: list[Run], bounds: tuple[int, int, int]) 
     }
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
 def test_preferences_change_no_length_where_no_tie_leaves_a_choice(
     runs: list[Run], bounds: tuple[int, int, int], near: set[str], block_size: int
@@ -202,7 +196,6 @@ def test_near_and_aligned_pieces_are_counted() -> None:
     assert (found.near, found.aligned) == (2, 2)
 
 
-@settings(deadline=None)
 @given(RUNS, BOUNDS)
 def test_a_chain_has_no_hole(runs: list[Run], bounds: tuple[int, int, int]) -> None:
     begin, end, min_span = bounds

@@ -17,7 +17,6 @@ PLAIN = [EmbedderKind.STATIC, EmbedderKind.JACCARD]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-@settings(max_examples=100, deadline=None)
 @given(words=WORDS, seed=st.integers(0, 1000))
 def test_vectors_have_unit_length_and_no_order(kind, words, seed):
     embedder = embedder_for(kind)
@@ -49,7 +48,7 @@ def test_a_shared_document_is_near_and_another_is_not(kind):
     assert abs(donor @ stranger) < 0.2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(left=st.integers(0, 300), both=st.integers(1, 300), right=st.integers(0, 300), first=st.integers(0, 10**6))
 def test_jaccard_vectors_estimate_the_jaccard_index(left, both, right, first):
     names = [f"n{number}" for number in range(first, first + left + both + right)]

@@ -209,7 +209,7 @@ def test_under_policy_verified_pieces_are_checked_like_any_span() -> None:
     assert not any(span.exact for span in plan.spans)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     margin=st.integers(0, 12),
@@ -265,7 +265,7 @@ def test_no_span_holds_a_differing_token_and_margins_are_kept(
                 assert not reused & set(range(place, min(place + margin, end)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), min_span=st.integers(1, 100), margin=st.integers(0, 20))
 def test_with_the_setting_off_the_margin_means_nothing(seed: int, min_span: int, margin: int) -> None:
     rng = np.random.default_rng(seed)

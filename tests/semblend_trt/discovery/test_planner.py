@@ -458,7 +458,7 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
 # -- any prompt ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     policy=st.sampled_from(["exact", "verified", "position_fix", "boundary", "epic", "cacheblend"]),

@@ -60,7 +60,7 @@ class AgainstPlainSearch(RuleBasedStateMachine):
         assert len(self.index) == len(self.held)
 
 
-AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAgainstPlainSearch = AgainstPlainSearch.TestCase
 
 

@@ -79,7 +79,7 @@ def assert_right(runs: list[Run], donors: dict[str, np.ndarray], prompt: np.ndar
     assert set(runs) <= brute_force(donors, prompt)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(SHORT_WORDS, st.sampled_from([2, 3, 8, 1000]))
 def test_equals_brute_force(seed: int, vocabulary: int) -> None:
     donors, prompt = planted_case(seed, vocabulary)
@@ -88,7 +88,7 @@ def test_equals_brute_force(seed: int, vocabulary: int) -> None:
     assert varied(brute_force(donors, prompt), prompt) <= set(runs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHORT_WORDS, st.sampled_from([2, 3, 1000]))
 def test_answers_stay_right_within_tight_bounds(seed: int, vocabulary: int) -> None:
     donors, prompt = planted_case(seed, vocabulary)
@@ -99,7 +99,7 @@ def test_answers_stay_right_within_tight_bounds(seed: int, vocabulary: int) -> N
 
 
 @pytest.mark.parametrize("hash_mask", [3 << 40, 0], ids=["four-hashes", "one-hash"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SHORT_WORDS)
 def test_forced_hash_collisions_change_no_answer(hash_mask: int, seed: int) -> None:
     donors, prompt = planted_case(seed, 50)
@@ -109,7 +109,7 @@ def test_forced_hash_collisions_change_no_answer(hash_mask: int, seed: int) -> N
     assert_right(index_of(donors, None, hash_mask=hash_mask).find("space", prompt), donors, prompt)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHORT_WORDS, st.data())
 def test_removal_removes_and_leaves_the_others(seed: int, data: st.DataObject) -> None:
     donors, prompt = planted_case(seed, 3)
@@ -127,7 +127,7 @@ def test_removal_removes_and_leaves_the_others(seed: int, data: st.DataObject) -
     assert len(index) == len(donors)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHORT_WORDS)
 def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
     donors, prompt = planted_case(seed, 3)

@@ -339,7 +339,6 @@ def test_garbage_is_counted_and_changes_nothing(directory, make_teller, text) ->
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
 def test_no_bytes_raise(payload) -> None:
     Directory().observe(payload)
 
@@ -392,7 +391,7 @@ def histories(draw):
 
 
 @given(histories())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_after_a_resync_the_directory_equals_the_truth(make_teller, text, history) -> None:
     clock = Clock()
     directory = Directory(clock=clock, wall_clock=lambda: NOW_S)

@@ -113,7 +113,7 @@ class Telling(RuleBasedStateMachine):
 
 
 TestTelling = Telling.TestCase
-TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.fleet.overlap_tally import add_up
@@ -22,7 +22,6 @@ known_owners = st.lists(
 
 
 @given(holders, asked_entries, known_owners)
-@settings(max_examples=100, deadline=None)
 def test_a_worker_counts_once_for_an_entry_and_at_its_lowest_level(held, asked, known) -> None:
     sets, slots = sets_of(4096), np.full(ENTRIES, NONE, dtype=np.uint64)
     owners = Owners(*(np.zeros(OWNERS, dtype=kind) for kind in (np.int32, np.int32, np.uint8, np.int64)))

@@ -69,7 +69,7 @@ def words_needed(sets: Sets, slots: np.ndarray) -> int:
 
 
 @given(STEPS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_entry_has_the_holders_that_a_dictionary_says(steps) -> None:
     sets, owners, slots = sets_of(4096), no_owners(), empty_slots()
     model = [Counter() for _ in range(SLOTS)]

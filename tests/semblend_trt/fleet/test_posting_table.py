@@ -52,7 +52,6 @@ def all_are_reached(table: Table) -> bool:
 
 
 @given(STEPS, FACTORS)
-@settings(max_examples=100, deadline=None)
 def test_the_table_holds_what_a_dictionary_does(steps, factor) -> None:
     table, model = table_of(BITS, factor), {}
     for deed, values, reference in steps:
@@ -74,7 +73,7 @@ def test_the_table_holds_what_a_dictionary_does(steps, factor) -> None:
 
 
 @given(ENTRIES, FACTORS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_larger_table_holds_the_same(values, factor) -> None:
     table, larger = table_of(BITS, factor), table_of(BITS + 2, factor)
     refer(table, enter(table, as_entries(values)), 5)

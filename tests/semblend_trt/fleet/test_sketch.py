@@ -69,7 +69,7 @@ def test_the_hash_agrees_with_plain_integers(messages, low, high) -> None:
 
 
 @given(st.integers(0, 30_000), st.integers(1, MAX_ENTRIES), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
     tokens = random_text(seed, length)
     sketch = sketch_of(tokens, KEY, entries)
@@ -86,7 +86,7 @@ def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
 
 
 @given(st.integers(0, 99), st.integers(0, 6000), st.integers(0, 6000), st.integers(0, 6000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after) -> None:
     document = random_text(seed, shared)
     donor = np.concatenate([random_text(seed + 100, 3000), document, random_text(seed + 200, 1000)])
@@ -132,7 +132,7 @@ def test_short_and_empty_texts() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=16, max_size=16)), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
     tokens = [random_text(seed, length) for seed, (length, _) in enumerate(texts)]
     keys = [key for _, key in texts]

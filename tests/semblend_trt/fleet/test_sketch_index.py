@@ -44,7 +44,7 @@ deeds = st.lists(
 
 
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> None:
     index = SketchIndex(1 << 20)
     held = []
@@ -68,7 +68,7 @@ def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> No
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8), st.sampled_from([4, 32, 256]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_one_donors_share_is_its_sketchs_overlap(texts, entries) -> None:
     sketch = sketch_of(np.concatenate([_TEXTS[each] for each in texts]), KEY, entries)
     prompt = prompt_fingerprints(_TEXTS[:3].reshape(-1), KEY)

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
@@ -55,7 +55,6 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     st.binary(max_size=MAX_SKETCH_BYTES),
     st.sampled_from(EventFormat),
 )
-@settings(deadline=None)
 def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
     from semblend_trt.namespace import CacheNamespace
 
