@@ -63,11 +63,12 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any) -> Iterator[Findin
 
     settings, problem = _settings()
     yield from Chapter("software").told(software.software(settings))
+    if settings is not None:
+        yield from Chapter("software").told(software.embedder(settings))
     yield from Chapter("engine").told(engine.engine())
     yield from Chapter("machine").told(machine.machine(settings))
     yield from Chapter("settings").told(surroundings.variables(settings, problem))
     if settings is not None:
-        yield from Chapter("software").told(software.embedder(settings))
         yield from Chapter("fleet").told(surroundings.nats(settings))
         yield from Chapter("files").told(surroundings.disk(settings))
         yield from Chapter("files").told(surroundings.audit(settings))

@@ -29,6 +29,16 @@ def test_all_is_fine(tiny_qwen2_path: Path, capsys) -> None:
     assert "  note     no_profile: SEMBLEND_PROFILE is not set" in shown
 
 
+def test_every_area_is_told_once(tiny_qwen2_path: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    for name, value in (("EMBEDDER", "minilm"), ("EMBEDDER_MODEL", tmp_path), ("AUDIT_PATH", tmp_path / "audit.jsonl")):
+        monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
+    assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 1
+    shown = capsys.readouterr().out
+    areas = [line for line in shown.splitlines() if line and not line.startswith(" ")]
+    assert areas == ["software", "engine", "machine", "settings", "files", "model", "profile", "1 problem"]
+    assert f"  failed   embedder minilm: '{tmp_path}' is neither" in shown
+
+
 def test_a_refusal_is_named(tiny_qwen2_path: Path, capsys) -> None:
     assert main(["doctor", "--model", str(tiny_qwen2_path), "--kv-dtype", "fp8"]) == 1
     shown = capsys.readouterr().out
