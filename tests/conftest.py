@@ -103,8 +103,3 @@ def tiny_qwen3_path(tiny_model_paths: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama_path(tiny_model_paths: dict[str, Path]) -> Path:
     return tiny_model_paths["llama"]
-
-
-@pytest.fixture(scope="session")
-def tiny_mistral_path(tiny_model_paths: dict[str, Path]) -> Path:
-    return tiny_model_paths["mistral"]

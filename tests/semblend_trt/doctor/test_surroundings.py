@@ -14,8 +14,6 @@ from semblend_trt.doctor.surroundings import audit, disk, nats, variables
 if TYPE_CHECKING:
     from pathlib import Path
 
-GIB = 1 << 30
-
 
 def test_every_variable_is_read_or_told(monkeypatch) -> None:
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
