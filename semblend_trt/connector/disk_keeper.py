@@ -67,7 +67,8 @@ class DiskKeeper:
 
     def close(self) -> None:
         """Waits, for a minute at most, until what was begun has ended."""
-        closed = [thread.close(_CLOSING_SECONDS) for thread in (self._reader, self._writer)]
+        end = time.monotonic() + _CLOSING_SECONDS
+        closed = [thread.close(max(0.0, end - time.monotonic())) for thread in (self._reader, self._writer)]
         if all(closed):
             self._disk.close()
         else:

@@ -10,7 +10,6 @@ import fcntl
 import logging
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"
 _DONOR_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_CHECKING_THREADS = 4
 
 
 class DiskTier:
@@ -55,7 +53,6 @@ class DiskTier:
             os.close(self._lock)
             raise
         self._tokens: dict[str, int] = {}
-        self._threads = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="semblend-check")
 
     def write(self, donor_id: str, text: DonorText, kv: HostKv) -> None:
         """Keeps the donor's file, of as many tokens as both have. Raises OSError; there is no file then."""
@@ -80,7 +77,7 @@ class DiskTier:
 
     def read(self, donor_id: str, held: HostKv) -> None:
         """Copies the donor's KV into `held`, checked, and marks the file as used. Raises DonorFileError and OSError."""
-        read_kv(self._path(donor_id), donor_id, self.form, held, self._threads)
+        read_kv(self._path(donor_id), donor_id, self.form, held)
         with suppress(OSError):  # a folder that has become read-only still serves
             os.utime(self._path(donor_id))
 
@@ -113,7 +110,6 @@ class DiskTier:
 
     def close(self) -> None:
         """Lets another engine have the folder."""
-        self._threads.shutdown(wait=True)
         os.close(self._lock)
 
     def _path(self, donor_id: str) -> Path:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Executor
     from pathlib import Path
 
     import numpy.typing as npt
@@ -36,6 +35,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8
 # Far above the header of any model's file; what claims more is none.
 _MOST_HEADER_BYTES = 1 << 20
+_READING_THREADS = 4
 
 
 class DonorFileError(SemBlendError):
@@ -110,8 +110,8 @@ def read_text(path: Path, form: KvForm) -> tuple[str, DonorText]:
     return donor_id, text
 
 
-def read_kv(path: Path, donor_id: str, form: KvForm, held: HostKv, threads: Executor) -> None:
-    """Reads the file's KV into `held` and checks what arrived there, layer by layer on `threads`.
+def read_kv(path: Path, donor_id: str, form: KvForm, held: HostKv) -> None:
+    """Reads the file's KV into `held` and checks what arrived there, some layers at a time.
 
     Raises DonorFileError, and OSError where the file cannot be read; `held` is then worth nothing.
     """
@@ -120,18 +120,38 @@ def read_kv(path: Path, donor_id: str, form: KvForm, held: HostKv, threads: Exec
         found, text, checksums = _about(descriptor, path.name, form)
         if found != donor_id or len(text.tokens) != held.capacity:
             raise DonorFileError("corrupt", f"{path.name} is not the file of donor {donor_id}")
+        errors: list[Exception] = []
 
-        def is_read(layer: int) -> bool:
-            at, checksum = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, 0
-            for part in _layer_bytes(held, layer):
-                _read_all(descriptor, part, at)
-                at, checksum = at + len(part), zlib.crc32(part, checksum)
-            return checksum == checksums[layer]
+        def read(layers: range) -> None:
+            try:
+                for layer in layers:
+                    if _layer_read(descriptor, layer, form, held) != checksums[layer]:
+                        raise DonorFileError("corrupt", f"{path.name} does not hold the KV that was written")
+            except Exception as error:
+                errors.append(error)
 
-        layers = [threads.submit(is_read, layer) for layer in range(form.num_layers)]
-        wait(layers)  # an error closes the file and gives `held` away: nobody may read by then
-        if not all(layer.result() for layer in layers):
-            raise DonorFileError("corrupt", f"{path.name} does not hold the KV that was written")
+        shares = [range(first, form.num_layers, _READING_THREADS) for first in range(_READING_THREADS)]
+        # Daemons: a disk that never answers must not keep the process from ending.
+        threads = [threading.Thread(target=read, args=(share,), name="semblend-read", daemon=True) for share in shares]
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            # An error closes the file and gives `held` away: nobody may read by then.
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if errors:
+            raise errors[0]
+
+
+def _layer_read(descriptor: int, layer: int, form: KvForm, held: HostKv) -> int:
+    """Reads a layer into `held`; returns the checksum of what arrived."""
+    at, checksum = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, 0
+    for part in _layer_bytes(held, layer):
+        _read_all(descriptor, part, at)
+        at, checksum = at + len(part), zlib.crc32(part, checksum)
+    return checksum
 
 
 def _header(donor_id: str, text: DonorText, checksums: list[int], form: KvForm) -> bytes:

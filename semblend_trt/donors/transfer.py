@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TransferTiming:
-    """One transfer that succeeded; `seconds` from its start in the background to its last byte."""
+    """One transfer that succeeded; `seconds` to its last byte from its start in the background, or a save's in the
+    engine's thread."""
 
     donor_id: str
     what: str

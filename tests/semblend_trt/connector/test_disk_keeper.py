@@ -8,7 +8,9 @@ from collections import deque
 import pytest
 import torch
 
+from semblend_trt.connector import disk_keeper
 from semblend_trt.connector.disk_keeper import MAX_WAITING, DiskKeeper
+from semblend_trt.donors.background import Background
 from semblend_trt.donors.disk import FOLDER, DiskTier
 from semblend_trt.donors.donor_file import KvForm
 from semblend_trt.donors.donor_text import DonorText
@@ -199,3 +201,18 @@ def test_close_waits_for_what_was_begun_and_lets_go_of_the_folder(tmp_path):
     second = Kept(tmp_path)  # would raise while another holds the folder
     assert [each.event for each in second.link.found] == [TierEvent.FILE_FOUND, TierEvent.FILES_READ]
     second.keeper.close()
+
+
+def test_a_disk_that_never_answers_holds_the_end_up_for_a_minute_in_all(kept, monkeypatch):
+    now, given = [0.0], []
+
+    def hangs(thread, seconds):
+        given.append(seconds)
+        now[0] += 45.0
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_keeper.time, "monotonic", lambda: now[0])
+        patch.setattr(Background, "close", hangs)
+        kept.keeper.close()
+    assert given == [60.0, 15.0]

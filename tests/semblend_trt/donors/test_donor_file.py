@@ -8,7 +8,6 @@ import json
 import math
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,12 +21,6 @@ from semblend_trt.donors.donor_file import DonorFileError, read_kv, read_text, w
 from semblend_trt.donors.file_size import PAGE
 
 TOKENS = 21
-
-
-@pytest.fixture(scope="module")
-def threads():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def assert_refused(reason, call, *arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, threads, dtype):
+def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, dtype):
     form = dataclasses.replace(form, dtype=dtype)
     path, kv, text = tmp_path / "donor", make_host_kv(TOKENS, form=form), make_text(TOKENS)
     write_donor(path, "donor", text, kv, form)
@@ -53,15 +46,15 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_te
     assert (donor_id, read.namespace_key, read.digest) == ("donor", text.namespace_key, text.digest)
     assert np.array_equal(read.tokens, text.tokens)
     held = make_host_kv(TOKENS, form=form, fill=math.nan)
-    read_kv(path, "donor", form, held, threads)
+    read_kv(path, "donor", form, held)
     assert torch.equal(held.tensor, kv.tensor)
 
 
 @pytest.mark.parametrize("sizes", [(TOKENS,), (1, 20), (20, 1), (5, 5, 11)])
-def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_host_kv, threads, sizes):
+def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_host_kv, sizes):
     path, kv = written
     held = make_host_kv(*sizes, fill=math.nan)
-    read_kv(path, "donor", form, held, threads)
+    read_kv(path, "donor", form, held)
     assert torch.equal(held.tensor, kv.tensor)
 
 
@@ -95,14 +88,14 @@ def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path, form
 
 
 @pytest.mark.parametrize("place", ["first layer", "last layer"])
-def test_a_changed_byte_of_kv_is_noticed(written, form, make_host_kv, threads, place):
+def test_a_changed_byte_of_kv_is_noticed(written, form, make_host_kv, place):
     path, _ = written
     data = bytearray(path.read_bytes())
     first = form.file_size.header_bytes
     data[first if place == "first layer" else first + TOKENS * form.file_size.bytes_per_token - 1] ^= 1
     path.write_bytes(data)
     read_text(path, form)  # the text is whole
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
 
 
 def test_a_changed_token_is_noticed(written, form):
@@ -141,17 +134,17 @@ def test_another_format_is_another_version(written, form):
 
 @pytest.mark.known_defect(37)
 @pytest.mark.parametrize("change", [{"num_layers": 4}, {"kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.bfloat16}])
-def test_kv_of_another_model_or_dtype_is_refused(written, form, make_host_kv, threads, change):
+def test_kv_of_another_model_or_dtype_is_refused(written, form, make_host_kv, change):
     path, _ = written
     other = dataclasses.replace(form, **change)
     assert_refused("other_geometry", read_text, path, other)
-    assert_refused("other_geometry", read_kv, path, "donor", other, make_host_kv(TOKENS, form=other), threads)
+    assert_refused("other_geometry", read_kv, path, "donor", other, make_host_kv(TOKENS, form=other))
 
 
-def test_the_file_of_another_donor_or_length_is_refused(written, form, make_host_kv, threads):
+def test_the_file_of_another_donor_or_length_is_refused(written, form, make_host_kv):
     path, _ = written
-    assert_refused("corrupt", read_kv, path, "another", form, make_host_kv(TOKENS), threads)
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS - 1), threads)
+    assert_refused("corrupt", read_kv, path, "another", form, make_host_kv(TOKENS))
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS - 1))
 
 
 def test_a_missing_file_is_an_error_of_the_system(tmp_path, form):
@@ -161,7 +154,7 @@ def test_a_missing_file_is_an_error_of_the_system(tmp_path, form):
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0), bit=st.integers(0, 7))
-def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, make_host_kv, threads, place, bit):
+def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, make_host_kv, place, bit):
     path, kv = written
     data = path.read_bytes()
     header = len(data[: form.file_size.header_bytes].rstrip())
@@ -173,7 +166,7 @@ def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, m
     held, (_, text) = make_host_kv(TOKENS, fill=math.nan), read_text(path, form)
     try:
         donor_id, found = read_text(other, form)
-        read_kv(other, "donor", form, held, threads)
+        read_kv(other, "donor", form, held)
     except DonorFileError:
         return
     assert (donor_id, found.namespace_key, found.digest) == ("donor", text.namespace_key, text.digest)
@@ -213,13 +206,13 @@ def claim(header, **changes):
         lambda header: claim(header, about__checksums=[1, 2, 3]),
     ],
 )
-def test_a_header_that_lies_is_refused(written, form, make_host_kv, threads, say):
+def test_a_header_that_lies_is_refused(written, form, make_host_kv, say):
     path, _ = written
     data, room = path.read_bytes(), form.file_size.header_bytes
     said = say(json.loads(data[8:room])).encode("latin-1")
     path.write_bytes(data[:8] + said.ljust(room - 8) + data[room:])
     assert_refused("corrupt", read_text, path, form)
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
 
 
 def test_a_header_of_any_length_that_is_claimed_is_not_read(written, form):
@@ -230,7 +223,7 @@ def test_a_header_of_any_length_that_is_claimed_is_not_read(written, form):
         assert_refused("corrupt", read_text, path, form)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_host_kv, threads, monkeypatch):
+def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_host_kv, monkeypatch):
     """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
     path, _ = written
     checked = donor_file._about
@@ -241,10 +234,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_hos
         return about
 
     monkeypatch.setattr(donor_file, "_about", cut)
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS), threads)
+    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
 
 
-def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, make_host_kv, threads, monkeypatch):
+def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, make_host_kv, monkeypatch):
     """It is another donor's by then."""
     path, _ = written
     read, over, ended = donor_file._read_all, threading.Event(), []
@@ -259,6 +252,20 @@ def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, ma
 
     monkeypatch.setattr(donor_file, "_read_all", fails_at_once_or_takes_long)
     with pytest.raises(OSError, match="a bad sector"):
-        read_kv(path, "donor", form, make_host_kv(TOKENS), threads)
+        read_kv(path, "donor", form, make_host_kv(TOKENS))
     assert len(ended) == form.num_layers - 1
     over.set()
+
+
+def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, make_host_kv, monkeypatch):
+    path, _ = written
+    readers, read = [], donor_file._layer_read
+
+    def note(*arguments):
+        readers.append(threading.current_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(donor_file, "_layer_read", note)
+    read_kv(path, "donor", form, make_host_kv(TOKENS))
+    assert len(readers) == form.num_layers
+    assert all(reader.daemon for reader in readers)
