@@ -151,7 +151,7 @@ def test_ranks_that_share_the_heads_decide_over_all_parts(
     assert alike(found, evidence)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cuts=st.lists(st.integers(0, 80), min_size=2, max_size=8, unique=True).map(sorted),
     terms=st.sampled_from(list(TERMS)),

@@ -48,7 +48,7 @@ def undividable(work: SequenceWork) -> int:
     return max(rows) - min(rows) + 2 if rows else 1
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     parts=st.lists(
         st.tuples(st.sampled_from(list(TERMS)), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4

@@ -137,7 +137,7 @@ def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
     assert (position + running.context_chunk_size) % BLOCK == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=8),
     rows=st.integers(4, 24),

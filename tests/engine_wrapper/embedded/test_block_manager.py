@@ -303,4 +303,4 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50)

@@ -94,7 +94,7 @@ def wrapped(make_llm, monkeypatch):
     return make_llm(*names, module="engine_wrapper.connector", cache={"max_tokens": POOL_BLOCKS * BLOCK})
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(CALLS, max_size=14))
 def test_no_life_raises_or_leaves_anything_behind(wrapped, calls):
     if not len(wrapped.connector_scheduler.library.catalog):

@@ -12,7 +12,7 @@ from kernels.rope import RopeRotation, rotate_keys
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(start=st.integers(0, 4000), shift=st.integers(-4000, 4000), planes=st.integers(1, 4))
 def test_a_rotation_to_a_position_moves_as_the_kernels_move_keys(
     interleaved: bool, start: int, shift: int, planes: int

@@ -232,4 +232,4 @@ class LibraryMachine(RuleBasedStateMachine):
 
 
 TestLibraryMachine = LibraryMachine.TestCase
-TestLibraryMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestLibraryMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)

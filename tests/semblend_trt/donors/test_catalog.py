@@ -345,7 +345,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert self.catalog.stats().leases == 0
 
 
-CatalogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CatalogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestCatalogMachine = CatalogMachine.TestCase
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.donors.host_memory import HostMemory
@@ -15,7 +15,6 @@ from semblend_trt.errors import CapacityError, ConfigurationError
 ROW = 48
 
 
-@settings(max_examples=100, deadline=None)
 @given(rows=st.integers(0, 20), steps=st.lists(st.integers(-6, 9), max_size=40))
 def test_every_free_row_can_be_had_and_none_twice(rows, steps):
     """A positive step takes so many rows, any other gives back what was taken first."""

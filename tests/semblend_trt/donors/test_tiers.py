@@ -156,7 +156,7 @@ def one_block(tokens: int) -> HostTier:
     return HostTier(size, pin=False, memory=HostMemory(size, lock=False))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.booleans(), st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8)), max_size=30))
 def test_the_budget_holds_through_any_saves_and_drops(is_one_block: bool, steps: list[tuple[str, int]]) -> None:
     tier = one_block(12) if is_one_block else HostTier(12 * BYTES_PER_TOKEN, pin=False)

@@ -420,4 +420,4 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestTwoTiers = TwoTiers.TestCase
-TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40)

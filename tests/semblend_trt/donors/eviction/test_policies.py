@@ -367,7 +367,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 def machine_of(policy: Eviction) -> type:
     machine = type(f"Policy_{policy.value}", (PolicyMachine,), {"name": policy})
-    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40)
     return machine.TestCase
 
 
