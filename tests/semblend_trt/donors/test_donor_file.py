@@ -152,7 +152,7 @@ def test_a_missing_file_is_an_error_of_the_system(tmp_path, form):
         read_text(tmp_path / "nowhere", form)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0), bit=st.integers(0, 7))
 def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, make_host_kv, place, bit):
     path, kv = written
