@@ -65,21 +65,6 @@ class Staging:
         shape = (layers, tokens, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
         return slot.memory[: torch.Size(shape).numel()].view(shape).permute(0, 2, 3, 1, 4)
 
-    def fill(self, slot: _Slot, piece: Sequence[Move], first_layer: int, end_layer: int) -> list[Move]:
-        """Queues copies of what `piece` moves to `slot`, on the current stream; returns the moves from there on.
-
-        Raises ValueError for a source that is no ContiguousKv.
-        """
-        staged = self.view(slot, end_layer - first_layer, sum(move.length for move in piece))
-        moves, column = [], 0
-        for move in piece:
-            source = _contiguous(move.source).layers(first_layer, end_layer)
-            rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
-            _copy_rows(rows, staged[:, :, :, column : column + move.length])
-            moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, move.shift))
-            column += move.length
-        return moves
-
 
 class HostReader:
     """Places spans of host donors into a pool: copied on one stream, rotated and scattered on another.
