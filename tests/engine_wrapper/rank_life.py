@@ -202,7 +202,7 @@ class Life:
 
     def _refusal(self) -> Told:
         """The last rank alone cannot read its pool."""
-        shape = "semblend_trt.connector.worker._geometry_of"
+        shape = "semblend_trt.connector.worker.geometry_of"
         with mock.patch(shape, return_value=None) if self._is_breaking() else mock.MagicMock(), self._engine() as llm:
             return {"told": served(llm, DONOR), "refusal": runtime_for(llm.llm_args).refusal}
 
