@@ -14,7 +14,7 @@ import copy
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="folder or hub id of the model")
     parser.add_argument("--name", help="what requests call the model (default: the last part of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8001, help="port, 0 for a free one (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8001, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: CUDA where it is)")
     parser.add_argument("--max-batch-size", type=int, default=8, help="requests that run together (default: 8)")
@@ -217,6 +217,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nats", help="NATS server for donor events, in place of SEMBLEND_NATS_URL")
     parser.add_argument("--profile", help="reuse profile of the model, in place of SEMBLEND_PROFILE")
     return parser
+
+
+def _port(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= int(text) < 1 << 16:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
 
 
 if __name__ == "__main__":

@@ -185,6 +185,14 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
     assert "nothing" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_port_that_is_none_is_bad_usage(capsys):
+    for port in ("65536", "-1", "http"):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model", "nothing", "--port", port])
+        assert ended.value.code == 2
+        assert f"{port!r} is no port from 0 to 65535" in capsys.readouterr().err
+
+
 def test_models_are_listed(make_worker):
     _, worker = make_worker()
 
