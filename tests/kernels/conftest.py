@@ -1,12 +1,18 @@
-"""Triton kernels compile where there is a CUDA device and run through Triton's interpreter where there is none."""
+"""Triton kernels compile where there is a CUDA device and run through Triton's interpreter where there is none.
+
+Every tensor that `torch.empty` makes is NaN in these tests, so that an output left unwritten fails.
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -34,6 +40,14 @@ def _read_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_tensors() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
