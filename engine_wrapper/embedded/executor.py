@@ -301,8 +301,7 @@ class Executor:
         """Tells the connector that the request has ended; True when it saves from the request's blocks."""
         if self.connector is None:
             return False
-        is_whole = reason in ("length", "stop")
-        tell = self.connector.request_finished if is_whole else self.connector.request_cut_short
+        tell = self.connector.request_finished if reason in ("length", "stop") else self.connector.request_cut_short
         return tell(request, self.block_manager.block_ids(request.request_id))
 
     def _cancel_waits_for_load(self, request: LlmRequest) -> bool:
