@@ -14,6 +14,7 @@ from semblend_trt.plan import EngineMode, SemanticKvPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.connector.request_table import TrackedRequest
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class Iteration:
             self.progress.append(_progress_of(tracked, data, is_first=is_first))
             if is_first:
                 self.followed.append(tracked)
+
+    @property
+    def intents(self) -> tuple[SaveIntent, ...]:
+        """Those of the requests that are followed from now on."""
+        return tuple(tracked.intent for tracked in self.followed if tracked.intent is not None)
 
 
 def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:

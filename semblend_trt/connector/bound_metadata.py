@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from itertools import chain
 from operator import attrgetter
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MISSING = object()
 # What the fields of each class hold, in their order; a list stands for a tuple of such values.
 _FORMS: dict[Any, tuple[Any, ...]] = {
-    SemBlendConnectorMetadata: ([SemanticKvPlan], [SaveIntent], [RequestProgress], [int], TierOrders),
+    SemBlendConnectorMetadata: ([SemanticKvPlan], [SaveIntent], [RequestProgress], [int], TierOrders, str),
     SaveIntent: (int, str, int, Tier, bool),
     RequestProgress: (int, [int], int, bool),
     TierOrders: ([str], [str], [str], [str], [str], [str]),
@@ -45,6 +46,10 @@ _FORMS: dict[Any, tuple[Any, ...]] = {
     PlanSpan: (str, int, int, int, bool),
     EngineExecution: (EngineMode, AttentionMode, int, int, int, (SpanCheck, NoneType), int),
 }
+# What this version's metadata looks like. That it looks so is read off it in every iteration at no cost.
+FORM = hashlib.blake2b(
+    repr([(kind, kind.__match_args__, form) for kind, form in _FORMS.items()]).encode(), digest_size=8
+).hexdigest()
 
 
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
@@ -59,6 +64,8 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     if not isinstance(bound, SemBlendConnectorMetadata):
         _refuse(runtime, f"metadata is a {type(bound).__name__}")
         return None
+    if getattr(bound, "form", None) == FORM:
+        return bound
     names = bound.__match_args__
     given: dict[str, object] = {name: getattr(bound, name, _MISSING) for name in names}
     forms = zip(names, _FORMS[SemBlendConnectorMetadata], strict=True)

@@ -44,6 +44,7 @@ class SemBlendConnectorMetadata:
     """Plans to load, requests to follow, donors to keep, what the tiers have to do, requests to forget.
 
     An empty one does nothing. Room that an intent counts on is made by orders of the same metadata or an earlier one.
+    `form` is `bound_metadata.FORM` of the version that wrote it; without it a worker reads every field with care.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
@@ -51,3 +52,4 @@ class SemBlendConnectorMetadata:
     progress: tuple[RequestProgress, ...] = ()
     forgotten: tuple[int, ...] = ()
     orders: TierOrders = field(default_factory=TierOrders)
+    form: str = ""

@@ -1,4 +1,4 @@
-"""Plans for slices of the wrapper's tests."""
+"""Settings and plans of the wrapper's tests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ from semblend_trt.plan import (
 )
 
 PlanMaker = Callable[..., SemanticKvPlan]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests share their processors; only those of the deadline may meet it."""
+    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
 
 
 @pytest.fixture(scope="session")

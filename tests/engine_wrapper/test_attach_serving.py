@@ -98,7 +98,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEMBLEND_POLICY", "boundary")
     monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "3")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
-    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
 
 
 @pytest.fixture

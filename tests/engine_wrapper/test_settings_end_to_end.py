@@ -20,8 +20,6 @@ BLOCK = 16
 def engine(tiny_qwen2_path, monkeypatch, tmp_path):
     """Builds engines under the settings given by their names, and shuts them down."""
     engines: list[LLM] = []
-    # Tests share their processors; only the test of the deadline may meet it.
-    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     monkeypatch.setenv("SEMBLEND_AUDIT_PATH", str(tmp_path / "audit.jsonl"))
 

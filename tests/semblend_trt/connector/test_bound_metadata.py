@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from semblend_trt.connector.bound_metadata import readable_metadata
+from semblend_trt.connector.bound_metadata import FORM, readable_metadata
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.placement import Tier
@@ -70,6 +70,16 @@ def test_metadata_of_this_version_is_taken_as_it_is():
     assert readable_metadata(SemBlendConnectorMetadata(plans=(checked,)), runtime) is not None
     assert readable_metadata(SemBlendConnectorMetadata(), runtime) is not None
     assert (runtime.faults, runtime.refusal) == ({}, None)
+
+
+def test_what_this_version_has_signed_is_not_read_again():
+    """In every iteration that would take longer than all else that is done with it."""
+    runtime, unread = Runtime(), replace(given("forgotten", None), form=FORM)
+    assert readable_metadata(unread, runtime) is unread
+    foreign = replace(WHOLE, forgotten=None, form="0" * len(FORM))
+    assert readable_metadata(foreign, runtime) == replace(foreign, forgotten=())
+    assert readable_metadata(without(replace(WHOLE, form=FORM), "form"), runtime) == WHOLE
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 2}, "metadata_version")
 
 
 @pytest.mark.parametrize(
