@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.metadata import RequestProgress
+from semblend_trt.connector.bound_metadata import FORM
+from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.connector.tier_orders import TierOrders
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Iteration:
     plans: list[SemanticKvPlan] = field(default_factory=list)
     followed: list[TrackedRequest] = field(default_factory=list)
     progress: list[RequestProgress] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
 
     def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
         """Takes in what the engine says of one request. The plan of one whose `data` cannot be read is taken in as
@@ -78,14 +80,25 @@ class Iteration:
         if is_first and tracked.plan is not None and tracked.matched_tokens:
             self.plans.append(tracked.plan)
         if tracked.intent is not None:
-            self.progress.append(_progress_of(tracked, data, is_first=is_first))
+            progress = _progress_of(tracked, data, is_first=is_first)
+            if progress is None:
+                self.grown.append(tracked.request_id)
+            else:
+                self.progress.append(progress)
             if is_first:
                 self.followed.append(tracked)
 
-    @property
-    def intents(self) -> tuple[SaveIntent, ...]:
-        """Those of the requests that are followed from now on."""
-        return tuple(tracked.intent for tracked in self.followed if tracked.intent is not None)
+    def metadata(self, forgotten: Sequence[int], orders: TierOrders) -> SemBlendConnectorMetadata:
+        """All of it, with what else there is to tell."""
+        return SemBlendConnectorMetadata(
+            plans=tuple(self.plans),
+            intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
+            progress=tuple(self.progress),
+            forgotten=tuple(forgotten),
+            orders=orders,
+            grown=tuple(self.grown),
+            form=FORM,
+        )
 
 
 def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
@@ -103,8 +116,12 @@ def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size
     return tokens
 
 
-def _progress_of(tracked: TrackedRequest, data: Any, *, is_first: bool) -> RequestProgress:
+def _progress_of(tracked: TrackedRequest, data: Any, *, is_first: bool) -> RequestProgress | None:
+    """What the request gained, None for the token that a known one gains in most iterations, without a block."""
     position, scheduled = index(data.computed_position), index(data.num_scheduled_tokens)
+    if not is_first and position == tracked.written_tokens and scheduled == 1 and len(data.new_block_ids) == 0:
+        tracked.written_tokens += 1
+        return None
     begin = position
     if is_first and tracked.plan is not None and tracked.matched_tokens:
         # For a synchronous load the position is that of the first token to load, not the one behind the last.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MISSING = object()
 # What the fields of each class hold, in their order; a list stands for a tuple of such values.
 _FORMS: dict[Any, tuple[Any, ...]] = {
-    SemBlendConnectorMetadata: ([SemanticKvPlan], [SaveIntent], [RequestProgress], [int], TierOrders, str),
+    SemBlendConnectorMetadata: ([SemanticKvPlan], [SaveIntent], [RequestProgress], [int], TierOrders, [int], str),
     SaveIntent: (int, str, int, Tier, bool),
     RequestProgress: (int, [int], int, bool),
     TierOrders: ([str], [str], [str], [str], [str], [str]),

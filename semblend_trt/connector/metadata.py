@@ -29,8 +29,7 @@ class SaveIntent:
 class RequestProgress(NamedTuple):
     """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done.
 
-    One for each running request that may become a donor, in every iteration: Python would pickle a dataclass many times
-    slower.
+    There may be many in an iteration: Python would pickle a dataclass many times slower.
     """
 
     request_id: int
@@ -44,6 +43,7 @@ class SemBlendConnectorMetadata:
     """Plans to load, requests to follow, donors to keep, what the tiers have to do, requests to forget.
 
     An empty one does nothing. Room that an intent counts on is made by orders of the same metadata or an earlier one.
+    `grown` are requests that gained one token and no block: in most iterations, all that may become donors.
     `form` is `bound_metadata.FORM` of the version that wrote it; without it a worker reads every field with care.
     """
 
@@ -52,4 +52,5 @@ class SemBlendConnectorMetadata:
     progress: tuple[RequestProgress, ...] = ()
     forgotten: tuple[int, ...] = ()
     orders: TierOrders = field(default_factory=TierOrders)
+    grown: tuple[int, ...] = ()
     form: str = ""

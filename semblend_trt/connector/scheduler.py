@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import load_settings
 from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
-from semblend_trt.connector.bound_metadata import FORM
 from semblend_trt.connector.contract import KvCacheConnectorScheduler
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
@@ -282,8 +281,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         for request in silent:
             self._settle(request)
         orders = TierOrders() if self.library is None else self.library.take_orders()
-        plans, progress, forgotten = tuple(iteration.plans), tuple(iteration.progress), tuple(self._forgotten)
-        metadata = SemBlendConnectorMetadata(plans, iteration.intents, progress, forgotten, orders, FORM)
+        metadata = iteration.metadata(self._forgotten, orders)
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True

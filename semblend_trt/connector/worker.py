@@ -160,6 +160,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._followed[intent.request_id] = _FollowedRequest(intent)
         for progress in metadata.progress:
             self._follow(progress)
+        for request_id in metadata.grown:
+            if request_id in self._followed:
+                self._followed[request_id].written_tokens += 1
         with on(stream):
             try:
                 self._load(metadata.plans)

@@ -69,6 +69,15 @@ def test_a_prompt_in_chunks_and_its_answer():
     assert savable_tokens(request, [*BLOCKS, 3], BLOCK) == 102
 
 
+def test_a_token_without_a_block_is_told_by_the_id_alone():
+    request, at_workers = followed(), PROMPT
+    for position, blocks, by_id in ((99, (), False), (100, (), True), (101, [3], False), (102, (), True)):
+        iteration = told(request, position, 1, blocks)
+        assert (iteration.grown, len(iteration.progress)) == ([7] * by_id, not by_id)
+        at_workers = iteration.progress[0].written_tokens if iteration.progress else at_workers + 1
+        assert at_workers == request.written_tokens
+
+
 @pytest.mark.parametrize("position", [0, 30])
 def test_a_load_counts_once_wherever_the_position_points(position):
     # A request that is scheduled an iteration after its query is told with the loaded tokens.

@@ -109,7 +109,8 @@ def test_unknown_pool_is_a_refusal(args, unknown):
 
 def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     follow(worker, 1, (3, 5), 12)
-    step(worker, progress=(RequestProgress(1, (9,), 21, False),))
+    step(worker, progress=(RequestProgress(1, (9,), 20, False),))
+    step(worker, grown=(1, 99))  # nobody follows 99
     assert saved(worker, 1) == [1]
     kv = worker.store.host.get("donor-1").tensor
     assert kv.shape == (LAYERS, 2, KV_HEADS, 21, HEAD_DIM)
