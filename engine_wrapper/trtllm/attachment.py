@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.publication import PublicationGuard
 from engine_wrapper.trtllm.execution_refusal import execution_refusal
@@ -12,6 +12,8 @@ from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from engine_wrapper.sparse_forward import EvidenceSink
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+Change = TypeVar("Change", "ManagerGuard", PlannedForward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +71,14 @@ def _guard(
     parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime
 ) -> tuple[ManagerGuard | None, str | None]:
     """A guard that is installed, or why there is none."""
-    guard, reason = None, _guard_refusal(parts, facts, runtime)
-    if reason is None:
+
+    def build() -> ManagerGuard:
         assert parts is not None
-        try:
-            guard = guard_for(parts.manager, PublicationGuard(runtime.active_plans))
-            guard.install()
-        except Exception:
-            logger.exception("the engine's cache manager cannot be guarded")
-            guard, reason = None, "probe_failed"
-    refused = _on_all_ranks(runtime, reason)
-    if refused is not None and guard is not None:
-        guard.remove()
-    return (guard, None) if refused is None else (None, refused)
+        return guard_for(parts.manager, PublicationGuard(runtime.active_plans))
+
+    return _installed(
+        _guard_refusal(parts, facts, runtime), build, "the engine's cache manager cannot be guarded", runtime
+    )
 
 
 def _guard_refusal(parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime) -> str | None:
@@ -109,20 +108,29 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
 def _plans(
     parts: ExecutorParts, llm_args: Any, facts: ModelFacts, runtime: Runtime, pool: torch.Tensor, sink: EvidenceSink
 ) -> tuple[PlannedForward | None, str | None]:
-    forward, reason = None, _probed(parts, llm_args, facts)
+    def build() -> PlannedForward:
+        max_num_tokens = getattr(llm_args, "max_num_tokens", None)
+        return PlannedForward(parts, runtime, pool, facts.rotation, sink, max_num_tokens)
+
+    return _installed(_probed(parts, llm_args, facts), build, "the engine's decoder cannot be hooked", runtime)
+
+
+def _installed(
+    reason: str | None, build: Callable[[], Change], failure: str, runtime: Runtime
+) -> tuple[Change | None, str | None]:
+    """What `build` makes, installed on every rank; or why it is on none, `reason` being this rank's own."""
+    change = None
     if reason is None:
         try:
-            forward = PlannedForward(
-                parts, runtime, pool, facts.rotation, sink, getattr(llm_args, "max_num_tokens", None)
-            )
-            forward.install()
+            change = build()
+            change.install()
         except Exception:
-            logger.exception("the engine's decoder cannot be hooked")
-            forward, reason = None, "probe_failed"
+            logger.exception(failure)
+            change, reason = None, "probe_failed"
     refused = _on_all_ranks(runtime, reason)
-    if refused is not None and forward is not None:
-        forward.remove()
-    return (forward, None) if refused is None else (None, refused)
+    if refused is not None and change is not None:
+        change.remove()
+    return (change, None) if refused is None else (None, refused)
 
 
 def _probed(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
