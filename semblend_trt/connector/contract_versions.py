@@ -119,7 +119,15 @@ class ContractVersion:
     - `floors_local_match`: V1 tells the query only whole shared blocks of what the engine has.
     - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
       disappears.
+    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
     - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
+    - `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended. Otherwise only
+      the equal blocks of the reuse tree are pinned, and the request's own are freed at its end.
+    - `pins_with_transceiver`: saved requests are pinned in a disaggregated set-up, too.
+    - `unpins_every_save`: all requests that one `get_finished` names are unpinned; otherwise the first one is, and the
+      others' blocks are lost.
+    - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
+    - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
     - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
       the engine takes V1 whatever was asked for.
     """
@@ -133,7 +141,13 @@ class ContractVersion:
     request_attributes: frozenset[str]
     floors_local_match: bool
     tells_cut_short: bool
+    survives_failed_forward: bool
     defers_cancel: bool
+    holds_saved_blocks: bool
+    pins_with_transceiver: bool
+    unpins_every_save: bool
+    asks_without_reuse: bool
+    flashinfer_layout: str
     allows_cuda_graphs: bool
     allows_v2: bool
 
@@ -153,7 +167,13 @@ V11 = ContractVersion(
     request_attributes=BOUND_ATTRIBUTES | {"cache_salt_id"},
     floors_local_match=False,
     tells_cut_short=True,
+    survives_failed_forward=True,
     defers_cancel=False,
+    holds_saved_blocks=False,
+    pins_with_transceiver=False,
+    unpins_every_save=False,
+    asks_without_reuse=False,
+    flashinfer_layout="NHD",
     allows_cuda_graphs=False,
     allows_v2=False,
 )
@@ -162,6 +182,8 @@ V12 = replace(
     name="1.2",
     worker_methods=WORKER_METHODS | {"register_forward_pass_callable"},
     tells_cut_short=False,
+    pins_with_transceiver=True,
+    unpins_every_save=True,
     allows_cuda_graphs=True,
 )
 V13 = replace(
@@ -170,6 +192,7 @@ V13 = replace(
     module_path=NEW_MODULE,
     request_data=RequestDataV13,
     scheduler_methods=SCHEDULER_METHODS | {"wait_for_initialization"},
+    flashinfer_layout="HND",
 )
 MAIN = replace(
     V13,
@@ -181,6 +204,8 @@ MAIN = replace(
     request_attributes=BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
     floors_local_match=True,
     defers_cancel=True,
+    holds_saved_blocks=True,
+    asks_without_reuse=True,
     allows_v2=True,
 )
 # What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, tells every
@@ -191,6 +216,8 @@ EMBEDDED = replace(
     request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array"},
     floors_local_match=False,
     tells_cut_short=True,
+    survives_failed_forward=False,
+    asks_without_reuse=False,
 )
 
 VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN, EMBEDDED)}
