@@ -54,8 +54,9 @@ class BlockManager:
 
     Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all the blocks it may ever need can be had, so a
     running sequence is never paused. With `guarantees` off nothing is kept back for running sequences, and whoever
-    grows them has to see to the room (V2). `copy_block(source, target)` copies one block's KV of all layers.
-    `publication` may be set at any time before a request is published.
+    grows them has to see to the room (V2). `replaces`: an equal block that nobody reads makes place for a published
+    one; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one block's KV of all
+    layers. `publication` may be set at any time before a request is published.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class BlockManager:
         rules: ReuseRules | None = None,
         *,
         guarantees: bool = True,
+        replaces: bool = True,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise CapacityError(
@@ -77,9 +79,11 @@ class BlockManager:
         self._copy_block = copy_block
         self._rules = rules or ReuseRules()
         self._guarantees = guarantees
+        self._replaces = replaces
         self._tree = RadixTree(block_size)
         self._free: deque[int] = deque(range(num_blocks))
         self._sequences: dict[int, _Sequence] = {}
+        self._pins: dict[int, list[BlockNode]] = {}
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
@@ -98,11 +102,8 @@ class BlockManager:
 
     def fits(self, match: PrefixMatch, total_tokens: int) -> bool:
         """True when a sequence of `total_tokens` with this match can run to its end beside those admitted already."""
-        outstanding = 0
-        if self._guarantees:
-            outstanding = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
         shared = sum(node.references > 0 for node in match.nodes)
-        return self.blocks_for(total_tokens) - shared <= self.num_free_blocks - outstanding
+        return self.blocks_for(total_tokens) - shared <= self._num_unpromised_blocks
 
     # -- a sequence's life ----------------------------------------------------------------------------------------
 
@@ -163,7 +164,8 @@ class BlockManager:
         """Offers the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
         Returns the tokens now reusable. Where an equal block is in the tree, that one stays as long as somebody reads
-        it; otherwise ours takes its place, so that publishing never costs a block.
+        it; otherwise ours takes its place, so that publishing costs no block. Where the tree keeps its own all the
+        same, publication stops at the first that would cost a block promised to others.
         """
         sequence = self._sequence(request_id)
         if not self._rules.enable_block_reuse:
@@ -171,7 +173,9 @@ class BlockManager:
         limit = len(tokens) if self.publication is None else self.publication.publishable(request_id, len(tokens))
         full_blocks = min(limit, len(tokens)) // self.block_size
         for index in range(len(sequence.path), full_blocks):
-            self._publish_block(sequence, index, tuple(tokens[index * self.block_size : (index + 1) * self.block_size]))
+            block = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
+            if not self._publish_block(sequence, index, block):
+                return index * self.block_size
         return full_blocks * self.block_size
 
     def stop_growing(self, request_id: int) -> None:
@@ -191,6 +195,17 @@ class BlockManager:
         if self.publication is not None:
             self.publication.released(request_id)
 
+    def pin(self, request_id: int) -> None:
+        """Lets go of the sequence, but what it reads of the reuse tree stays there until `unpin`. Its own blocks are
+        free, duplicates of those in the tree among them."""
+        self._pins[request_id] = path = self._sequence(request_id).path
+        self._tree.acquire(path)
+        self.release(request_id)
+
+    def unpin(self, request_id: int) -> None:
+        """Takes the request's pins away, where it has any."""
+        self._tree.release(self._pins.pop(request_id, []))
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _sequence(self, request_id: int) -> _Sequence:
@@ -198,6 +213,14 @@ class BlockManager:
         if sequence is None:
             raise SemBlendError(f"request {request_id} has no blocks; it was never added or has been released")
         return sequence
+
+    @property
+    def _num_unpromised_blocks(self) -> int:
+        """Blocks that can be had beside what running sequences may still need."""
+        if not self._guarantees:
+            return self.num_free_blocks
+        promised = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
+        return self.num_free_blocks - promised
 
     def _take_block(self) -> int:
         if self._free:
@@ -219,15 +242,19 @@ class BlockManager:
             self._copy_block(source.block_id, target)
         sequence.block_ids.append(target)
 
-    def _publish_block(self, sequence: _Sequence, index: int, tokens: tuple[int, ...]) -> None:
+    def _publish_block(self, sequence: _Sequence, index: int, tokens: tuple[int, ...]) -> bool:
+        """Hands a block over to the tree, or references its equal there; False when that would cost too much."""
         parent = sequence.path[index - 1] if index else None
         block_id = sequence.block_ids[index]
         node = self._tree.child(sequence.key, parent, tokens)
         if node is None:
             sequence.path.append(self._tree.insert(sequence.key, parent, tokens, block_id))
-            return
-        if not node.references:
+            return True
+        if not node.references and not self._replaces and self._num_unpromised_blocks < 1:
+            return False
+        if not node.references and self._replaces:
             self._free.append(node.block_id)
             node.block_id = block_id
         self._tree.acquire([node])
         sequence.path.append(node)
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
@@ -45,7 +46,7 @@ def uses_v2(llm_args: LlmArgs) -> bool:
 def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
     """Imports both classes and builds each with one positional argument, `llm_args`; None when none are named.
 
-    Every rank has a worker, and rank 0 a scheduler.
+    Every rank has a worker, and rank 0 a scheduler; both are built at once, each in a thread of its own.
     Raises ConfigurationError when the module or a class is missing or an abstract method is not implemented; what a
     constructor itself raises is passed on.
     """
@@ -63,8 +64,11 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
     scheduler_class = _class(module, config.connector_scheduler_class)
     groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
     version = contract_version(llm_args.contract)
-    worker, scheduler = worker_class(llm_args), None if ranks.rank else scheduler_class(llm_args)
-    return KvCacheConnectorManager(worker, scheduler, version, groups, ranks)
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        worker = threads.submit(worker_class, llm_args)
+        scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
+    built = None if scheduler is None else scheduler.result()
+    return KvCacheConnectorManager(worker.result(), built, version, groups, ranks)
 
 
 def _class(module: Any, name: str) -> Any:

@@ -24,9 +24,11 @@ from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_se
 from engine_wrapper.embedded.pool import KvPool, pool_blocks
 from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparation
 from engine_wrapper.embedded.request import LlmRequestState
+from engine_wrapper.embedded.request_ends import RequestEnds, complete
 from engine_wrapper.embedded.token_results import TokenResults
 from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
+from semblend_trt.connector.contract_versions import contract_version
 from semblend_trt.errors import SemBlendError
 from semblend_trt.runtime import runtime_for
 
@@ -60,12 +62,19 @@ class Executor:
         geometry = KvGeometry(runner.facts.num_layers, runner.kv_heads, runner.facts.head_dim, cache.tokens_per_block)
         check_cache_dtype(cache.dtype, runner.dtype)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
-        self.pool = KvPool(blocks, geometry, runner.dtype, runner.device)
-        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
+        self._version = contract_version(llm_args.contract)
+        layout = self._version.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
+        self.pool = KvPool(blocks, geometry, runner.dtype, runner.device, layout)
+        self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
         rules = ReuseRules(cache.enable_block_reuse, cache.enable_partial_reuse, cache.copy_on_partial_reuse)
         self._is_v2 = uses_v2(llm_args)
         self.block_manager = BlockManager(
-            blocks, cache.tokens_per_block, self.pool.copy_block, rules, guarantees=not self._is_v2
+            blocks,
+            cache.tokens_per_block,
+            self.pool.copy_block,
+            rules,
+            guarantees=not self._is_v2,
+            replaces=self._version.holds_saved_blocks,
         )
         self._scheduler = BatchScheduler(
             llm_args.max_batch_size,
@@ -83,21 +92,23 @@ class Executor:
         self.connector = load_connector(llm_args, runner.ranks)
         if self.connector is not None:
             groups = llm_args.layer_groups
-            layout = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None
-            self.connector.register(self.pool.tensor, layout)
-        self._results = TokenResults(runner.eos_token_ids, self.connector, self._finish)
+            described = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None
+            self.connector.register(self.pool.tensor, described)
+        self._ends = RequestEnds(llm_args, self._active, self.block_manager, self.connector, prompts_only=self._is_v2)
+        self._results = TokenResults(runner.eos_token_ids, self.connector, self._ends.finish)
         self._preparation = self._new_preparation()
 
     def _new_preparation(self) -> Preparation:
-        # With block reuse off TensorRT-LLM does not ask: what was loaded would not be skipped.
-        asks = self.llm_args.kv_cache_config.enable_block_reuse
+        # With block reuse off nothing that was loaded would be skipped; most versions do not ask then.
+        applies = self.llm_args.kv_cache_config.enable_block_reuse
         if not self._is_v2:
-            return Preparation(self.block_manager, self._scheduler, self.connector, asks=asks)
+            asks = applies or self._version.asks_without_reuse
+            return Preparation(self.block_manager, self._scheduler, self.connector, asks=asks, applies=applies)
         return ChunkwisePreparation(
             self.block_manager,
             self._scheduler,
             self.connector,
-            asks=asks,
+            asks=applies,
             running=self._active,
             waiting=self._waiting,
             pause=self._pause,
@@ -135,17 +146,16 @@ class Executor:
                 self._waiting.remove(request)
                 if request.is_paused and self.connector is not None:
                     self.connector.request_ended_paused(request)
-                _complete(request, "cancelled")
-            elif self._cancel_waits_for_load(request):
-                request.finish_reason = "cancelled"
+                complete(request, "cancelled")
             else:
-                self._finish(request, "cancelled", publish=False)
+                self._ends.cut_short(request, "cancelled")
             return True
 
     def pause(self, request: LlmRequest) -> None:
         """Takes a running request's blocks away and has it computed anew later (V2). Others are left as they are."""
         with self._guarded():
-            if request.request_id in self._active and not self._is_parked(request):
+            is_parked = self.connector is not None and self.connector.is_loading(request.request_id)
+            if request.request_id in self._active and not is_parked:
                 self._pause(request)
 
     @property
@@ -163,8 +173,8 @@ class Executor:
     def step(self) -> bool:
         """Runs one iteration; True when a forward ran, False when there was nothing to run.
 
-        A request that fails ends with finish reason "error". An error of the connector or of the forward ends all
-        requests and the engine, and is raised.
+        A request that fails ends with finish reason "error", and so do all running ones where their forward fails and
+        the contract's version survives that. Any other error ends all requests and the engine, and is raised.
         """
         with self._guarded():
             return self._iterate()
@@ -172,7 +182,7 @@ class Executor:
     def poll_transfers(self) -> None:
         """An idle iteration: asks the connector which transfers have ended."""
         with self._guarded():
-            self._finish_transfers()
+            self._ends.poll_transfers()
 
     def shutdown(self) -> None:
         """Aborts what is left and closes the connector. Safe to call twice."""
@@ -210,11 +220,11 @@ class Executor:
         if len(batch):
             self._start_batch(batch, stream)
         ran = len(batch) > 0 or len(self._results) > 0
-        if len(batch):
-            self._update(batch, self._forward(batch, stream))
-        else:
+        if not len(batch):
             self._results.take()
-        self._finish_transfers()
+        elif (logits := self._forward(batch, stream)) is not None:
+            self._update(batch, logits)
+        self._ends.poll_transfers()
         return ran
 
     def _start_batch(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> None:
@@ -223,12 +233,25 @@ class Executor:
             self.connector.handle_metadata()
             self.connector.start_load_kv(stream)
 
-    def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """Returns logits, float32 [requests, vocabulary], of each request's last row."""
+    def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
+        """Returns logits, float32 [requests, vocabulary], of each request's last row; None when the forward failed and
+        all running requests have ended with it."""
+        try:
+            return self._run(batch, stream)
+        except Exception as error:
+            if not self._version.survives_failed_forward:
+                raise
+            logger.exception("a forward failed; the running requests end")
+            self._results.clear()
+            self._ends.fail_running(error)
+            return None
+
+    def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
         if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:
             self.model_runner.before_layer = partial(self.connector.layer_pre_hook, stream=stream)
             self.model_runner.after_layer = partial(self.connector.layer_post_hook, stream=stream)
-        logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
+        with self.pool.computing():
+            logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
         if self.connector is not None:
             self.connector.after_forward(stream)
         return logits
@@ -278,62 +301,18 @@ class Executor:
             self.connector.reset_request_state(request.request_id)
         self._waiting.appendleft(request)
 
-    # -- ends -----------------------------------------------------------------------------------------------------
-
-    def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
-        """Ends a running request: its blocks are published, then freed, or held while the connector saves them."""
-        request_id = request.request_id
-        request.finish_reason = reason
-        del self._active[request_id]
-        if publish:
-            written = request.num_written_tokens
-            # V2 commits prompts only.
-            end = min(written, request.prompt_len) if self._is_v2 else written
-            self.block_manager.publish(request_id, request.tokens(0, end))
-        if self._tell_end(request, reason):
-            request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
-            self.block_manager.stop_growing(request_id)
-            return
-        self.block_manager.release(request_id)
-        _complete(request, reason)
-
-    def _tell_end(self, request: LlmRequest, reason: str) -> bool:
-        """Tells the connector that the request has ended; True when it saves from the request's blocks."""
-        if self.connector is None:
-            return False
-        tell = self.connector.request_finished if reason in ("length", "stop") else self.connector.request_cut_short
-        return tell(request, self.block_manager.block_ids(request.request_id))
-
-    def _cancel_waits_for_load(self, request: LlmRequest) -> bool:
-        connector = self.connector
-        return connector is not None and connector.version.defers_cancel and connector.is_loading(request.request_id)
-
-    def _is_parked(self, request: LlmRequest) -> bool:
-        return self.connector is not None and self.connector.is_loading(request.request_id)
-
-    def _finish_transfers(self) -> None:
-        if self.connector is None:
-            return
-        saved, loaded = self.connector.get_finished()
-        for request in saved:
-            self.block_manager.release(request.request_id)
-            request.state = LlmRequestState.GENERATION_COMPLETE
-        for request in loaded:
-            if request.finish_reason is not None and request.request_id in self._active:
-                self._finish(request, request.finish_reason, publish=False)
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
         self._failure = f"{type(error).__name__}: {error}"
         for request in [*self._waiting, *self._active.values()]:
             if not request.is_finished:
                 request.error = f"the engine stopped: {self._failure}"
-                _complete(request, "error")
+                complete(request, "error")
             self.block_manager.release(request.request_id)
         self._waiting.clear()
         self._active.clear()
         self._results.clear()
-
-    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -342,8 +321,3 @@ class Executor:
     def _stream(self) -> torch.cuda.Stream | None:
         device = self.model_runner.device
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _complete(request: LlmRequest, reason: str) -> None:
-    request.finish_reason = reason
-    request.state = LlmRequestState.GENERATION_COMPLETE

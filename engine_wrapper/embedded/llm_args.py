@@ -63,7 +63,9 @@ class LlmArgs(StrictModel):
     short iterations on a card run as CUDA graphs then, or when the connector says that its hooks do nothing.
     `disable_overlap_scheduler` off handles the results of an iteration after the next one was issued. `contract` is the
     version of TensorRT-LLM whose connector contract the engine keeps to; `layer_groups` lists the layers of each group
-    in which the V2 cache manager describes the pool, None for one group. `transfer_timeout` is how long, in seconds,
+    in which the V2 cache manager describes the pool, None for one group. `attn_backend` orders heads and tokens inside
+    the pool's blocks as the version does under that name, and `cache_transceiver_config` has the engine treat saved
+    requests as in a disaggregated set-up; neither changes an answer. `transfer_timeout` is how long, in seconds,
     the engine waits for a connector's asynchronous transfers when nothing else can run. `tensor_parallel_size` is the
     number of processes of one `torch.distributed` group that share the model.
     """
@@ -86,6 +88,8 @@ class LlmArgs(StrictModel):
     kv_connector_config: KvCacheConnectorConfig | None = None
     layer_hooks: bool = True
     disable_overlap_scheduler: bool = True
+    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
+    cache_transceiver_config: dict[str, Any] | None = None
     contract: Literal["1.1", "1.2", "1.3rc", "main", "embedded"] = "embedded"
     layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.layout import pool_view
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine_wrapper.embedded.llm_args import LlmArgs
     from kernels.layout import KvGeometry
 
@@ -16,15 +20,38 @@ DEFAULT_POOL_BYTES = 1 << 30
 
 
 class KvPool:
-    """`tensor`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V, HND inside a block.
+    """`tensor`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V, in `layout` inside a block: "HND" or
+    "NHD". `computed` is what a model runs on, always HND: `tensor` itself, or a copy of it for a forward.
 
     It starts as zeros: rows that no request has written are masked, and a masked NaN would still spread.
     """
 
-    def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        geometry: KvGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: str = "HND",
+    ) -> None:
         self.geometry = geometry
         shape = (num_blocks, geometry.num_layers, 2, geometry.row_elements)
         self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.computed = self.tensor if layout == "HND" else torch.zeros_like(self.tensor)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A forward over `computed`: it sees what is in `tensor`, which has what was computed when the block is left
+        without an error."""
+        if self.computed is self.tensor:
+            yield
+            return
+        sizes, rows = self.geometry, pool_view(self.computed, self.geometry)
+        inside = (sizes.block_size, sizes.kv_heads, sizes.head_dim)
+        registered = self.tensor.view(*self.tensor.shape[:3], *inside).transpose(3, 4)
+        rows.copy_(registered)
+        yield
+        registered.copy_(rows)
 
     @property
     def num_blocks(self) -> int:

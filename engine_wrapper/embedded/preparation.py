@@ -23,7 +23,10 @@ _PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRES
 
 
 class Preparation:
-    """As the V1 cache manager does it. `connector` None asks nobody; `asks` off still tells it about blocks."""
+    """As the V1 cache manager does it. `connector` None asks nobody; `asks` off still tells it about blocks.
+
+    `applies` off asks, and computes what was offered all the same.
+    """
 
     def __init__(
         self,
@@ -32,9 +35,11 @@ class Preparation:
         connector: KvCacheConnectorManager | None,
         *,
         asks: bool,
+        applies: bool = True,
     ) -> None:
         self._blocks, self._scheduler, self._connector = blocks, scheduler, connector
         self._asks = asks and connector is not None
+        self._applies = applies
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Allocates for every request of `batch`; requests that find no room leave it."""
@@ -54,7 +59,7 @@ class Preparation:
         if self._connector.version.floors_local_match:
             told -= told % self._blocks.block_size
         matched = self._connector.get_num_new_matched_tokens(request, told)
-        if matched:
+        if matched and self._applies:
             request.set_prepopulated_prompt_len(told, matched)
         else:
             request.set_prepopulated_prompt_len(local, 0)
