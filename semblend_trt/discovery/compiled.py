@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -15,24 +16,25 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_PACKAGE = Path(__file__).parents[1]
+# The files of entries, and those whose functions or constants are compiled into them.
 COMPILED_MODULES = (
-    "anchor_table",
-    "compiled",
-    "donor_pages",
-    "index_memory",
-    "index_writing",
-    "raw_memory",
-    "span_search",
-    "winnowing",
+    "discovery/anchor_table.py",
+    "discovery/compiled.py",
+    "discovery/donor_pages.py",
+    "discovery/embedders/hashing.py",
+    "discovery/fingerprint.py",
+    "discovery/index_memory.py",
+    "discovery/index_writing.py",
+    "discovery/raw_memory.py",
+    "discovery/span_search.py",
+    "discovery/winnowing.py",
+    "fleet/keyed_hash.py",
+    "fleet/overlap_tally.py",
+    "fleet/owner_sets.py",
+    "fleet/posting_table.py",
 )
-# numba's cache knows when an entry's own file changes, but not when a file does whose functions are compiled into it.
-# Entries hold this number in their closure, and the closure is part of the cache's key.
-SOURCES_STAMP = int.from_bytes(
-    hashlib.blake2b(
-        b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in COMPILED_MODULES), digest_size=7
-    ).digest(),
-    "little",
-)
+_SOURCES = hashlib.sha256(b"".join((_PACKAGE / name).read_bytes() for name in COMPILED_MODULES)).digest()
 
 
 def inner(function: Function) -> Function:
@@ -43,10 +45,21 @@ def inner(function: Function) -> Function:
 def entry(function: Function) -> Function:
     """Compiles a function that Python calls. The result is kept on disk, or in memory where no folder is writable."""
     try:
-        return cast("Function", numba.njit(nogil=True, cache=True)(function))
+        return cast("Function", numba.njit(nogil=True, cache=True)(_stamped(function)))
     except RuntimeError as error:
         logger.info("compiled code of %s is not kept on disk: %s", function.__name__, error)
         return inner(function)
+
+
+def _stamped(function: Any) -> FunctionType:
+    """`function` with a digest of all sources in its closure, from which it reads nothing.
+
+    numba's cache knows when an entry's own file changes, but not when a file does of which something is compiled into
+    it. The closure is part of the cache's key.
+    """
+    code = function.__code__.replace(co_freevars=(*function.__code__.co_freevars, "sources"))
+    closure = (*(function.__closure__ or ()), CellType(_SOURCES))
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

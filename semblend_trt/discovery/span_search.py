@@ -22,7 +22,7 @@ from semblend_trt.discovery.anchor_table import (
     key_of,
     reference_of,
 )
-from semblend_trt.discovery.compiled import SOURCES_STAMP, entry, inner
+from semblend_trt.discovery.compiled import entry, inner
 from semblend_trt.discovery.donor_pages import OWNER_SHIFT, PAGE_MASK, next_page, previous_page
 from semblend_trt.discovery.index_memory import (
     BLOCK_CELLS,
@@ -163,99 +163,93 @@ def _look_up(
             prefetch(address_of(chunks, pool, number))
 
 
-def _make(stamp: int):  # type: ignore[no-untyped-def]
-    @entry
-    def search(
-        chunks: Words, directory: Directory, depth: int, mask: np.uint64, space_key: int, namespace: int, version: int,
-        prompt: TokenArray, hashes: npt.NDArray[np.uint64], positions: Words,
-        max_bucket: int, max_pairs: int, max_extensions: int, max_compared: int, shortest: int,
-    ) -> tuple[Runs, int, int, int]:  # fmt: skip
-        _ = stamp
-        anchors, cells, extensions, compared = len(positions), 0, 0, 0
-        keys, entries = np.empty(anchors, dtype=np.int64), np.empty(anchors, dtype=np.int64)
+@entry
+def search(
+    chunks: Words, directory: Directory, depth: int, mask: np.uint64, space_key: int, namespace: int, version: int,
+    prompt: TokenArray, hashes: npt.NDArray[np.uint64], positions: Words,
+    max_bucket: int, max_pairs: int, max_extensions: int, max_compared: int, shortest: int,
+) -> tuple[Runs, int, int, int]:  # fmt: skip
+    """Runs int64 [n, 4]: donor, its position, the prompt's, tokens; then the places read, those compared token by
+    token, and the tokens compared.
+    """
+    anchors, cells, extensions, compared = len(positions), 0, 0, 0
+    keys, entries = np.empty(anchors, dtype=np.int64), np.empty(anchors, dtype=np.int64)
+    for index in range(anchors):
+        keys[index] = key_of(hashes[index], mask, space_key)
+    for first in range(0, anchors, _BATCH):
+        _look_up(chunks, directory, depth, keys, first, min(first + _BATCH, anchors), entries)
+    start = prompt.ctypes.data
+    diagonals, held = np.zeros((256, 3), dtype=np.int64), 0
+    runs, found = np.empty((64, 4), dtype=np.int64), 0
+    waiting = False
+    for round_ in range(2):
+        low, high = (0, min(_FIRST_ROUND, max_bucket)) if round_ == 0 else (_FIRST_ROUND, max_bucket)
+        if round_ and not waiting:
+            break
         for index in range(anchors):
-            keys[index] = key_of(hashes[index], mask, space_key)
-        for first in range(0, anchors, _BATCH):
-            _look_up(chunks, directory, depth, keys, first, min(first + _BATCH, anchors), entries)
-        start = prompt.ctypes.data
-        diagonals, held = np.zeros((256, 3), dtype=np.int64), 0
-        runs, found = np.empty((64, 4), dtype=np.int64), 0
-        waiting = False
-        for round_ in range(2):
-            low, high = (0, min(_FIRST_ROUND, max_bucket)) if round_ == 0 else (_FIRST_ROUND, max_bucket)
-            if round_ and not waiting:
-                break
-            for index in range(anchors):
-                word = entries[index]
-                if word == EMPTY or (round_ and not is_many(word)):
+            word = entries[index]
+            if word == EMPTY or (round_ and not is_many(word)):
+                continue
+            target = positions[index]
+            many, seen, cell = is_many(word), 0, BLOCK_CELLS - 1
+            base = address_of(chunks, BLOCKS, reference_of(word)) if many else 0
+            while True:
+                place = reference_of(word)
+                cells += 1
+                if many:
+                    if cell < 0:
+                        older = load_word(base + NEXT)
+                        if older == 0:
+                            break
+                        base, cell = address_of(chunks, BLOCKS, older - 1), BLOCK_CELLS - 1
+                    place = load_word(base + 8 * cell) - 1
+                    cell -= 1
+                    if place < 0:
+                        continue
+                elif seen:
+                    break
+                seen += 1
+                if seen <= low:
                     continue
-                target = positions[index]
-                many, seen, cell = is_many(word), 0, BLOCK_CELLS - 1
-                base = address_of(chunks, BLOCKS, reference_of(word)) if many else 0
-                while True:
-                    place = reference_of(word)
-                    cells += 1
-                    if many:
-                        if cell < 0:
-                            older = load_word(base + NEXT)
-                            if older == 0:
-                                break
-                            base, cell = address_of(chunks, BLOCKS, older - 1), BLOCK_CELLS - 1
-                        place = load_word(base + 8 * cell) - 1
-                        cell -= 1
-                        if place < 0:
-                            continue
-                    elif seen:
-                        break
-                    seen += 1
-                    if seen <= low:
-                        continue
-                    if seen > high:
-                        waiting = True
-                        break
-                    max_pairs -= 1
-                    if max_pairs < 0:
-                        return runs[:found], cells, extensions, compared
-                    owner = load_word(address_of(chunks, PAGES, place >> PAGE_BITS))
-                    donor = owner >> OWNER_SHIFT
-                    at = (owner & PAGE_MASK) << PAGE_BITS | place & (PAGE_TOKENS - 1)
-                    diagonal = donor << OWNER_SHIFT | (at - target + _SHIFT_OFFSET)
-                    slot = _diagonal_slot(diagonals, diagonal)
-                    if diagonals[slot, 1] <= target < diagonals[slot, 2]:
-                        continue
-                    if extensions == max_extensions or compared > max_compared:
-                        return runs[:found], cells, extensions, compared
-                    extensions += 1
-                    record = address_of(chunks, DONORS, donor)
-                    if load_word(record + NAMESPACE) != namespace:
-                        continue
-                    if load_word(record + BORN) > version or load_word(record + DIED) <= version:
-                        continue
-                    limit = min(load_word(record + LENGTH) - at, len(prompt) - target)
-                    ahead = forward(chunks, place, start + 4 * target, limit)
-                    compared += ahead + 1
-                    if ahead == 0:
-                        continue
-                    behind = backward(chunks, place, start + 4 * target, min(at, target))
-                    compared += behind + 1
-                    if diagonals[slot, 0] == 0:
-                        held += 1
-                    diagonals[slot, 0] = diagonal
-                    diagonals[slot, 1], diagonals[slot, 2] = target - behind, target + ahead
-                    if 2 * held > len(diagonals):
-                        diagonals = _larger(diagonals)
-                    if ahead + behind < shortest:
-                        continue
-                    if found == len(runs):
-                        runs = _longer(runs)
-                    runs[found, 0], runs[found, 1] = donor, at - behind
-                    runs[found, 2], runs[found, 3] = target - behind, ahead + behind
-                    found += 1
-        return runs[:found], cells, extensions, compared
-
-    return search
-
-
-# Runs int64 [n, 4]: donor, its position, the prompt's, tokens; then the places read, those compared token by token, and
-# the tokens compared.
-search = _make(SOURCES_STAMP)
+                if seen > high:
+                    waiting = True
+                    break
+                max_pairs -= 1
+                if max_pairs < 0:
+                    return runs[:found], cells, extensions, compared
+                owner = load_word(address_of(chunks, PAGES, place >> PAGE_BITS))
+                donor = owner >> OWNER_SHIFT
+                at = (owner & PAGE_MASK) << PAGE_BITS | place & (PAGE_TOKENS - 1)
+                diagonal = donor << OWNER_SHIFT | (at - target + _SHIFT_OFFSET)
+                slot = _diagonal_slot(diagonals, diagonal)
+                if diagonals[slot, 1] <= target < diagonals[slot, 2]:
+                    continue
+                if extensions == max_extensions or compared > max_compared:
+                    return runs[:found], cells, extensions, compared
+                extensions += 1
+                record = address_of(chunks, DONORS, donor)
+                if load_word(record + NAMESPACE) != namespace:
+                    continue
+                if load_word(record + BORN) > version or load_word(record + DIED) <= version:
+                    continue
+                limit = min(load_word(record + LENGTH) - at, len(prompt) - target)
+                ahead = forward(chunks, place, start + 4 * target, limit)
+                compared += ahead + 1
+                if ahead == 0:
+                    continue
+                behind = backward(chunks, place, start + 4 * target, min(at, target))
+                compared += behind + 1
+                if diagonals[slot, 0] == 0:
+                    held += 1
+                diagonals[slot, 0] = diagonal
+                diagonals[slot, 1], diagonals[slot, 2] = target - behind, target + ahead
+                if 2 * held > len(diagonals):
+                    diagonals = _larger(diagonals)
+                if ahead + behind < shortest:
+                    continue
+                if found == len(runs):
+                    runs = _longer(runs)
+                runs[found, 0], runs[found, 1] = donor, at - behind
+                runs[found, 2], runs[found, 3] = target - behind, ahead + behind
+                found += 1
+    return runs[:found], cells, extensions, compared

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import SOURCES_STAMP, entry, inner
+from semblend_trt.discovery.compiled import entry, inner
 from semblend_trt.discovery.raw_memory import equal_tokens, trailing_zeros
 
 GRAM_TOKENS = 16
@@ -229,23 +229,17 @@ def _thinned(hashes: _Hashes, positions: _Positions, most: int) -> tuple[_Hashes
     return hashes[:kept], positions[:kept]
 
 
-def _make(stamp: int):  # type: ignore[no-untyped-def]
-    @entry
-    def anchors(tokens: _Tokens, window: int, max_repeats: int) -> tuple[_Hashes, _Positions]:
-        _ = stamp
-        positions, repeats = _chosen(tokens, window)
-        if repeats:
-            positions = _merged(positions, _stretch_ends(tokens))
-        hashes = np.empty(len(positions), dtype=np.uint64)
-        for index in range(len(positions)):
-            hashes[index] = gram_hash(tokens, positions[index])
-        if _may_repeat(hashes, max_repeats):
-            hashes, positions = _thinned(hashes, positions, max_repeats)
-        return hashes, positions
-
-    return anchors
-
-
-# Hashes uint64 [n] and positions int64 [n] of the anchors of int32 [>= window + 15] tokens by windows of `window`
-# grams, thinned to `max_repeats` a hash.
-anchors = _make(SOURCES_STAMP)
+@entry
+def anchors(tokens: _Tokens, window: int, max_repeats: int) -> tuple[_Hashes, _Positions]:
+    """Hashes uint64 [n] and positions int64 [n] of the anchors of int32 [>= window + 15] tokens by windows of `window`
+    grams, thinned to `max_repeats` a hash.
+    """
+    positions, repeats = _chosen(tokens, window)
+    if repeats:
+        positions = _merged(positions, _stretch_ends(tokens))
+    hashes = np.empty(len(positions), dtype=np.uint64)
+    for index in range(len(positions)):
+        hashes[index] = gram_hash(tokens, positions[index])
+    if _may_repeat(hashes, max_repeats):
+        hashes, positions = _thinned(hashes, positions, max_repeats)
+    return hashes, positions

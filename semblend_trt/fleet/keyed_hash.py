@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import SOURCES_STAMP, entry, inner
+from semblend_trt.discovery.compiled import entry, inner
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, MAX_REPEATS
 from semblend_trt.discovery.winnowing import WINDOW_GRAMS, anchors
 
@@ -95,28 +95,24 @@ def _sample(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int, entries
     return level, count
 
 
-def _make(stamp: int):  # type: ignore[no-untyped-def]
-    @entry
-    def sampled(tokens: _Tokens, ends: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Counts, _Entries]:
-        _ = stamp
-        count = len(ends)
-        levels, found = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        stops, entries = np.empty(count, dtype=np.int64), np.empty(count * most, dtype=np.uint32)
-        start, stop = 0, 0
-        for at in range(count):
-            if ends[at] - start >= GUARANTEED_RUN:
-                hashes, _positions = anchors(tokens[start : ends[at]], WINDOW_GRAMS, MAX_REPEATS)
-                found[at] = len(hashes)
-                levels[at], taken = _sample(hashes, keys[at, 0], keys[at, 1], most, entries[stop:])
-                stop += taken
-            start, stops[at] = ends[at], stop
-        return levels, found, stops, entries[:stop]
+@entry
+def sampled(tokens: _Tokens, ends: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Counts, _Entries]:
+    """Samples of texts that stand one behind the other in `tokens`, int32 [n].
 
-    return sampled
-
-
-# Samples of texts that stand one behind the other in `tokens`, int32 [n]: text i ends at `ends[i]` (int64 [texts]) and
-# has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of each its level, the lowest at which at most `most` of
-# its anchors' keyed hashes begin with as many zero bits; how many anchors it has; where its entries stop in the last
-# array, uint32, which holds the low 32 bits of those hashes in order.
-sampled = _make(SOURCES_STAMP)
+    Text i ends at `ends[i]` (int64 [texts]) and has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of each:
+    its level, the lowest at which at most `most` of its anchors' keyed hashes begin with as many zero bits; how many
+    anchors it has; where its entries stop in the last array, uint32, which holds the low 32 bits of those hashes in
+    order.
+    """
+    count = len(ends)
+    levels, found = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    stops, entries = np.empty(count, dtype=np.int64), np.empty(count * most, dtype=np.uint32)
+    start, stop = 0, 0
+    for at in range(count):
+        if ends[at] - start >= GUARANTEED_RUN:
+            hashes, _positions = anchors(tokens[start : ends[at]], WINDOW_GRAMS, MAX_REPEATS)
+            found[at] = len(hashes)
+            levels[at], taken = _sample(hashes, keys[at, 0], keys[at, 1], most, entries[stop:])
+            stop += taken
+        start, stops[at] = ends[at], stop
+    return levels, found, stops, entries[:stop]

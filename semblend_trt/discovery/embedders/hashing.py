@@ -1,7 +1,4 @@
-"""The loops behind the embedders that read no model, compiled: words to hashes, hashes to vectors.
-
-All of them stand in one file because numba keeps compiled code for as long as the file of its entry is unchanged.
-"""
+"""The loops behind the embedders that read no model, compiled: words to hashes, hashes to vectors."""
 
 from __future__ import annotations
 

@@ -1,16 +1,104 @@
 """Compiled code that is kept on disk must be made again when any source of it changes."""
 
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from semblend_trt.discovery import compiled
+import semblend_trt
+from semblend_trt.discovery.compiled import COMPILED_MODULES
+
+PACKAGE = Path(semblend_trt.__file__).parent
+FLOORS = [PACKAGE.parent / name for name in ("validation", "engine_wrapper", "semblend_trt", "kernels")]
+DECORATORS = {"entry", "inner", "intrinsic"}
+
+# One entry of each folder that takes in what other files say, called so that these files decide what comes out.
+LOOKUP = """
+import numpy as np
+from semblend_trt.discovery.index_writing import stamp_donor
+from semblend_trt.fleet.overlap_tally import add_up
+from semblend_trt.fleet.owner_sets import sets_of
+
+memory, chunks = np.zeros(64, dtype=np.int64), np.zeros((6, 1), dtype=np.int64)
+chunks[:] = memory.ctypes.data
+stamp_donor(chunks, 1, 0, 7)
+found, matches = np.zeros(1), np.zeros(1, dtype=np.int64)
+add_up(sets_of(8), np.zeros(2, dtype=np.int64), np.array([1 << 32]), np.ones(1), found, matches)
+hits = [sum(each.stats.cache_hits.values()) for each in (stamp_donor, add_up)]
+print(*np.flatnonzero(memory), *matches, *hits)
+"""
 
 
-def test_every_module_with_compiled_functions_is_part_of_the_stamp() -> None:
-    folder = Path(compiled.__file__).parent
-    decorated = {
-        path.stem
-        for path in folder.glob("*.py")
-        if any(line.strip() in ("@inner", "@entry", "@intrinsic") for line in path.read_text("utf-8").splitlines())
-    }
-    assert decorated
-    assert decorated | {"compiled"} == set(compiled.COMPILED_MODULES)
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def compiled_functions(tree: ast.Module, decorators: set[str]) -> list[ast.FunctionDef]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [each for each in functions if names_in(*each.decorator_list) & decorators]
+
+
+def taken_in(path: Path) -> set[Path]:
+    """The product's files from which a file's compiled functions and its constants take names."""
+    tree = parsed(path)
+    constants = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    used = names_in(*compiled_functions(tree, DECORATORS), *constants)
+    files = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) in used:
+                    module = PACKAGE.parent.joinpath(*node.module.split("."))
+                    places = (module / f"{alias.name}.py", module.with_suffix(".py"), module / "__init__.py")
+                    files |= set([place for place in places if place.is_file()][:1])
+    return files
+
+
+def test_every_file_that_goes_into_kept_code_is_part_of_the_digest() -> None:
+    modules = [path for floor in FLOORS for path in floor.rglob("*.py")]
+    reached: set[Path] = set()
+    waiting = [path for path in modules if compiled_functions(parsed(path), {"entry"})]
+    while waiting:
+        path = waiting.pop()
+        if path not in reached:
+            reached.add(path)
+            waiting += taken_in(path)
+    assert {path.relative_to(PACKAGE).as_posix() for path in reached} == set(COMPILED_MODULES)
+
+
+def test_nothing_is_compiled_past_the_digest() -> None:
+    modules = [path for floor in FLOORS for path in floor.rglob("*.py")]
+    assert [path.name for path in modules if "njit" in path.read_text(encoding="utf-8")] == ["compiled.py"]
+
+
+def test_a_changed_constant_reaches_the_compiled_code_that_takes_it_in(tmp_path: Path) -> None:
+    copy = tmp_path / "semblend_trt"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    # Python tells a changed module by the second and the size, which both stay here.
+    told = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")} | told
+
+    def look_up() -> list[int]:
+        run = subprocess.run(
+            [sys.executable, "-c", LOOKUP], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return [int(word) for word in run.stdout.split()]
+
+    def change(name: str, before: str, after: str) -> None:
+        source = (copy / name).read_text(encoding="utf-8")
+        assert source.count(before) == 1
+        (copy / name).write_text(source.replace(before, after), encoding="utf-8")
+
+    assert look_up() == [8, 1, 0, 0]
+    assert look_up() == [8, 1, 1, 1]
+    change("discovery/index_memory.py", "_RECORD_BITS = (9, 4, 6,", "_RECORD_BITS = (9, 4, 5,")
+    change("fleet/owner_sets.py", "SHARED = 1 << 30", "SHARED = 1")
+    assert look_up() == [4, 0, 0, 0]
