@@ -18,13 +18,15 @@ BLOCK = 8
 
 @dataclass
 class Shelf:
-    """What both halves of one connector share: the record of calls, donors by their tokens, and how to behave."""
+    """What both halves of one connector share: the record of calls, donors by their tokens, and how to behave. With
+    `saves`, requests are saved that came to their end; with `saves_any`, those cut short as well."""
 
     calls: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
     donors: dict = field(default_factory=dict)
     polls: list = field(default_factory=list)
     saves: bool = False
+    saves_any: bool = False
     asynchronous: bool = False
     polls_a_save_takes: int = 0
     polls_a_load_takes: int = 0
@@ -84,7 +86,7 @@ class ShelfScheduler(KvCacheConnectorScheduler):
 
     def request_finished(self, request, cache_block_ids):
         self.shelf.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
-        if self.shelf.saves and request.finish_reason in ("length", "stop"):
+        if self.shelf.saves and (self.shelf.saves_any or request.finish_reason in ("length", "stop")):
             self.shelf.to_save[request.request_id] = (tuple(request.get_tokens(0)[:-1]), tuple(cache_block_ids))
             return True
         return False

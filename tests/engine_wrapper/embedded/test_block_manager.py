@@ -13,9 +13,9 @@ KEY = RootKey()
 BLOCK = 4
 
 
-def manager(num_blocks=8, rules=None):
+def manager(num_blocks=8, rules=None, **fields):
     copies = []
-    blocks = BlockManager(num_blocks, BLOCK, lambda source, target: copies.append((source, target)), rules)
+    blocks = BlockManager(num_blocks, BLOCK, lambda source, target: copies.append((source, target)), rules, **fields)
     return blocks, copies
 
 
@@ -151,6 +151,55 @@ def test_an_unread_equal_block_makes_place_for_ours():
     assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == blocks.block_ids(2)[0]
 
 
+def test_the_tree_keeps_its_own_block_where_it_replaces_none():
+    blocks, _ = manager(num_blocks=4, replaces=False)
+    tokens = list(range(4))
+    admit(blocks, 1, tokens)
+    admit(blocks, 2, tokens)
+    blocks.publish(1, tokens)
+    (kept,) = blocks.block_ids(1)
+    blocks.release(1)
+    assert blocks.publish(2, tokens) == 4
+    assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == kept
+    assert blocks.block_ids(2) != [kept]
+    assert blocks.num_free_blocks == 2
+    blocks.release(2)
+    assert blocks.num_free_blocks == 4
+
+
+def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
+    blocks, _ = manager(num_blocks=3, replaces=False)
+    tokens = list(range(4))
+    admit(blocks, 1, tokens)
+    admit(blocks, 2, tokens, total=8)
+    blocks.publish(1, tokens)
+    blocks.release(1)
+    admit(blocks, 3, [70])
+    assert blocks.publish(2, tokens) == 0
+    assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
+
+
+def test_pins_hold_what_the_tree_has_and_nothing_else():
+    blocks, _ = manager(num_blocks=6)
+    blocks.publication = guard = Limit(8)
+    tokens = list(range(10))
+    for step in (admit, BlockManager.publish):
+        for request_id in (1, 2):
+            step(blocks, request_id, tokens)
+    own = blocks.block_ids(2)
+    blocks.release(1)
+    blocks.pin(2)
+    assert (blocks.holds(2), guard.gone) == (False, [1, 2])
+    assert set(own) <= set(blocks._free)
+    assert (blocks.num_free_blocks, blocks.num_reusable_blocks) == (4, 2)
+    assert blocks._tree.evict() is None
+    blocks.unpin(2)
+    assert blocks.num_free_blocks == 6
+    blocks.unpin(2)  # has none any more
+    with pytest.raises(SemBlendError, match="request 9 has no blocks"):
+        blocks.pin(9)
+
+
 def test_the_guard_limits_publication_and_hears_of_the_release():
     blocks, _ = manager()
     blocks.publication = guard = Limit(6)
@@ -187,11 +236,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     or unwritten slot is seen at once."""
 
     NUM_BLOCKS = 7
+    REPLACES = True
 
     def __init__(self):
         super().__init__()
         self.content = {block: [None] * BLOCK for block in range(self.NUM_BLOCKS)}
-        self.blocks = BlockManager(self.NUM_BLOCKS, BLOCK, self.copy)
+        self.blocks = BlockManager(self.NUM_BLOCKS, BLOCK, self.copy, replaces=self.REPLACES)
         self.running = {}  # request id -> [key, tokens, written, total, held]
         self.next_id = 0
 
@@ -263,6 +313,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks.release(request_id)
         del self.running[request_id]
 
+    @precondition(lambda self: self.active())
+    @rule(data=st.data())
+    def pin(self, data):
+        request_id = data.draw(st.sampled_from(self.active()))
+        _, tokens, written, _, _ = self.running.pop(request_id)
+        self.blocks.publish(request_id, tokens[:written])
+        self.blocks.pin(request_id)
+
+    @precondition(lambda self: self.blocks._pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        self.blocks.unpin(data.draw(st.sampled_from(sorted(self.blocks._pins))))
+
     def read(self, request_id):
         key, tokens, written = self.running[request_id][:3]
         ids = self.blocks.block_ids(request_id)
@@ -285,6 +348,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def references_are_the_readers(self):
         readers = Counter(node for sequence in self.blocks._sequences.values() for node in sequence.path)
+        readers.update(node for path in self.blocks._pins.values() for node in path)
         for _, node in self.blocks._tree.walk():
             assert node.references == readers[node]
             assert node.parent is not None
@@ -299,8 +363,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def teardown(self):
         for request_id in list(self.running):
             self.blocks.release(request_id)
+        for request_id in list(self.blocks._pins):
+            self.blocks.unpin(request_id)
         assert self.blocks.num_free_blocks == self.NUM_BLOCKS
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
 TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=50)
+
+
+class KeepingMachine(BlockManagerMachine):
+    """The same life where the tree keeps its own blocks."""
+
+    REPLACES = False
+
+
+TestKeepingMachine = KeepingMachine.TestCase
+TestKeepingMachine.settings = TestBlockManagerMachine.settings

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import contextmanager
 from dataclasses import fields
 
 import pytest
@@ -12,7 +14,7 @@ from engine_wrapper.embedded.connector_manager import ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.connector.contract_versions import BOUND_ATTRIBUTES, VERSIONS
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded.conftest import BLOCK, ShelfScheduler, ShelfWorker, shelf_of
@@ -96,6 +98,35 @@ class GroupedWorker(ShelfWorker):
         first = min((region for group in layout.groups for region in group.regions), key=lambda each: each.base)
         super().register_kv_caches(first.rows._base if first.rows._base is not None else first.rows)
         self.shelf.calls.pop()
+
+
+MEETING = threading.Barrier(2, timeout=60)
+
+
+class MeetingScheduler(ShelfScheduler):
+    """Is built while the worker is being built."""
+
+    def __init__(self, llm_args):
+        MEETING.wait()
+        super().__init__(llm_args)
+
+
+class MeetingWorker(ShelfWorker):
+    """Is built while the scheduler is being built."""
+
+    def __init__(self, llm_args):
+        MEETING.wait()
+        super().__init__(llm_args)
+
+
+class BrokenScheduler(ShelfScheduler):
+    def __init__(self, llm_args):
+        raise KeyError("broken")
+
+
+class BrokenWorker(ShelfWorker):
+    def __init__(self, llm_args):
+        raise KeyError("broken")
 
 
 @pytest.fixture
@@ -314,6 +345,203 @@ def test_a_paused_request_that_is_cancelled_disappears_as_well(make_engine):
     llm.executor.pause(next(iter(llm.executor._active.values())))
     llm.abort(stream.request_id)
     assert (shelf.count("request_finished"), llm.executor.connector._asked) == (0, set())
+
+
+# -- a version's habits ------------------------------------------------------------------------------------------------
+
+V1_CONTRACTS = [*FIELDS, "embedded"]
+FREEING = [name for name in FIELDS if not VERSIONS[name].holds_saved_blocks]
+
+
+@contextmanager
+def fails_once(owner, name):
+    """The next call of `owner`'s method raises."""
+    sound, calls = getattr(owner, name), []
+
+    def broken(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("injected")
+        return sound(*arguments)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(owner, name, broken)
+        yield
+    assert calls
+
+
+def part_of(llm, where):
+    return llm.executor.model_runner if where == "forward" else llm.connector_worker
+
+
+@pytest.mark.parametrize("where", ["forward", "save_kv_layer", "wait_for_save"])
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_forward_that_fails_ends_the_running_requests(make_engine, make_llm, contract, where):
+    llm, shelf = make_engine(contract, None, max_batch_size=2)
+    streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
+    for stream in streams[:2]:
+        next(stream)
+    published = llm.block_manager.num_reusable_blocks
+    shelf.calls.clear()
+    with fails_once(part_of(llm, where), where):
+        assert llm.executor.step()
+    ended = [list(stream)[-1] for stream in streams[:2]]
+    assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
+    assert all("injected" in output.error for output in ended)
+    assert shelf.names()[-1] == "get_finished"
+    assert shelf.count("wait_for_save") == 0
+    assert shelf.count("request_finished") == 2 * (contract == "1.1")
+    assert llm.block_manager.num_reusable_blocks == published
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    # What waited is served as if nothing had been.
+    assert [list(streams[2])[-1].outputs[0].token_ids] == answers(make_llm().generate([prompt(20, 2)], SIX))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_prompt_whose_forward_fails_is_not_published(make_engine, make_llm, contract, overlap):
+    llm, _ = make_engine(contract, None, max_num_tokens=16, disable_overlap_scheduler=not overlap)
+    stream = llm.generate_async(prompt(40), SIX)
+    llm.executor.step()
+    with fails_once(llm.executor.model_runner, "forward"):
+        llm.executor.step()
+    assert next(stream).outputs[0].finish_reason == "error"
+    assert llm.block_manager.num_reusable_blocks == 2
+    (output,) = llm.generate([prompt(40)], SIX)
+    assert output.cached_tokens == 2 * BLOCK
+    assert answers([output]) == answers(make_llm().generate([prompt(40)], SIX))
+
+
+def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
+    llm, shelf = make_engine("1.1", None)
+    stream = llm.generate_async(prompt(20), SIX)
+    next(stream)
+    shelf.saves_any, shelf.saves, shelf.polls_a_save_takes = True, True, 2
+    with fails_once(llm.executor.model_runner, "forward"):
+        llm.executor.step()
+    assert llm.executor.pending_transfers == [stream.request_id]
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+def test_our_own_version_ends_with_a_forward_that_fails(make_engine):
+    llm, _ = make_engine("embedded", None)
+    with fails_once(llm.executor.model_runner, "forward"), pytest.raises(RuntimeError, match="injected"):
+        llm.generate([prompt(9)], TWO)
+    with pytest.raises(SemBlendError, match="this engine has stopped"):
+        llm.generate([prompt(9)], TWO)
+
+
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
+def test_a_load_that_fails_ends_the_engine_under_every_version(make_engine, contract):
+    llm, _ = make_engine(contract, None)
+    with fails_once(llm.connector_worker, "start_load_kv"), pytest.raises(RuntimeError, match="injected"):
+        llm.generate([prompt(9)], TWO)
+
+
+def twins_being_saved(make_engine, contract, **fields):
+    """An engine that ran two requests of one prompt together and saves both, and the blocks of each."""
+    llm, shelf = make_engine(contract, None, **fields)
+    shelf.saves, shelf.polls_a_save_takes = True, 4
+    llm.generate([prompt(20), prompt(20)], SIX)
+    assert llm.executor.pending_transfers == [1, 2]
+    return llm, [call[2] for call in shelf.calls if call[0] == "request_finished"]
+
+
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
+def test_which_blocks_a_save_holds(make_engine, contract):
+    llm, (first, second) = twins_being_saved(make_engine, contract)
+    blocks = llm.block_manager
+    free, shared = set(blocks._free), {node.block_id for _, node in blocks._tree.walk()}
+    assert shared <= set(first)
+    assert not set(first) & set(second)  # what ran together shares nothing
+    if contract in FREEING:
+        assert set(second) <= free
+        assert set(first) - shared <= free
+    else:
+        assert not (set(first) | set(second)) & free
+    forget_prefixes(llm)
+    assert {node.block_id for _, node in blocks._tree.walk()} == shared  # nobody else gets them meanwhile
+    llm.settle()
+    assert blocks.num_blocks - blocks.num_free_blocks == (3 if contract == "1.1" else 0)  # of one of the two
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_what_a_disaggregated_set_up_pins(make_engine, contract):
+    llm, _ = twins_being_saved(make_engine, contract, cache_transceiver_config={"backend": "DEFAULT"})
+    forget_prefixes(llm)
+    assert (llm.block_manager.num_reusable_blocks == 0) == (contract == "1.1")
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+@pytest.mark.parametrize("contract", FREEING)
+def test_with_block_reuse_off_a_save_pins_nothing(make_engine, contract):
+    llm, _ = twins_being_saved(make_engine, contract, cache={"enable_block_reuse": False})
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    llm.settle()
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
+def test_of_saves_that_end_together_one_may_be_unpinned(make_engine, contract):
+    llm, shelf = make_engine(contract, None)
+    shelf.saves, shelf.polls_a_save_takes = True, 2
+    for _ in range(2):
+        llm.generate([prompt(20, seed) for seed in range(3)], TWO)
+        llm.settle()
+    assert llm.executor.pending_transfers == []
+    lost = llm.block_manager.num_blocks - llm.block_manager.num_free_blocks
+    assert lost == (4 if contract == "1.1" else 0)  # two of three, of two full blocks each, and the same ones again
+    forget_prefixes(llm)
+    assert llm.block_manager.num_reusable_blocks == lost
+
+
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
+def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, make_llm, contract):
+    llm, shelf = make_engine(contract, None, cache={"enable_block_reuse": False})
+    donor = prompt(40)
+    shelf.saves = True
+    llm.generate([donor], TWO)
+    llm.settle()
+    shelf.saves = False
+    shelf.calls.clear()
+    shelf.outputs.clear()
+    (output,) = llm.generate([donor], SIX)
+    assert shelf.count("get_num_new_matched_tokens") == (contract == "main")
+    assert shelf.count("update_state_after_alloc") == 1
+    (data,) = shelf.outputs[0].new_requests
+    assert (data.computed_position, data.num_scheduled_tokens) == (-39 if contract == "main" else 0, 40)
+    assert (output.cached_tokens, output.reused_tokens) == (0, 0)
+    assert answers([output]) == answers(make_llm().generate([donor], SIX))
+
+
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
+def test_flashinfer_orders_heads_and_tokens_as_the_version_does(make_engine, contract):
+    pools, outputs = [], []
+    for backend in ("TRTLLM", "FLASHINFER"):
+        llm, _ = make_engine(contract, None, attn_backend=backend, max_num_tokens=24)
+        outputs.append(answers(llm.generate([prompt(50), prompt(13, 1), prompt(30)], SIX)))
+        assert llm.generate([prompt(45)], TWO)[0].cached_tokens == 44  # with a part of a block, which is copied
+        pools.append(llm.executor.pool.tensor.view(-1, LAYERS, 2, 2 * BLOCK, 16))
+    assert outputs[0] == outputs[1]
+    heads_first, registered = pools
+    if contract in ("1.1", "1.2"):
+        assert not torch.equal(registered, heads_first)
+        registered = registered.view(-1, LAYERS, 2, BLOCK, 2, 16).transpose(3, 4).reshape(heads_first.shape)
+    assert torch.equal(registered, heads_first)
+
+
+def test_worker_and_scheduler_are_built_at_once(make_llm):
+    make_llm("MeetingScheduler", "MeetingWorker", module=__name__)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker"), [("BrokenScheduler", "GroupedWorker"), ("GroupedScheduler", "BrokenWorker")]
+)
+def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, scheduler, worker):
+    with pytest.raises(KeyError, match="broken"):
+        make_llm(scheduler, worker, module=__name__)
 
 
 # -- what a version refuses -------------------------------------------------------------------------------------------
