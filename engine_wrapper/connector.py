@@ -69,9 +69,9 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
 
         Raises SemBlendError when TensorRT-LLM has run a forward past a plan: it skipped what the plan would compute.
         """
-        super().wait_for_save(stream)
         forward = None if self.attachment is None else self.attachment.forward
         if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
+            super().wait_for_save(stream)
             return
         self._runtime.faults["plan_not_executed"] += 1
         self._runtime.refusal = self._runtime.refusal or "plan_not_executed"

@@ -64,6 +64,8 @@ class Runtime:
     `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
     `ranks` share the model; the scheduler stands on rank 0 alone.
+    `is_forward_open` from the start of an iteration's loads until the worker hears that its forward has completed. A
+    forward that failed leaves it open.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -77,6 +79,7 @@ class Runtime:
     disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
+    is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
     check_layers: tuple[int, ...] = ()
     ranks: Ranks = field(default_factory=Ranks)

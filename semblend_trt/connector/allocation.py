@@ -77,10 +77,14 @@ class Iteration:
     def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
         """Takes in what the engine says of one request. The plan of one whose `data` cannot be read is taken in as
         well, since its tokens were promised; then raises AttributeError, TypeError or ValueError."""
+        unapplied = _unapplied_tokens(tracked, data) if is_first else 0
+        if unapplied:
+            tracked.plan, tracked.reason = None, "not_honoured"
+            tracked.release_leases()
         if is_first and tracked.plan is not None and tracked.matched_tokens:
             self.plans.append(tracked.plan)
         if tracked.intent is not None:
-            progress = _progress_of(tracked, data, is_first=is_first)
+            progress = _progress_of(tracked, data, unapplied, is_first=is_first)
             if progress is None:
                 self.grown.append(tracked.request_id)
             else:
@@ -116,9 +120,17 @@ def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size
     return tokens
 
 
-def _progress_of(tracked: TrackedRequest, data: Any, *, is_first: bool) -> RequestProgress | None:
+def _unapplied_tokens(tracked: TrackedRequest, data: Any) -> int:
+    """The tokens of an offer that the engine asked for and applied nothing of, as main does under V1 with block reuse
+    off. It takes them for a load all the same, and so tells a position that lies in front of the computed tokens."""
+    offered = tracked.matched_tokens
+    is_behind = getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered
+    return offered if is_behind else 0
+
+
+def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first: bool) -> RequestProgress | None:
     """What the request gained, None for the token that a known one gains in most iterations, without a block."""
-    position, scheduled = index(data.computed_position), index(data.num_scheduled_tokens)
+    position, scheduled = index(data.computed_position) + unapplied, index(data.num_scheduled_tokens)
     if not is_first and position == tracked.written_tokens and scheduled == 1 and len(data.new_block_ids) == 0:
         tracked.written_tokens += 1
         return None

@@ -11,10 +11,22 @@ import importlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract_versions import NEW_MODULE, OLD_MODULE, RequestData, SchedulerOutput
+from semblend_trt.connector.contract_versions import (
+    NEW_MODULE,
+    OLD_MODULE,
+    V11,
+    VERSIONS,
+    RequestData,
+    SchedulerOutput,
+    match_of,
+)
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+
+    from semblend_trt.connector.contract_versions import ContractVersion
 
 __all__ = [
     "MODULE_PATHS",
@@ -22,9 +34,15 @@ __all__ = [
     "KvCacheConnectorWorker",
     "RequestData",
     "SchedulerOutput",
+    "flashinfer_layout",
+    "version_of",
 ]
 
 MODULE_PATHS = (NEW_MODULE, OLD_MODULE)
+_FLASHINFER_PATHS = (
+    "tensorrt_llm._torch.attention.backends.flashinfer",
+    "tensorrt_llm._torch.attention_backend.flashinfer",
+)
 
 
 class _SchedulerBase(ABC):
@@ -117,16 +135,37 @@ def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) ->
     return block_ids_by_layer_group[0]
 
 
-def _upstream_bases() -> tuple[type, type] | None:
-    for path in MODULE_PATHS:
+def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
+    """The first module that there is."""
+    for path in paths:
         try:
-            module = importlib.import_module(path)
+            return importlib.import_module(path)
         except ImportError:
             continue
-        return module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
     return None
 
 
-_bases = _upstream_bases()
-KvCacheConnectorScheduler: Any = _bases[0] if _bases else _SchedulerBase
-KvCacheConnectorWorker: Any = _bases[1] if _bases else _WorkerBase
+_upstream = _first_of(MODULE_PATHS)
+KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstream else _SchedulerBase
+KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
+
+
+def version_of(llm_args: Any) -> ContractVersion:
+    """The version of the contract that the engine of `llm_args` keeps.
+
+    The embedded engine names it in `contract`. TensorRT-LLM's is told by what its module has; where nothing is known
+    it is the oldest, which holds and tells least.
+    """
+    named = VERSIONS.get(getattr(llm_args, "contract", ""))
+    if named is not None:
+        return named
+    return V11 if _upstream is None else match_of(_upstream).version
+
+
+def flashinfer_layout(llm_args: Any) -> str | None:
+    """How the attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be read."""
+    if _upstream is None:
+        return version_of(llm_args).flashinfer_layout
+    metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
+    layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
+    return None if layout is None else str(layout.default)

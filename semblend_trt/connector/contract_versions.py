@@ -8,8 +8,12 @@ NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1 an
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 OLD_MODULE = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 NEW_MODULE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
@@ -229,3 +233,40 @@ def contract_version(name: str) -> ContractVersion:
     if version is None:
         raise ConfigurationError(f"contract is {name!r}; it must be one of {', '.join(VERSIONS)}")
     return version
+
+
+@dataclass(frozen=True, slots=True)
+class ContractMatch:
+    """The version of the contract that a connector module is most like, and what the module has otherwise."""
+
+    version: ContractVersion
+    differences: tuple[str, ...]
+
+
+def match_of(module: ModuleType) -> ContractMatch:
+    """The known version that `module`, TensorRT-LLM's connector module, differs from in the fewest places.
+
+    Compared are its path, the fields of RequestData and the methods of the base classes, because releases are matched
+    to versions of the contract by what they have and not by their number.
+    """
+    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    return min(matches, key=lambda match: len(match.differences))
+
+
+def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
+    found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
+    has = {each.name for each in fields(module.RequestData)}
+    found += _told("field RequestData", has, set(version.request_fields))
+    for base, ours, known in (
+        ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
+        ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
+    ):
+        kind = getattr(module, base)
+        has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
+        found += _told(f"method {base}", has, set(ours))
+    return tuple(found)
+
+
+def _told(what: str, has: set[str], expected: set[str]) -> list[str]:
+    missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
+    return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semblend_trt.connector.contract import flashinfer_layout
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -41,7 +43,16 @@ def engine_refusal(llm_args: Any) -> str | None:
     for size in ("pipeline_parallel_size", "context_parallel_size"):
         if int(getattr(llm_args, size, None) or 1) > 1:
             return size.removesuffix("_size")
-    return None
+    # Version 1.1 holds no block for a save then.
+    if getattr(llm_args, "cache_transceiver_config", None) is not None:
+        return "disaggregated"
+    return None if _orders_blocks_by_head(llm_args) else "attention_backend"
+
+
+def _orders_blocks_by_head(llm_args: Any) -> bool:
+    """Whether a block is known to hold [heads, tokens, head_dim], which the pool's shape does not tell."""
+    backend = str(getattr(llm_args, "attn_backend", None) or "TRTLLM").upper()
+    return backend == "TRTLLM" or (backend == "FLASHINFER" and flashinfer_layout(llm_args) == "HND")
 
 
 def check_eligible(request: Any) -> None:

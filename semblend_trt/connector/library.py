@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
@@ -24,7 +24,7 @@ from semblend_trt.metrics import HeldDonors
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     import numpy.typing as npt
@@ -38,6 +38,20 @@ if TYPE_CHECKING:
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A donor that a worker is asked to save: int32 `tokens`, and the engine's blocks that hold them.
+
+    `is_sound` until the engine is seen to copy into one of the blocks.
+    """
+
+    namespace_key: str
+    tokens: npt.NDArray[np.int32]
+    block_ids: frozenset[int]
+    is_sound: bool = True
+
 
 # A donor that vanishes between search and lease is rare; asking more than a few times would stall the scheduler.
 MAX_PLANNING_ROUNDS = 3
@@ -77,7 +91,7 @@ class Library:
         )
         self._tiers = TierDesk(self.catalog, self, disk, count)
         self._kinds = kinds
-        self._saving: dict[str, tuple[str, npt.NDArray[np.int32]]] = {}
+        self._saving: dict[str, _Saving] = {}
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
 
@@ -158,14 +172,23 @@ class Library:
         for donor_id, mix in () if self._kinds is None else self._kinds.known():
             self.catalog.describe(donor_id, mix)
 
-    def begin_save(self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
-        """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word."""
+    def begin_save(
+        self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32], block_ids: Iterable[int] = ()
+    ) -> bool:
+        """True when `tokens` (int32, the donor's whole text) are worth saving and wait for the worker's word. They lie
+        in `block_ids`."""
         if len(tokens) < self._settings.min_donor_tokens:
             self.cancel(intent)
             return False
-        self._saving[intent.donor_id] = (namespace_key, tokens)
+        self._saving[intent.donor_id] = _Saving(namespace_key, tokens, frozenset(block_ids))
         self._tiers.enter(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
         return True
+
+    def copied_into(self, block_id: int) -> None:
+        """The engine copies into this block, in no known order to a save that may still read it: what is being saved
+        from it is not kept."""
+        for saving in self._saving.values():
+            saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, news: SavedDonor) -> None:
         """The worker holds the donor, could not save it, or lost it on its way down; only a held donor is found."""
@@ -174,15 +197,15 @@ class Library:
             if news.error is not None:
                 self.lost({news.donor_id})
             return
-        namespace_key, tokens = entry
-        if news.error is not None or news.tokens < self._settings.min_donor_tokens:
-            logger.warning("donor %s was not saved: %s", news.donor_id, news.error or f"{news.tokens} tokens")
+        if news.error is not None or news.tokens < self._settings.min_donor_tokens or not entry.is_sound:
+            told = news.error or (f"{news.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
+            logger.warning("donor %s was not saved: %s", news.donor_id, told)
             self.catalog.cancel(news.donor_id)
-            self.forget(news.donor_id)
+            self._tiers.dropped([news.donor_id])
             return
-        tokens = tokens[: news.tokens]
+        tokens = entry.tokens[: news.tokens]
         self.catalog.commit(news.donor_id, tokens)
-        self._index.add(namespace_key, news.donor_id, tokens)
+        self._index.add(entry.namespace_key, news.donor_id, tokens)
         if self._kinds is not None:
             self._kinds.read(news.donor_id, tokens)
         self._news.held(news.donor_id, tokens, (self.catalog.tier(news.donor_id) or Tier.HOST).value)

@@ -60,6 +60,8 @@ _FIGURES = tuple(item.name for item in fields(ReuseReport) if item.name not in (
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
     """The one outcome of a request, with the reason where reuse, or all of it that is not exact, was declined."""
     plan, evidence = tracked.plan, tracked.evidence
+    if tracked.forward_failed:
+        return Outcome.COLD_FALLBACK if plan is None else Outcome.BACKEND_DECLINED_REUSE, "forward_failed"
     if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
         return Outcome.SEMANTIC_DISCOVERY_ONLY, tracked.reason
     if plan is not None and tracked.load_failed:
@@ -82,7 +84,7 @@ def report_of(tracked: TrackedRequest) -> ReuseReport:
     """What is known of a request's reuse by now."""
     outcome, reason = outcome_of(tracked)
     plan, evidence = tracked.plan, tracked.evidence
-    if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY:
+    if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
         return ReuseReport(outcome.value, reason)
     if tracked.load_failed:
         return ReuseReport(outcome.value, reason, computed_holes=plan.matched_tokens)

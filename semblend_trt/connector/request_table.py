@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
     from semblend_trt.connector.metadata import SaveIntent
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
 
 # One engine runs at most a few thousand sequences; anything older was lost by an error path that never reports.
 MAX_TRACKED_REQUESTS = 4096
-# Running requests are scheduled almost every iteration; one that fails may never be heard of again (1.1 and 1.2).
-MAX_SILENT_ITERATIONS = 1024
+# Running requests are scheduled almost every iteration; one that was cancelled may never be heard of again (1.2 and
+# later). A request that is given up too early is not kept as a donor, and nothing else.
+MAX_SILENT_ITERATIONS = 32
 
 
 @dataclass(slots=True)
@@ -27,7 +31,9 @@ class TrackedRequest:
     """One request between its lookup and its end.
 
     `reason` says why no KV was placed; `is_followed`, that the workers were told of it, and can save it from
-    `block_ids`. `evidence` is what the check of its plan found, None until the engine says.
+    `block_ids`. `evidence` is what the check of its plan found, None until the engine says. `is_scheduled`: it has been
+    in an iteration; until then what it was promised is still to be loaded. `forward_failed`: the forward of its last
+    iteration did.
     """
 
     request_id: int
@@ -40,7 +46,9 @@ class TrackedRequest:
     leases: list[Lease] = field(default_factory=list)
     intent: SaveIntent | None = None
     is_followed: bool = False
+    is_scheduled: bool = False
     load_failed: bool = False
+    forward_failed: bool = False
     block_ids: list[int] = field(default_factory=list)
     evidence: CheckEvidence | None = None
     written_tokens: int = 0
@@ -55,6 +63,11 @@ class TrackedRequest:
     def matched_tokens(self) -> int:
         return self.plan.matched_tokens if self.plan is not None else 0
 
+    @property
+    def awaits_load(self) -> bool:
+        """True while the engine counts on tokens that nobody has loaded: it must not be given up."""
+        return self.matched_tokens > 0 and not self.is_scheduled
+
     def release_leases(self) -> None:
         for lease in self.leases:
             lease.release()
@@ -62,7 +75,8 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """Requests in the order of their last word, and bounded: `add` returns those that had to make room."""
+    """Requests in the order of their last word, and bounded but for those that await a load: `add` returns those that
+    had to make room."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
         self._limit = limit
@@ -74,34 +88,40 @@ class RequestTable:
         request.last_heard = self._iteration
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id)
-        expired = []
-        while len(self._requests) > self._limit:
-            expired.append(self.pop_oldest())
-        return expired
+        surplus = max(0, len(self._requests) - self._limit)
+        return self._give_up(islice((each for each in self._requests.values() if not each.awaits_load), surplus))
 
-    def begin_iteration(self) -> list[TrackedRequest]:
+    def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Releases what the loads of the iteration before read; returns, and forgets, requests silent for too long.
 
-        Those loads were ordered before the forward that has been issued since.
+        Those loads were ordered before the forward that has been issued since. If that forward failed, the requests in
+        it have ended, whatever the engine says of them.
         """
+        ended = self._give_up(filter(self.is_running, self._requests.values())) if last_failed else []
+        for request in ended:
+            request.forward_failed = True
         self._iteration += 1
         for request in self._loading:
             request.release_leases()
         self._loading.clear()
-        silent = []
-        while self._requests and self._oldest.last_heard < self._iteration - MAX_SILENT_ITERATIONS:
-            silent.append(self.pop_oldest())
-        return silent
+        limit = self._iteration - MAX_SILENT_ITERATIONS
+        silent = takewhile(lambda each: each.last_heard < limit, self._requests.values())
+        return ended + self._give_up(each for each in silent if not each.awaits_load)
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
         """The request with this id, which runs in the iteration; with `loads` its donors are read in it."""
         request = self._requests.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
+            request.is_scheduled = True
             self._requests.move_to_end(request.request_id)
             if loads:
                 self._loading.append(request)
         return request
+
+    def is_running(self, request: TrackedRequest) -> bool:
+        """Whether the request is part of the iteration that was begun last."""
+        return request.is_scheduled and request.last_heard == self._iteration
 
     def get(self, request_id: int) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -113,9 +133,11 @@ class RequestTable:
         """Removes and returns the request not heard of for longest; KeyError when there is none."""
         return self._requests.popitem(last=False)[1]
 
-    @property
-    def _oldest(self) -> TrackedRequest:
-        return next(iter(self._requests.values()))
+    def _give_up(self, requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
+        given_up = list(requests)
+        for request in given_up:
+            del self._requests[request.request_id]
+        return given_up
 
     def __len__(self) -> int:
         return len(self._requests)

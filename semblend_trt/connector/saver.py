@@ -18,6 +18,7 @@ from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.news import TierEvent, TierNews
 from semblend_trt.donors.placement import Tier
 from semblend_trt.donors.transfer import TransferTiming
+from semblend_trt.errors import CapacityError
 from semblend_trt.materialize import block_vector
 from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import SavedDonor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from kernels.rope import RopeRotation
     from semblend_trt.connector.disk_keeper import DiskKeeper
+    from semblend_trt.donors.arena import DeviceTier
     from semblend_trt.donors.host_kv import HostKv
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
@@ -62,9 +64,10 @@ class _Save:
 class DonorSaver:
     """Fills the tiers on one thread and one stream of its own, in the order in which it was told.
 
-    That order is what keeps the tiers within their budgets: the scheduler sends who makes room before who uses it. The
-    engine holds a request's blocks until `finished` names it, so that a save reads bytes that nobody rewrites.
-    `timings` are those of the last transfers.
+    That order is what keeps the tiers within their budgets: the scheduler sends who makes room before who uses it. A
+    save reads bytes that nobody rewrites: an engine holds a request's blocks until `finished` names it, and of one that
+    does not `snapshots` hold a copy, queued before any later forward of the engine. `timings` are those of the last
+    transfers.
     """
 
     def __init__(
@@ -78,16 +81,19 @@ class DonorSaver:
         keeper: DiskKeeper | None = None,
         ranks: Ranks | None = None,
         at_once: int = 0,
+        snapshots: DeviceTier | None = None,
     ) -> None:
         """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `news` learns what became of
         the donors that were lifted, and `keeper` is given those that go on to disk. `ranks` save the same donors, each
-        its own heads of them. `start` itself queues up to `at_once` pieces of a copy to the host."""
+        its own heads of them. `start` itself queues up to `at_once` pieces of a copy to the host. Without `snapshots`
+        the engine holds what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
         self._news: deque[TierNews] = deque() if news is None else news
         self._keeper = keeper
         self._ranks = ranks or Ranks()
         self._at_once = at_once
+        self._snapshots = snapshots
         self._stream = side_stream(pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
         self._newest: Future[Any] = self._thread.submit(int)
@@ -105,11 +111,20 @@ class DonorSaver:
         *,
         is_written: bool = False,
     ) -> None:
-        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk."""
+        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk. Of an
+        engine that does not hold the blocks, at most as many as there is room for in the snapshots."""
         source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
+        room = ExitStack()
+        if self._snapshots is not None:
+            tokens = min(tokens, self._snapshots.free_tokens)
+            try:
+                source = self._snapshot(self._snapshots, donor_id, source, tokens, room)
+            except Exception as error:
+                room.close()
+                self.refuse(request_id, donor_id, f"{type(error).__name__}: {error}")
+                return
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        room = ExitStack()
         pieces = self._pieces(donor_id, tier, source, tokens, written, room)
         save = _Save(donor_id, tier, tokens, is_written, pieces, room)
         # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
@@ -117,6 +132,11 @@ class DonorSaver:
         if tier is Tier.HOST and self._newest.done():
             self._queue(save, self._at_once)
         self._saves[request_id] = self._submit(self._save, save)
+
+    def refuse(self, request_id: int, donor_id: str, why: str) -> None:
+        """Ends a save that cannot begin: `finished` tells of it as of any other, so that all ranks drop the donor."""
+        logger.warning("donor %s is not saved: %s", donor_id, why)
+        self._saves[request_id] = _ended(SavedDonor(donor_id, 0, why))
 
     def demote(self, donor_id: str, *, is_written: bool = False) -> None:
         """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
@@ -198,6 +218,16 @@ class DonorSaver:
             self._write(save.donor_id)
         return SavedDonor(save.donor_id, save.tokens)
 
+    def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
+        """Queues a copy of the first `tokens` positions on the engine's own stream, where whatever writes these blocks
+        next comes behind it; returns the copy, which is held until `room` is left."""
+        if not tokens:
+            raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
+        with torch.inference_mode(), snapshots.writing(donor_id, tokens) as copy:
+            kv_move([Move(source, 0, 0, tokens, turn=0)], copy, self._rotation)
+        room.callback(snapshots.drop, donor_id)
+        return copy
+
     @contextmanager
     def _queueing(self) -> Iterator[None]:
         """The saver's stream is the current one. The engine's thread may be in inference mode, and what is made there
@@ -275,3 +305,9 @@ class DonorSaver:
             self._news.append(TierNews(TierEvent.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
         else:
             self._keeper.write(donor_id)
+
+
+def _ended(news: SavedDonor) -> Future[SavedDonor]:
+    future = Future[SavedDonor]()
+    future.set_result(news)
+    return future

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import load_settings
 from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
-from semblend_trt.connector.contract import KvCacheConnectorScheduler
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, version_of
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
     adapter_of,
@@ -75,6 +75,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
+        self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
         self._namespace: CacheNamespace | None = None
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self.library: Library | None = None
@@ -109,6 +110,8 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Learns the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
+        if tracked is not None:
+            self._watch_copy(tracked, block_ids)
         if tracked is not None and tracked.plan is not None:
             settle_allocation(tracked, request, block_ids)
             self._journal.allocated(tracked.request_id, len(block_ids))
@@ -231,7 +234,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
                 self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds
             )
             self._metrics.watch(self.library)
-            self._journal.profile(self._match(self._namespace))
+            self._journal.profile(self._match(self._namespace), self._namespace, pool.geometry)
         return self.library, self._namespace, pool.geometry.block_size
 
     def _match(self, namespace: CacheNamespace) -> ProfileMatch:
@@ -273,12 +276,13 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     # -- an iteration ----------------------------------------------------------------------------------------------
 
     def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
-        silent = self._requests.begin_iteration()
-        for data in scheduler_output.new_requests:
-            self._tell(iteration, data, is_first=True)
-        for data in scheduler_output.cached_requests:
-            self._tell(iteration, data, is_first=False)
-        for request in silent:
+        ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open)
+        if scheduler_output is not None:  # None is an iteration without requests
+            for data in scheduler_output.new_requests:
+                self._tell(iteration, data, is_first=True)
+            for data in scheduler_output.cached_requests:
+                self._tell(iteration, data, is_first=False)
+        for request in ended:
             self._settle(request)
         orders = TierOrders() if self.library is None else self.library.take_orders()
         metadata = iteration.metadata(self._forgotten, orders)
@@ -302,16 +306,26 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             if tracked is not None:
                 tracked.is_followed = False
 
+    def _watch_copy(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
+        """An engine that has a part of a block copies it into a fresh one, beside the stream of its forwards. One that
+        does not hold what is saved may take a block for it from which a save still reads."""
+        if self.library is None or self._holds_saved_blocks:
+            return
+        block, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
+        if copied and block < len(block_ids):
+            self.library.copied_into(block_ids[block])
+
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
+        tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
         self._settle_outcome(tracked)
         tracked.release_leases()
         saving = False
-        if tracked.intent is not None and self.library is not None:
+        if tracked.intent is not None and self.library is not None and not tracked.forward_failed:
             tokens = savable_tokens(tracked, block_ids, self._serving()[2])
             donor_tokens = tokens_of(request, tokens)
-            saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens)
+            saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens, tracked.block_ids)
         if not saving:
             self._let_go(tracked)
         return saving

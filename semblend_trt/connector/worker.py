@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.bound_metadata import readable_metadata
-from semblend_trt.connector.contract import KvCacheConnectorWorker
+from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
 from semblend_trt.connector.disk_keeper import DiskKeeper
 from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.model_facts import model_facts
@@ -54,11 +55,16 @@ _PIECES_AT_ONCE = 16
 
 @dataclass(slots=True)
 class _FollowedRequest:
-    """Blocks and written tokens of a running request that may become a donor."""
+    """Blocks and written tokens of a running request that may become a donor.
+
+    `iteration` is the last one that it was part of; `is_whole`: no forward failed that was to write its tokens.
+    """
 
     intent: SaveIntent
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
+    iteration: int = 0
+    is_whole: bool = True
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
@@ -74,6 +80,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings()
         self._facts: ModelFacts | None = None
+        self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
+        self._iteration = self._completed_iteration = 0
+        self._ended_saves: deque[int] = deque()
         self._followed: dict[int, _FollowedRequest] = {}
         self.store: DonorStore | None = None
         self.loader: PlanLoader | None = None
@@ -146,6 +155,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
+        self._begin_iteration()
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other shall not have it applied twice
         metadata = readable_metadata(bound, self._runtime)
@@ -163,6 +173,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         for request_id in metadata.grown:
             if request_id in self._followed:
                 self._followed[request_id].written_tokens += 1
+                self._followed[request_id].iteration = self._iteration
         with on(stream):
             try:
                 self._load(metadata.plans)
@@ -179,24 +190,34 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads; a save needs no waiting, its blocks are held until `get_finished` names it."""
+        """Ends this iteration's loads, and says that its forward has completed: engines call this behind no other. A
+        save needs no waiting."""
         self._runtime.readiness.join(stream)
+        self._completed_iteration = self._iteration
+        self._runtime.is_forward_open = False
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         """Starts saving the requests handed in, returns those whose save has ended, on every rank where there are
-        several. Waits for no transfer."""
-        unknown = [request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id)]
-        if self.saver is None:
-            return unknown, started_loading_req_ids
-        ended = self.saver.finished()
-        self._runtime.saved.extend(saved for _, saved in ended)
-        self._runtime.saved.extend(self.saver.lost())
-        self._runtime.news_came()
-        if self._runtime.ranks.rank:
-            self._runtime.forget_news()
-        return unknown + [request_id for request_id, _ in ended], started_loading_req_ids
+        several. Waits for no transfer.
+
+        Engines that do not hold what is saved are told of one request a call: version 1.1 never gives the blocks of a
+        second one back.
+        """
+        for request_id in finished_gen_req_ids:
+            if not self._begin_save(request_id):
+                self._ended_saves.append(request_id)
+        if self.saver is not None:
+            ended = self.saver.finished()
+            self._ended_saves.extend(request_id for request_id, _ in ended)
+            self._runtime.saved.extend(saved for _, saved in ended)
+            self._runtime.saved.extend(self.saver.lost())
+            self._runtime.news_came()
+            if self._runtime.ranks.rank:
+                self._runtime.forget_news()
+        count = len(self._ended_saves) if self._holds_saved_blocks else min(1, len(self._ended_saves))
+        return [self._ended_saves.popleft() for _ in range(count)], started_loading_req_ids
 
     def close(self) -> None:
         """Waits for running saves and for files that are being written, and frees the donors."""
@@ -219,6 +240,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
             reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
             writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
+        snapshots = None
+        if not self._holds_saved_blocks:
+            blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
+            snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
         warm_up(geometry, dtype, device, rotation)
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
         self.keeper = self._open_disk(geometry, dtype, self.store.host)
@@ -232,6 +257,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self.keeper,
             self._runtime.ranks,
             at_once=_PIECES_AT_ONCE if pool.is_cuda else 0,
+            snapshots=snapshots,
         )
 
     def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskKeeper | None:
@@ -263,6 +289,15 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             for donor_id in orders.fetches:
                 self.keeper.fetch(donor_id)
 
+    def _begin_iteration(self) -> None:
+        """What a forward that failed was to write, nobody knows: its requests are not kept."""
+        if self._completed_iteration != self._iteration:
+            for followed in self._followed.values():
+                followed.is_whole &= followed.iteration != self._iteration
+        self._completed_iteration = self._iteration
+        self._iteration += 1
+        self._runtime.is_forward_open = True
+
     def _follow(self, progress: RequestProgress) -> None:
         followed = self._followed.get(progress.request_id)
         if followed is None:
@@ -271,6 +306,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             followed.block_ids.clear()
         followed.block_ids.extend(progress.new_block_ids)
         followed.written_tokens = progress.written_tokens
+        followed.iteration = self._iteration
 
     def _load(self, plans: tuple[SemanticKvPlan, ...]) -> None:
         assert self.loader is not None or not plans
@@ -296,6 +332,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if followed is None or self.saver is None:
             return False
         intent = followed.intent
+        if not followed.is_whole or followed.iteration > self._completed_iteration:
+            self.saver.refuse(request_id, intent.donor_id, "a forward that was to write its KV has failed")
+            return True
         tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
         block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
         self.saver.start(request_id, intent.donor_id, intent.tier, block_ids, tokens, is_written=intent.is_written)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, fields
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.transformers_version import embedded_engine_refusal
@@ -15,18 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from semblend_trt.connector.contract_versions import ContractVersion
     from semblend_trt.doctor.finding import Finding
 
 _chapter = Chapter("engine")
-
-
-@dataclass(frozen=True, slots=True)
-class ContractMatch:
-    """The version of the contract that a connector module is most like, and what the module has otherwise."""
-
-    version: ContractVersion
-    differences: tuple[str, ...]
 
 
 def engine() -> Iterator[Finding]:
@@ -34,6 +24,8 @@ def engine() -> Iterator[Finding]:
     if find_spec("tensorrt_llm") is None:
         yield _embedded()
         return
+    from semblend_trt.connector.contract_versions import match_of
+
     release = _release()
     module = _connector_module()
     if module is None:
@@ -59,39 +51,6 @@ def _embedded() -> Finding:
         f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
         contract=EMBEDDED.name,
     )
-
-
-def match_of(module: ModuleType) -> ContractMatch:
-    """The known version that `module`, TensorRT-LLM's connector module, differs from in the fewest places.
-
-    Compared are its path, the fields of RequestData and the methods of the base classes, because releases are matched
-    to versions of the contract by what they have and not by their number.
-    """
-    from semblend_trt.connector.contract_versions import MAIN, V11, V12, V13
-
-    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
-    return min(matches, key=lambda match: len(match.differences))
-
-
-def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
-    from semblend_trt.connector.contract_versions import MAIN
-
-    found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
-    has = {each.name for each in fields(module.RequestData)}
-    found += _told("field RequestData", has, set(version.request_fields))
-    for base, ours, known in (
-        ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
-        ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
-    ):
-        kind = getattr(module, base)
-        has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
-        found += _told(f"method {base}", has, set(ours))
-    return tuple(found)
-
-
-def _told(what: str, has: set[str], expected: set[str]) -> list[str]:
-    missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
-    return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
 
 
 def _ours() -> Finding:

@@ -56,8 +56,9 @@ def _memory(settings: Settings, cards: list[int]) -> Iterator[Finding]:
     if settings.host_bytes > memory:
         told = f"SEMBLEND_HOST_BYTES is {settings.host_bytes}, and this machine has {memory} bytes of memory; lower it"
         yield _chapter.failed(told) if cards else _chapter.note(told)
-    if cards and settings.device_bytes + settings.staging_bytes > min(cards):
+    on_card = settings.device_bytes + settings.staging_bytes + settings.snapshot_bytes
+    if cards and on_card > min(cards):
         yield _chapter.failed(
-            f"SEMBLEND_DEVICE_BYTES and SEMBLEND_STAGING_BYTES are {settings.device_bytes + settings.staging_bytes} "
-            f"together, and a card here has {min(cards)} bytes; lower them"
+            f"SEMBLEND_DEVICE_BYTES, SEMBLEND_STAGING_BYTES and SEMBLEND_SNAPSHOT_BYTES are {on_card} together, and a "
+            f"card here has {min(cards)} bytes; lower them"
         )

@@ -51,11 +51,19 @@ class DeviceTier:
     have to wait on the host, for a reader in another thread that is about to leave its block.
     """
 
-    def __init__(self, blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates the arena. Raises ConfigurationError when it has no block or does not fit on the device."""
+    def __init__(
+        self,
+        blocks: int,
+        geometry: KvGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        setting: str = "SEMBLEND_DEVICE_BYTES",
+    ) -> None:
+        """Allocates the arena, whose size `setting` gives. Raises ConfigurationError when it has no block or does not
+        fit on the device."""
         if blocks < 1:
             raise ConfigurationError(
-                f"device tier of {blocks} blocks; raise SEMBLEND_DEVICE_BYTES to at least "
+                f"device memory for donors of {blocks} blocks; raise {setting} to at least "
                 f"{geometry.bytes_per_token(dtype) * geometry.block_size}, one block of this model, or set it to 0"
             )
         check_dtype(dtype, "device tier", SUPPORTED_DTYPES)
@@ -64,8 +72,8 @@ class DeviceTier:
             self._arena = torch.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise ConfigurationError(
-                f"the device tier's {blocks} blocks of {geometry} do not fit on {device}; lower SEMBLEND_DEVICE_BYTES "
-                "or the engine's own share of the memory"
+                f"{blocks} blocks of {geometry} for donors do not fit on {device}; lower {setting} or the engine's own "
+                "share of the memory"
             ) from error
         self._geometry = geometry
         self._donors: dict[str, _Donor] = {}
@@ -90,6 +98,12 @@ class DeviceTier:
         with self._changed:
             blocks = self._arena.shape[0]
             return (blocks - len(self._free)) * (self.byte_budget // blocks)
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that the free blocks hold."""
+        with self._changed:
+            return len(self._free) * self._geometry.block_size
 
     @contextmanager
     def writing(self, donor_id: str, tokens: int) -> Iterator[PagedKv]:

@@ -37,6 +37,14 @@ class DonorSettings(SettingsGroup):
         description="Device memory through which donors travel from and to host memory, in bytes; without a card none "
         "is used.",
     )
+    snapshot_bytes: Annotated[int, Variable("SNAPSHOT_BYTES")] = Field(
+        1 << 30,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the "
+        "engine gives a request's blocks to others before it is saved (TensorRT-LLM up to 1.3). A donor is cut to what "
+        "is free of it.",
+    )
     disk_bytes: Annotated[int, Variable("DISK_BYTES")] = Field(
         0,
         ge=0,

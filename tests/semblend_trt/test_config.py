@@ -43,6 +43,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "host_bytes": ("1048576", 1048576),
     "device_bytes": ("2097152", 2097152),
     "staging_bytes": ("1048576", 1048576),
+    "snapshot_bytes": ("1048576", 1048576),
     "disk_bytes": ("3145728", 3145728),
     "disk_path": ("/tmp/donors", Path("/tmp/donors")),
     "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),

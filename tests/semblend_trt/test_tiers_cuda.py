@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -372,3 +373,25 @@ def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
     card.saver.drain()
     assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
     assert "far" not in card.store.device
+
+
+def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writes_next():
+    """The engine gives the blocks to others at once: its next forward is queued before the saver has begun."""
+    pool, kv, blocks = engine_pool(), random_kv(11), range(60, 92)
+    store = DonorStore(HostTier(10 * TOKENS * 12 * ROW_BYTES, pin=True), None)
+    snapshots = DeviceTier(ARENA, GEOMETRY, torch.bfloat16, pool.device, "SEMBLEND_SNAPSHOT_BYTES")
+    writer = HostWriter(ROTATION, staging(1))
+    saver = DonorSaver(store, pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE, snapshots=snapshots)
+    go_on = threading.Event()
+    saver._thread.submit(go_on.wait)
+    torch.cuda._sleep(A_WHILE)
+    put(pool, blocks, kv)
+    saver.start(0, "donor", Tier.HOST, list(blocks), TOKENS)
+    pool.fill_(torch.nan)
+    go_on.set()
+    saver.drain()
+    ((_, news),) = saver.finished()
+    assert (news.tokens, news.error) == (TOKENS, None)
+    assert torch.equal(store.host.get("donor").tensor.cpu(), kv)
+    assert snapshots.free_tokens == ARENA * 32
+    saver.close()

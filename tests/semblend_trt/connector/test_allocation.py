@@ -86,6 +86,14 @@ def test_a_load_counts_once_wherever_the_position_points(position):
     assert request.written_tokens == PROMPT
 
 
+def test_an_offer_that_the_engine_did_not_apply_is_loaded_by_nobody():
+    # It counted the offer as a load, and left the request where it was.
+    request = tracked(matched=30)
+    iteration = told(request, -30, PROMPT, BLOCKS, is_first=True)
+    assert (iteration.plans, request.plan, request.reason) == ([], None, "not_honoured")
+    assert (request.written_tokens, savable_tokens(request, BLOCKS, BLOCK)) == (PROMPT, PROMPT)
+
+
 @pytest.mark.parametrize(
     ("position", "scheduled"),
     [(-1, 1), (0, -1), (0, 101), (101, 0), (101, 1), (10**9, 1), (0, 10**9), ("0", 1), (0.0, 1), (None, 1), (0, None)],

@@ -73,6 +73,13 @@ def test_adapter_identity():
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
         ({"context_parallel_size": 4}, "context_parallel"),
         ({"pipeline_parallel_size": None, "context_parallel_size": 1}, None),
+        ({"cache_transceiver_config": SimpleNamespace(backend="UCX")}, "disaggregated"),
+        ({"cache_transceiver_config": None, "attn_backend": "TRTLLM"}, None),
+        ({"attn_backend": "FLASHINFER"}, "attention_backend"),
+        ({"attn_backend": "FLASHINFER", "contract": "1.2"}, "attention_backend"),
+        ({"attn_backend": "flashinfer", "contract": "1.3rc"}, None),
+        ({"attn_backend": "VANILLA", "contract": "main"}, "attention_backend"),
+        ({"attn_backend": "FLASHINFER_STAR_ATTENTION", "contract": "main"}, "attention_backend"),
     ],
 )
 def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):

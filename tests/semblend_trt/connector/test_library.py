@@ -15,6 +15,7 @@ from semblend_trt.connector.library import Library
 from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.entry import DonorState
 from semblend_trt.donors.placement import Tier
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import PoolFacts, SavedDonor
@@ -86,6 +87,27 @@ def test_only_saved_tokens_are_indexed():
     books.saved(SavedDonor("donor", 120))
     assert books.plan(lookup(tokens))[0].plan.reused_tokens == 120
     assert books.catalog.stats().used_bytes == 120 * TOKEN_BYTES
+
+
+def test_what_is_too_short_when_it_is_saved_goes_from_the_workers_too():
+    books, tokens = library(min_donor_tokens=64), text(1, 200)
+    intent = books.intend("donor", tracked(1, tokens), 0)
+    books.begin_save(intent, "namespace", tokens)
+    books.saved(SavedDonor("donor", 40))
+    assert books.catalog.stats().used_bytes == 0
+    assert books.take_orders().drops == ("donor",)
+
+
+def test_a_block_that_the_engine_copies_into_spoils_what_is_saved_from_it():
+    books = library()
+    for name, blocks in (("a", [3, 4]), ("b", [5])):
+        intent = books.intend(name, tracked(1, text(1, 200), name), 0)
+        books.begin_save(intent, name, text(1, 200), blocks)
+    books.copied_into(4)
+    for name in "ab":
+        books.saved(SavedDonor(name, 200))
+    assert [books.catalog.state(name) for name in "ab"] == [None, DonorState.READY]
+    assert books.take_orders().drops == ("a",)
 
 
 def test_same_text_is_kept_once():

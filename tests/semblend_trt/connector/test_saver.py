@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -114,3 +115,46 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
     assert "donor" not in saver._store
     other.tokens = []
     assert saver.lost() == []
+
+
+@pytest.fixture
+def snapshotting() -> Iterator[DonorSaver]:
+    """A saver of an engine that does not hold what is saved, with room for two blocks."""
+    pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
+    store = DonorStore(HostTier(1 << 20, pin=False), None)
+    snapshots = DeviceTier(2, GEOMETRY, torch.float32, torch.device("cpu"), "SEMBLEND_SNAPSHOT_BYTES")
+    built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), snapshots=snapshots)
+    yield built
+    built.close()
+
+
+def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) -> None:
+    snapshotting.start(1, "long", Tier.HOST, [2, 0, 1], 11)
+    snapshotting.drain()
+    assert finished(snapshotting).tokens == 8
+    kv = snapshotting._store.host.get("long").tensor
+    assert torch.equal(kv[:, :, :, 4:], snapshotting._pool[0].view(2, 2, 1, 4, 8))
+
+
+def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -> None:
+    go_on = Event()
+    snapshotting._thread.submit(go_on.wait)
+    for request_id, donor_id in ((1, "first"), (2, "second")):
+        snapshotting.start(request_id, donor_id, Tier.HOST, [2, 0], TOKENS)
+    go_on.set()
+    snapshotting.drain()
+    told = {news.donor_id: (news.tokens, news.error) for _, news in snapshotting.finished()}
+    assert told["first"] == (TOKENS, None)
+    assert told["second"][0] == 0
+    assert "SEMBLEND_SNAPSHOT_BYTES" in str(told["second"][1])
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+def test_a_snapshot_is_given_back_whatever_becomes_of_the_save(snapshotting: DonorSaver, tier: Tier) -> None:
+    for _ in range(3):  # there is no device tier: those saves fail
+        snapshotting.start(1, "donor", tier, [2, 0], TOKENS)
+        snapshotting.drain()
+        finished(snapshotting)
+        snapshotting._store.drop("donor")
+        assert snapshotting._snapshots is not None
+        assert snapshotting._snapshots.free_tokens == 8

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,6 +51,7 @@ def pool(dtype=torch.float32, block=BLOCK):
 def step(worker, **fields):
     worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
     worker.start_load_kv(None)
+    worker.wait_for_save(None)
 
 
 def saved(worker, request_id):
@@ -131,6 +134,77 @@ def test_failed_save_still_gives_the_blocks_back(worker, args):
     follow(worker, 1, (3,), 30)  # one block cannot hold 30 tokens
     assert saved(worker, 1) == [1]
     assert runtime_for(args).saved.popleft().error is not None
+
+
+@pytest.fixture
+def early(tiny_qwen2_path):
+    """A worker of an engine that gives a request's blocks to others while they are saved."""
+    built = SemBlendKvConnectorWorker(LlmArgs(model=tiny_qwen2_path, contract="1.1"))
+    built.register_kv_caches(pool())
+    yield built
+    built.close()
+
+
+@contextmanager
+def saves_are_late(worker):
+    """The thread that saves stands still."""
+    go_on = threading.Event()
+    worker.saver._thread.submit(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
+    blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    follow(early, 1, (3, 5), 12)
+    with saves_are_late(early):
+        assert early.get_finished([1], []) == ([], [])
+        early.loader._pool[[3, 5]] = torch.nan
+    assert saved(early, 99) == [99]
+    early.saver.drain()
+    assert early.get_finished([], []) == ([1], [])
+    kv = early.store.host.get("donor-1").tensor
+    assert torch.equal(kv[:, :, :, :8], blocks[3])
+    assert torch.equal(kv[:, :, :, 8:], blocks[5, :, :, :, :4])
+
+
+def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker):
+    for each, answers in ((early, [[99], [1], [2], []]), (worker, [[99, 1, 2], [], [], []])):
+        for request_id, block in ((1, 3), (2, 5)):
+            follow(each, request_id, (block,), 8)
+        with saves_are_late(each):
+            each.get_finished([1, 2], [])
+        each.saver.drain()
+        assert [each.get_finished(ended, [])[0] for ended in ([99], [], [], [])] == answers
+
+
+def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
+    follow(worker, 1, (3,), 8)
+    follow(worker, 2, (5,), 8)
+    worker.bind_connector_meta(SemBlendConnectorMetadata(grown=(1,)))
+    worker.start_load_kv(None)
+    assert runtime_for(args).is_forward_open
+    # The forward fails: nobody waits for the save.
+    assert saved(worker, 1) == [1]
+    assert saved(worker, 2) == [2]
+    told = {news.donor_id: (news.tokens, news.error is None) for news in runtime_for(args).saved}
+    assert told == {"donor-1": (0, False), "donor-2": (8, True)}
+
+
+def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, args):
+    worker.bind_connector_meta(
+        SemBlendConnectorMetadata(
+            intents=(SaveIntent(1, "donor-1", 100),), progress=(RequestProgress(1, (3, 4), 12, True),)
+        )
+    )
+    worker.start_load_kv(None)
+    step(worker, grown=(1,))
+    assert not runtime_for(args).is_forward_open
+    saved(worker, 1)
+    assert "has failed" in runtime_for(args).saved[0].error
+    assert len(worker.store) == 0
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):

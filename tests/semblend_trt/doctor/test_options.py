@@ -66,13 +66,17 @@ WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
         ("", "cuda_graphs"),
         ("cuda_graph_config: {enable_padding: true}", "cuda_graphs"),
         ("cuda_graph_config: null\nlora_config: {lora_dir: [a]}", "lora"),
-        ("cuda_graph_config: null\nattn_backend: FLASHINFER", "attention_backend"),
     ],
 )
 def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reason: str) -> None:
     _, note = look(WRAPPED + text)
     assert (note.status, note.reason) == (Status.NOTE, reason)
     assert len(look(SOUND + text)) == 1
+
+
+def test_a_backend_whose_blocks_are_laid_out_otherwise_is_refused(look) -> None:
+    _, refused = look(SOUND + "attn_backend: FLASHINFER")
+    assert (refused.status, refused.reason) == (Status.REFUSED, "attention_backend")
 
 
 def test_nothing_keeps_the_wrapper_out(look) -> None:
