@@ -1,0 +1,44 @@
+"""Which version of the contract an engine keeps, and what that says of it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from semblend_trt.connector import contract
+from semblend_trt.connector.contract import flashinfer_layout, version_of
+from semblend_trt.connector.contract_versions import V11, VERSIONS
+from tests.semblend_trt.doctor.test_engine import module_of
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_embedded_engine_names_its_version(name):
+    assert version_of(SimpleNamespace(contract=name)).name == name
+
+
+@pytest.mark.parametrize("release", ["1.1", "1.2", "1.3rc", "main"])
+def test_another_engine_is_known_by_what_its_module_has(monkeypatch, release):
+    monkeypatch.setattr(contract, "_upstream", module_of(release))
+    assert version_of(SimpleNamespace()).name == release
+    assert version_of(SimpleNamespace()).holds_saved_blocks == (release == "main")
+
+
+def test_what_is_not_known_is_taken_for_the_oldest():
+    assert version_of(SimpleNamespace(contract="of another product")) is V11
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layout):
+    field = SimpleNamespace(default=layout)
+    metadata = SimpleNamespace(__dataclass_fields__={"kv_layout": field})
+    found = {contract._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
+
+    def import_module(path):
+        if path not in found:
+            raise ImportError(path)
+        return found[path]
+
+    monkeypatch.setattr(contract, "_upstream", module_of("1.2"))
+    monkeypatch.setattr(contract.importlib, "import_module", import_module)
+    assert flashinfer_layout(SimpleNamespace()) == layout
+    found.clear()
+    assert flashinfer_layout(SimpleNamespace()) is None
