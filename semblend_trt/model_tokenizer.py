@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -12,12 +13,11 @@ if TYPE_CHECKING:
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """The Transformers tokenizer of a folder or a hub id. Raises ConfigurationError when there is none to be read."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+    auto_tokenizer, fast_tokenizer = imported("AutoTokenizer"), imported("PreTrainedTokenizerFast")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = auto_tokenizer.from_pretrained(name, revision=revision)
         if _breaks_own_rules(tokenizer, name, revision):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
+            tokenizer = fast_tokenizer.from_pretrained(name, revision=revision)
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise ConfigurationError(f"tokenizer {name} cannot be read: {reason_of(error)}") from error
     # Without its files Transformers makes an empty tokenizer of the model's type.
@@ -38,8 +38,8 @@ def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
     vocabulary only. A model trained with a tokenizer of its own would then read other tokens than it knows.
     """
     from tokenizers import Tokenizer
-    from transformers.utils import cached_file
 
+    cached_file = imported("cached_file", "transformers.utils")
     path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
     used = getattr(tokenizer, "backend_tokenizer", None)
     if path is None or used is None:

@@ -1,19 +1,37 @@
-"""Whether the embedded engine runs with the Transformers that is installed; the connector works with older ones too."""
+"""The installed Transformers: its names, for any thread, and whether the embedded engine runs with it.
+
+The connector works with older ones too.
+"""
 
 from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
 
 from packaging.version import Version
 
 MIN_TRANSFORMERS = Version("5.0")
+_lock = threading.Lock()
+
+
+def imported(name: str, module: str = "transformers") -> Any:
+    """`name` of a module of Transformers, or of a library that imports Transformers itself.
+
+    Any thread may ask first. At the end of its import Transformers puts another module into its own place; an import
+    statement that waits in a second thread goes on with the first one, which lacks the names. Raises ImportError
+    without the module.
+    """
+    with _lock:
+        return getattr(importlib.import_module(module), name)
 
 
 def embedded_engine_refusal() -> str | None:
     """Why the embedded engine does not run with the installed Transformers; None where it does."""
-    import transformers
-
-    if Version(transformers.__version__) >= MIN_TRANSFORMERS:
+    version = imported("__version__")
+    if Version(version) >= MIN_TRANSFORMERS:
         return None
     return (
-        f"Transformers {transformers.__version__} is installed; the embedded engine and the validation need "
+        f"Transformers {version} is installed; the embedded engine and the validation need "
         f"{MIN_TRANSFORMERS} or later. The connector alone works without"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.background import Background
 from semblend_trt.donors.kind_rules import kinds_of
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +81,4 @@ def tokenizer_of(llm_args: Any) -> Any:
     given = getattr(llm_args, "tokenizer", None)
     if given is not None and hasattr(given, "decode"):
         return given
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(given or llm_args.model))
+    return imported("AutoTokenizer").from_pretrained(str(given or llm_args.model))

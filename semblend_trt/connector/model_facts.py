@@ -16,6 +16,7 @@ from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_files import is_local, snapshot, weights_digest
 from semblend_trt.connector.rope_reading import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from kernels.rope import RopeRotation
@@ -95,14 +96,13 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
 
 def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any], Any]:
     """Returns the configuration as written and as Transformers understands it."""
-    from transformers import AutoConfig, PretrainedConfig
-
+    config_class, auto_config = imported("PretrainedConfig"), imported("AutoConfig")
     options = {"revision": revision, "local_files_only": is_local(model)}
     try:
-        raw, _ = PretrainedConfig.get_config_dict(str(model), **options)
+        raw, _ = config_class.get_config_dict(str(model), **options)
         if raw:
             _refuse_type(raw)
-            return raw, AutoConfig.from_pretrained(str(model), trust_remote_code=False, **options)
+            return raw, auto_config.from_pretrained(str(model), trust_remote_code=False, **options)
     except UnsupportedModelError:
         raise
     except Exception as error:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import imported
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
@@ -36,8 +37,7 @@ def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
     """The directory of `model`'s files on this machine: its own, or the hub cache's; None when there is none."""
     if is_local(model):
         return Path(model)
-    from transformers.utils import cached_file
-
+    cached_file = imported("cached_file", "transformers.utils")
     try:
         found = cached_file(str(model), "config.json", revision=revision, local_files_only=True)
     except (OSError, ValueError):

@@ -15,6 +15,7 @@ from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,9 +147,7 @@ def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
 
 
 def _own_dtype(name: str) -> torch.dtype | None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
+    config = imported("AutoConfig").from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
     # Transformers 4.53 knows it as `torch_dtype`, and leaves what a later version has written as text.
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

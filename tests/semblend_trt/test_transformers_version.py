@@ -1,4 +1,4 @@
-"""The oldest Transformers that the embedded engine runs with is that of the extra which installs it."""
+"""Names of Transformers for any thread; its oldest version that the embedded engine runs with is that of the extras."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import pytest
 import tomllib
 import transformers
 
-from semblend_trt.transformers_version import MIN_TRANSFORMERS, embedded_engine_refusal
+from semblend_trt.transformers_version import MIN_TRANSFORMERS, embedded_engine_refusal, imported
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_names_of_any_module_and_none_of_a_missing_one() -> None:
+    assert imported("AutoConfig") is transformers.AutoConfig
+    assert imported("cached_file", "transformers.utils") is transformers.utils.cached_file
+    with pytest.raises(ImportError, match="no_such_library"):
+        imported("anything", "no_such_library")
 
 
 @pytest.mark.parametrize("extra", ["embedded", "validation"])

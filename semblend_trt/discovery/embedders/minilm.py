@@ -9,6 +9,7 @@ import numpy as np
 from semblend_trt.discovery.embedders.sentence_model import missing_extra, sentence_model
 from semblend_trt.discovery.embedders.windows import BATCH_WINDOWS, pooled, window_tokenizer
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +26,12 @@ class MiniLmEmbedder:
 
     def __init__(self, model: str | Path | None = None) -> None:
         try:
-            from sentence_transformers import SentenceTransformer
+            kind = imported("SentenceTransformer", "sentence_transformers")
         except ImportError:
             missing_extra("minilm", "sentence-transformers", "embedder")
         files = sentence_model(model, "minilm", "embedder")
         try:
-            self._model = SentenceTransformer(str(files.folder), device="cpu", local_files_only=True)
+            self._model = kind(str(files.folder), device="cpu", local_files_only=True)
         except Exception as error:
             raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
         self._tokenizer = window_tokenizer(files.folder)

@@ -13,6 +13,7 @@ import torch
 
 from semblend_trt.discovery.embedders.sentence_model import missing_extra
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +33,10 @@ class PooledEncoder(torch.nn.Module):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        from transformers import AutoModel
-
+        auto_model = imported("AutoModel")
         try:
             # Eager attention keeps the graph free of shapes that are branched on.
-            model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         except Exception as error:
             raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
         self._model = model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import imported
 
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 WEIGHTS_FILE = "model.safetensors"
@@ -59,8 +60,7 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
 
 
 def _in_hub_cache(hub_id: str) -> Path | None:
-    from transformers.utils import cached_file
-
+    cached_file = imported("cached_file", "transformers.utils")
     try:
         found = cached_file(hub_id, WEIGHTS_FILE, local_files_only=True)
     except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 
 import numpy as np
 import pytest
@@ -79,14 +79,7 @@ def test_off_is_no_embedder():
     ],
 )
 def test_a_missing_package_names_the_extra(monkeypatch, kind, package, extra):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigurationError, match=rf"pip install 'semblend-trt\[{extra}\]'"):
         embedder_for(EmbedderKind(kind))
 

@@ -1,0 +1,114 @@
+"""TensorRT-LLM builds the scheduler and the worker at once, in two threads, and may have imported nothing before."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "validation" / "assets" / "model"
+
+# The first import of Transformers waits inside until the other thread asks for it too.
+BUILD = """
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import PathFinder
+
+from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from semblend_trt.runtime import runtime_for
+
+BUILDERS, ASKING = "builder", ("imported", "_lock_unlock_module")
+seen = []
+
+
+class Arguments:
+    model = sys.argv[1]
+
+
+def asks(thread):
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_name not in ASKING:
+        frame = frame.f_back
+    return frame is not None
+
+
+def wait_for_the_other():
+    others = [each for each in threading.enumerate() if each.name.startswith(BUILDERS)]
+    others.remove(threading.current_thread())
+    end = time.monotonic() + 60
+    while not (asked := any(map(asks, others))) and time.monotonic() < end:
+        time.sleep(0.001)
+    seen.append(asked)
+
+
+class SlowImport:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name == "transformers" else None
+        if spec is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (wait_for_the_other(), run(module))
+        return spec
+
+
+kinds = {"scheduler": SemBlendKvConnectorScheduler, "worker": SemBlendKvConnectorWorker}
+arguments, together = Arguments(), sys.argv[2] == "together"
+assert "transformers" not in sys.modules
+if together:
+    sys.meta_path.insert(0, SlowImport)
+barrier = threading.Barrier(2)
+
+
+def build(name):
+    if together:
+        barrier.wait()
+    return kinds[name](arguments)
+
+
+with ThreadPoolExecutor(2 if together else 1, BUILDERS) as pool:
+    built = {name: pool.submit(build, name) for name in sys.argv[3:]}
+built["scheduler"].result().close()
+built["worker"].result()
+print(runtime_for(arguments).refusal, *seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "order"),
+    [("together", ("worker", "scheduler")), ("in turn", ("worker", "scheduler")), ("in turn", ("scheduler", "worker"))],
+)
+def test_neither_half_is_refused(tmp_path: Path, how: str, order: tuple[str, str]) -> None:
+    log = tmp_path / "audit.jsonl"
+    environment = {name: value for name, value in os.environ.items() if "SEMBLEND" not in name}
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, str(MODEL), how, *order],
+        cwd=ROOT,
+        env=environment | {"SEMBLEND_AUDIT_PATH": str(log)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert built.stdout.split() == ["None", "True"][: 2 if how == "together" else 1]
+    (started,) = [json.loads(line) for line in log.read_text("utf-8").splitlines() if "scheduler_initialized" in line]
+    assert started.get("refusal") is None
+    assert "KV reuse is off" not in built.stderr
+
+
+def test_transformers_is_imported_in_one_way_only() -> None:
+    """Any other import of it races with that one: `imported` is for every thread, an import statement is not."""
+    found = []
+    for path in sorted((ROOT / "semblend_trt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if {name.partition(".")[0] for name in names} & {"transformers", "sentence_transformers"}:
+                found.append(path.name)
+    assert found == []
