@@ -1,9 +1,10 @@
-"""ReuseProfile: what a calibration found safe for one model on one kind of engine, as a JSON file.
+"""ReuseProfile: what a calibration found safe for one model on the engines that it lists, as a JSON file.
 
 The profile holds for the namespace in which it was made and for no other. These fields bind: the model and its weights,
-the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, the parallel layout's
-sizes, and the engine with its cache layout. Not bound are block size, tenant, template and cache salt: they change
-who may share KV, not what the KV is. A field that either side does not know counts as a difference.
+the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, and the parallel
+layout's sizes. An engine with its cache layout has to be one of the listed: that in which the profile was made, and
+those in which it was confirmed. Not bound are block size, tenant, template and cache salt: they change who may share
+KV, not what the KV is. A field that either side does not know counts as a difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
-from semblend_trt.namespace import PARALLEL_SIZES, CacheNamespace, is_unknown
+from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.span_check import SpanCheck
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from kernels.layout import KvGeometry
 
-SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
 MAX_THRESHOLD = 1.0
@@ -50,8 +50,8 @@ _BOUND = {
     "adapter": "adapter",
     "rope_config": "RoPE",
     "tensor_parallel": "parallel layout",
-    "backend_cache_layout": "engine and cache layout",
 }
+_ENGINE = "engine and cache layout"
 _NONE_IS_KNOWN = ("quantization", "adapter")  # None there says that none is in use
 
 
@@ -86,12 +86,14 @@ class ReuseProfile(_Part):
 
     Policy verified needs a check and may have a boundary and `head_tokens`, the first tokens of every run, which are
     computed whatever the check says; boundary needs a boundary of at least 1; exact and position_fix have none of them.
-    `figures` is free: what was measured. Build one with `made_for`.
+    `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` is free: what was
+    measured. Build one with `made_for`.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     version: str
     namespace: dict[str, JsonValue]
+    engines: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(min_length=1)]
     geometry: ProfileGeometry
     policy: Literal["exact", "verified", "boundary", "position_fix"]
     check: ProfileCheck | None = None
@@ -111,9 +113,17 @@ class ReuseProfile(_Part):
         known: dict[str, Any] = dict(value)
         extra = {"compute_dtype": known.pop("compute_dtype")}
         try:
-            return _bound_fields(CacheNamespace.from_dict({**known, "block_size": 1, "extra": extra}))
+            unbound = {"block_size": 1, "backend_cache_layout": "any", "extra": extra}
+            return _bound_fields(CacheNamespace.from_dict({**known, **unbound}))
         except NamespaceError as error:
             raise ValueError(str(error)) from None
+
+    @field_validator("engines")
+    @classmethod
+    def _check_engines(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{value} names an engine twice; name each once")
+        return value
 
     @model_validator(mode="after")
     def _check_layers(self) -> ReuseProfile:
@@ -153,6 +163,7 @@ class ReuseProfile(_Part):
         """
         fields = _bound_fields(namespace)
         unknown = [_BOUND[name] for name, value in fields.items() if _is_unknown(name, value)]
+        unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
         if unknown:
             raise ConfigurationError(
                 f"a reuse profile cannot be made: {', '.join(unknown)} of this engine cannot be determined; "
@@ -162,6 +173,7 @@ class ReuseProfile(_Part):
             return cls(
                 version=__version__,
                 namespace=fields,
+                engines=[namespace.backend_cache_layout],
                 geometry=ProfileGeometry.of(geometry),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
                 check=check,
@@ -185,6 +197,11 @@ class ReuseProfile(_Part):
             raise ConfigurationError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
             raise ConfigurationError(f"reuse profile {path}: {_sentence(error)}; {_MAKE_AGAIN}") from error
+
+    def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:
+        """The same profile with `engine` among its engines and other `figures`, where they are given."""
+        engines = self.engines if engine in self.engines else [*self.engines, engine]
+        return self.model_copy(update={"engines": engines, "figures": self.figures if figures is None else figures})
 
     def write(self, path: str | Path) -> None:
         """Writes the profile as a whole or not at all. Raises OSError."""
@@ -210,6 +227,11 @@ class ReuseProfile(_Part):
             ours, theirs = self.namespace[name], running[name]
             if _is_unknown(name, ours) or _is_unknown(name, theirs) or _canonical(ours) != _canonical(theirs):
                 found.append(_difference(told, _shown(name, ours), _shown(name, theirs)))
+        engine = namespace.backend_cache_layout
+        is_unknown_engine = _is_unknown("", engine)
+        if is_unknown_engine or engine not in self.engines:
+            hint = "" if is_unknown_engine else ", which `python -m validation confirm` can add"
+            found.append(_difference(_ENGINE, " or ".join(self.engines), _shown("", engine) + hint))
         for size, value in self.geometry.model_dump().items():
             if value != getattr(geometry, size):
                 found.append(_difference(size, str(value), str(getattr(geometry, size))))

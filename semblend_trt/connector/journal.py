@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.audit import AuditLog
@@ -9,11 +10,13 @@ from semblend_trt.audit import AuditLog
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.connector.report import ReuseReport
     from semblend_trt.connector.request_table import TrackedRequest
     from semblend_trt.discovery.neighbour import Neighbour
+    from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import SavedDonor
 
@@ -31,9 +34,12 @@ class Journal:
     def started(self, settings: Settings, refusal: str | None) -> None:
         self._audit.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
 
-    def profile(self, match: ProfileMatch) -> None:
+    def profile(self, match: ProfileMatch, namespace: CacheNamespace, geometry: KvGeometry) -> None:
+        """With what was compared: from another process, a calibration learns the engine's identity by it."""
         self._audit.event(
             "profile_compared",
+            namespace=namespace.to_dict(),
+            geometry=asdict(geometry),
             policy=None if match.profile is None else match.profile.policy,
             refusal=None if match.profile is not None else match.refusal,
             differences=match.differences,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.model import KnownModel
 
 _chapter = Chapter("profile")
-_LEFT_OPEN = "dtypes other than the KV cache's, parallel layout and engine are compared when the engine starts"
+_LEFT_OPEN = "dtypes other than the KV cache's, and the parallel layout, are compared when the engine starts"
 
 
 def profile(settings: Settings, model: KnownModel | None) -> Iterator[Finding]:
@@ -48,7 +48,7 @@ def profile(settings: Settings, model: KnownModel | None) -> Iterator[Finding]:
     if differences:
         yield _chapter.refused("profile_mismatch", " ".join(differences), differences=differences)
     else:
-        yield _chapter.ok(f"it can hold for {model.name}; {_LEFT_OPEN}")
+        yield _chapter.ok(f"it can hold for {model.name} in {' or '.join(held.engines)}; {_LEFT_OPEN}")
 
 
 def differences_from(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
@@ -63,7 +63,7 @@ def differences_from(held: ReuseProfile, settings: Settings, model: KnownModel) 
         pipeline_parallel_size=ranks["pp_size"],
         context_parallel_size=ranks["cp_size"],
     )
-    open_fields = {"backend_cache_layout": made_for["backend_cache_layout"]}
+    open_fields: dict[str, Any] = {"backend_cache_layout": held.engines[0]}
     if model.dtype is None:
         open_fields["kv_dtype"] = made_for["kv_dtype"]
     tensor_parallel_size = ranks["tp_size"] if isinstance(ranks["tp_size"], int) else 1

@@ -51,7 +51,12 @@ OTHERS: list[tuple[str, Any, str]] = [
     ("adapter", "legal", "adapter none; this engine runs legal"),
     ("rope_config", {"rope_type": "default", "rope_theta": 10_000}, 'RoPE {"rope_theta": 1000000'),
     ("tensor_parallel", {"tp_size": 2, "pp_size": 1, "cp_size": 1}, "parallel layout"),
-    ("backend_cache_layout", "other", "engine and cache layout"),
+    (
+        "backend_cache_layout",
+        "other",
+        "engine and cache layout engine/default/pool; this engine runs other, which `python -m validation confirm` can "
+        "add.",
+    ),
     ("extra", {"compute_dtype": "float16"}, "compute dtype"),
 ]
 
@@ -148,6 +153,29 @@ def test_another_geometry_differs(changes: dict[str, int]) -> None:
     (sentence,) = profile().differences(namespace(), KvGeometry(**{**sizes, **changes}))
     ((name, value),) = changes.items()
     assert f"{name} {sizes[name]}; this engine runs {value}." in sentence
+
+
+def test_it_holds_in_every_engine_of_its_list_and_in_no_other() -> None:
+    made = profile(figures=["made"])
+    confirmed = made.confirmed_in("other/pool", ["made", "confirmed"])
+    assert made.engines == ["engine/default/pool"]
+    assert (confirmed.engines, confirmed.figures) == (["engine/default/pool", "other/pool"], ["made", "confirmed"])
+    assert confirmed.confirmed_in("other/pool") == confirmed
+    for engine in confirmed.engines:
+        assert confirmed.differences(namespace(backend_cache_layout=engine), GEOMETRY) == []
+    (sentence,) = confirmed.differences(namespace(backend_cache_layout="third/pool"), GEOMETRY)
+    assert "engine/default/pool or other/pool; this engine runs third/pool" in sentence
+    (other,) = confirmed.differences(namespace(backend_cache_layout="other/pool", kv_dtype="float16"), GEOMETRY)
+    assert "KV dtype" in other
+
+
+@pytest.mark.parametrize("word", [unknown_value(), "Unknown"])
+def test_an_engine_that_is_not_known_is_in_no_list(tmp_path: Path, word: str) -> None:
+    listed = ReuseProfile.read(stored(tmp_path / "profile.json", engines=["engine/default/pool", word]))
+    assert listed.differences(namespace(), GEOMETRY) == []
+    assert len(listed.differences(namespace(backend_cache_layout=word), GEOMETRY)) == 1
+    with pytest.raises(ConfigurationError, match="engine and cache layout of this engine cannot be determined"):
+        ReuseProfile.made_for(namespace(backend_cache_layout=unknown_value()), GEOMETRY, policy="position_fix")
 
 
 def test_another_version_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +298,12 @@ def test_it_reads_back_as_written(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"schema_version": 2}, "schema_version is 2"),
+        ({"schema_version": 1}, "schema_version is 1: .*; make it again with `python -m validation calibrate`"),
+        ({"engines": []}, "engines is .*at least 1"),
+        ({"engines": ["a", ""]}, "engines.1 is ''"),
+        ({"engines": ["a", "b", "a"]}, "names an engine twice"),
+        ({"engines": "a"}, "engines is 'a'"),
+        ({"namespace__backend_cache_layout": "a"}, r"\['backend_cache_layout'\] are not known"),
         ({"policy": "most"}, "policy is 'most'"),
         ({"check__threshold": 1.01}, "check.threshold is 1.01: Input should be less than or equal to 1"),
         ({"check__threshold": -0.1}, "check.threshold is -0.1: Input should be greater than or equal to 0"),

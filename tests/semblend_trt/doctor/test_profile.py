@@ -46,6 +46,7 @@ def test_it_can_hold_for_its_model(made: str, tiny_qwen2_path: Path) -> None:
     allowed, holds = profile(load_settings(profile_path=made), of(tiny_qwen2_path))
     assert (allowed.details["policy"], "0.05 at layer 1" in allowed.text) == ("verified", True)
     assert holds.status is Status.OK
+    assert f"in {ReuseProfile.read(made).engines[0]}; " in holds.text
 
 
 @pytest.mark.parametrize(
