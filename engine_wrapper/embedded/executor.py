@@ -149,6 +149,9 @@ class Executor:
                 complete(request, "cancelled")
             else:
                 self._ends.cut_short(request, "cancelled")
+                if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
+                    # TensorRT-LLM handles cancels behind a forward and polls: none runs before the save is begun.
+                    self._ends.poll_transfers()
             return True
 
     def pause(self, request: LlmRequest) -> None:

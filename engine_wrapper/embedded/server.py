@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -25,39 +23,39 @@ from engine_wrapper.embedded.server_answers import STREAM_END, AnswerForm, TextS
 from engine_wrapper.embedded.server_body import DEFAULT_MAX_TOKENS, CompletionBody, read_body
 from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
-from semblend_trt.fleet.router.prompts import PromptError, PromptReader
-from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, json_object, refusing
+from semblend_trt.fleet.router.connections import Connections, ServerBounds, json_object
+from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, refusing
 from semblend_trt.fleet.router.serving import metrics_page, serve
 from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from engine_wrapper.embedded.llm import RequestOutput, SamplingParams
 
-MAX_BODY_BYTES = 16 << 20
+BOUNDS = ServerBounds()
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Worker:
     """One engine and the handlers of its requests. Close it when nothing is served any more."""
 
-    def __init__(self, llm: LLM, name: str) -> None:
+    def __init__(self, llm: LLM, name: str, bounds: ServerBounds = BOUNDS) -> None:
         """`name` is what requests call the model."""
-        self.name = name
+        self.name, self._bounds = name, bounds
         self._longest = llm.executor.max_seq_len
         # The engine's own tokenizer belongs to its thread.
-        self._prompts = PromptReader(copy.deepcopy(llm.tokenizer))
-        self._reading = ThreadPoolExecutor(1, "prompt-reader")
+        self._prompts = ReadingThreads(llm.tokenizer, self._longest)
         self._engine = EngineThread(llm)
 
     def close(self) -> None:
         self._engine.close()
-        self._reading.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusing()])
+        app = web.Application(middlewares=[refusing()])
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
@@ -66,12 +64,10 @@ class Worker:
         return app
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        body = await json_object(request)
-        return await self._serve(request, body, is_chat=False)
+        return await self._serve(request, is_chat=False)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await json_object(request)
-        return await self._serve(request, body, is_chat=True)
+        return await self._serve(request, is_chat=True)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.name, "object": "model", "owned_by": "semblend-trt", "max_model_len": self._longest}
@@ -83,15 +79,8 @@ class Worker:
             return web.json_response({"status": "stopped", "reason": failure}, status=503)
         return web.json_response({"status": "ok", "running": self._engine.running})
 
-    async def _serve(self, request: web.Request, body: dict[str, Any], *, is_chat: bool) -> web.StreamResponse:
-        fields = read_body(body)
-        if fields.model not in (None, self.name):
-            raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
-        read = self._prompts.chat if is_chat else self._prompts.completion
-        try:
-            token_ids = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
-        except PromptError as error:
-            raise RequestRefusedError(400, "bad_prompt", str(error)) from None
+    async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        fields, token_ids = await self._read(request, is_chat=is_chat)
         rest = max(1, self._longest - len(token_ids))
         params = fields.sampling_params(rest if is_chat else min(DEFAULT_MAX_TOKENS, rest))
         form = AnswerForm(self.name, is_chat)
@@ -101,6 +90,20 @@ class Worker:
             if fields.stream:
                 return await _stream(request, form, fields, outputs)
             return await _answer(form, fields, outputs)
+
+    async def _read(self, request: web.Request, *, is_chat: bool) -> tuple[CompletionBody, list[int]]:
+        """What a request asks for, and its prompt. The body is not kept."""
+        body, size = await json_object(request, self._bounds)
+        fields = read_body(body)
+        if fields.model not in (None, self.name):
+            raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
+        read = PromptReader.chat if is_chat else PromptReader.completion
+        try:
+            return fields, await self._prompts.read(size, lambda reader: read(reader, body))
+        except PromptTooLongError as error:
+            raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
+        except PromptError as error:
+            raise RequestRefusedError(400, "bad_prompt", str(error)) from None
 
     async def _outputs(
         self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
@@ -178,9 +181,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value is not None:
             os.environ[PREFIXES[0] + name] = str(value)
     try:
-        worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name)
+        bounds = ServerBounds(
+            arguments.header_seconds,
+            arguments.body_seconds,
+            arguments.max_connections,
+            arguments.max_connections,  # a router is one peer
+            arguments.max_body_bytes,
+        )
+        worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name, bounds)
+        connections = Connections(bounds)
         try:
-            asyncio.run(serve(worker.app(), arguments.host, arguments.port, f"serving {worker.name}"))
+            asyncio.run(serve(worker.app(), arguments.host, arguments.port, f"serving {worker.name}", connections))
         finally:
             worker.close()
     except SemBlendError as error:
@@ -213,10 +224,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: CUDA where it is)")
     parser.add_argument("--max-batch-size", type=int, default=8, help="requests that run together (default: 8)")
+    for name, what in (
+        ("--header-seconds", "seconds in which the header of a request has to be there"),
+        ("--body-seconds", "seconds in which its body has to be there"),
+        ("--max-connections", "connections, of which the one that is idle for longest makes room"),
+        ("--max-body-bytes", "bytes of a body"),
+    ):
+        default = getattr(BOUNDS, name[2:].replace("-", "_"))
+        parser.add_argument(name, type=_positive(type(default)), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--worker-id", type=int, help="number in the fleet, in place of SEMBLEND_WORKER_ID")
     parser.add_argument("--nats", help="NATS server for donor events, in place of SEMBLEND_NATS_URL")
     parser.add_argument("--profile", help="reuse profile of the model, in place of SEMBLEND_PROFILE")
     return parser
+
+
+def _positive(kind: type[float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (value := kind(text)) < 1 << 30:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} above 0 and below {1 << 30}")
+
+    return read
 
 
 def _port(text: str) -> int:

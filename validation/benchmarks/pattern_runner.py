@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Rotated keys keep their length but for rounding.
 _LENGTH_TOLERANCE = 1e-4
+INJECTED = "an injected failure"
 
 
 def owner_number(owner: RootKey) -> int:
@@ -81,6 +82,8 @@ class PatternRunner(ModelRunner):
     """Writes the numbers of computed rows, and refuses to run on rows that hold others.
 
     `requests` holds every request by its id, those that donors may come from too. A request is looked up there alone.
+    With `fails_behind`, 0.0 or more and below 1.0, the next forward computes that share of its requests and then fails.
+    `wrong_tokens` counts the tokens whose KV, or which themselves, are not what they must be.
     """
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:  # noqa: ARG002
@@ -88,12 +91,15 @@ class PatternRunner(ModelRunner):
         self._block_size = geometry.block_size
         self.requests: dict[int, LlmRequest] = {}
         self.rows: dict[int, Rows] = {}
-        self.started_again = 0
+        self.started_again = self.failed_forwards = self.wrong_tokens = 0
+        self.fails_behind: float | None = None
 
     def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002 - one form of two
-        """Raises AssertionError where a request would attend to rows of somebody else."""
+        """Raises AssertionError where a request would attend to rows of somebody else, and RuntimeError where it is to
+        fail."""
         logits = torch.zeros(len(slices), int(self.config.vocab_size))
-        for row, piece in enumerate(slices):
+        computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)
+        for row, piece in enumerate(slices[:computed]):
             request = self.requests[piece.request_id]
             if request.is_first_context_chunk and piece.begin == request.prepopulated_prompt_len:
                 self._begin(request, piece)
@@ -103,23 +109,49 @@ class PatternRunner(ModelRunner):
             held.compute(owner_number(request.root_key), piece.token_ids)
             self._write(piece.block_ids, piece.begin, held.numbers[piece.begin :])
             logits[row, token_after(held.numbers[-1])] = 1.0
+        if computed < len(slices):
+            self.fails_behind = None
+            self.failed_forwards += 1
+            raise RuntimeError(INJECTED)
         return logits
 
     def check(self, block_ids: Sequence[int], begin: int, numbers: Sequence[int], moved: Sequence[bool]) -> None:
         """Compares the rows from position `begin` on; of moved keys, which were rotated, only their length."""
-        rows = self._at(block_ids, begin, begin + len(numbers))
+        self._compare(self._at(block_ids, begin, begin + len(numbers)), numbers, moved)
+
+    def check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
+        """Compares a donor's KV, [layers, 2, kv_heads, tokens, head_dim], with what its request's own rows held."""
+        request, tokens = self._request_of(donor_id), kv.shape[3]
+        numbers = chain(owner_number(request.root_key), request.tokens(0, tokens))
+        self._compare(kv.permute(3, 0, 1, 2, 4), numbers, [False] * tokens)
+
+    def check_answer(self, rows: Rows, tokens: Sequence[int]) -> None:
+        """As the rows do, and counts."""
+        try:
+            rows.check_answer(tokens)
+        except AssertionError:
+            self.wrong_tokens += 1
+            raise
+
+    def _compare(self, rows: torch.Tensor, numbers: Sequence[int], moved: Sequence[bool]) -> None:
+        """`rows`: [tokens, layers, 2, kv_heads, head_dim]."""
         expected = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1)
         keys, values, rotated = rows[:, :, 0], rows[:, :, 1], torch.tensor(moved, dtype=torch.bool)
-        assert bool((values == expected).all()), "V holds stale bytes"
-        assert bool((keys[~rotated] == expected[~rotated]).all()), "K holds stale bytes"
+        stale = {"V": values != expected, "K": keys != expected}
+        stale["K"][rotated] = False
         lengths = keys[rotated].double().square().mean(-1, keepdim=True).sqrt()
-        assert torch.allclose(lengths, expected[rotated].double(), rtol=_LENGTH_TOLERANCE), "moved K holds stale bytes"
+        right = torch.isclose(lengths, expected[rotated].double(), rtol=_LENGTH_TOLERANCE, atol=0.0)
+        stale["moved K"] = ~right
+        for name, found in stale.items():
+            if bool(found.any()):
+                self.wrong_tokens += int(found.flatten(1).any(1).sum())
+                raise AssertionError(f"{name} holds stale bytes")
 
     def _begin(self, request: LlmRequest, piece: SequenceSlice) -> None:
         """What the request's rows hold before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
-            paused.check_answer(request.all_tokens)
+            self.check_answer(paused, request.all_tokens)
         plan = None if self.plan_source is None else self.plan_source(piece.request_id)
         if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
             plan = None
@@ -145,10 +177,12 @@ class PatternRunner(ModelRunner):
 
     def _donated(self, request: LlmRequest, span: PlanSpan) -> list[int]:
         """The numbers of a cold run of the donor, had it been the request's own tenant's; checked: its tokens."""
-        donor = self.requests[int(span.donor_id.rsplit("-", 1)[1])]
-        tokens = donor.tokens(0, span.donor_end)
+        tokens = self._request_of(span.donor_id).tokens(0, span.donor_end)
         assert tokens[span.donor_start :] == request.tokens(span.target_start, span.target_end), "other tokens' KV"
         return chain(owner_number(request.root_key), tokens)[span.donor_start :]
+
+    def _request_of(self, donor_id: str) -> LlmRequest:
+        return self.requests[int(donor_id.rsplit("-", 1)[1])]
 
     def _at(self, block_ids: Sequence[int], begin: int, end: int) -> torch.Tensor:
         """[positions, layers, 2, kv_heads, head_dim]."""

@@ -424,6 +424,17 @@ def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
+def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
+    llm, shelf = make_engine("1.1", None)
+    stream = llm.generate_async(prompt(20), SIX)
+    next(stream)
+    shelf.saves_any, shelf.saves = True, True
+    llm.abort(stream.request_id)
+    assert shelf.names()[-2:] == ["request_finished", "get_finished"]
+    assert shelf.polls[-1] == ([stream.request_id], [])
+    assert llm.executor.pending_transfers == []
+
+
 def test_our_own_version_ends_with_a_forward_that_fails(make_engine):
     llm, _ = make_engine("embedded", None)
     with fails_once(llm.executor.model_runner, "forward"), pytest.raises(RuntimeError, match="injected"):

@@ -95,7 +95,14 @@ def test_requests_that_were_never_asked_about(llm):
     assert serves_on(llm)
 
 
-@pytest.mark.parametrize("output", [None, 7, SimpleNamespace(new_requests=[]), SchedulerOutput(None, [])])
+def test_an_iteration_without_a_schedule_is_an_empty_one(llm):
+    metadata = llm.connector_scheduler.build_connector_meta(None)
+    assert replace(metadata, form="") == SemBlendConnectorMetadata()
+    assert not runtime_for(llm.llm_args).faults
+    assert serves_on(llm)
+
+
+@pytest.mark.parametrize("output", [7, SimpleNamespace(new_requests=[]), SchedulerOutput(None, [])])
 def test_schedules_that_are_none(llm, output):
     assert llm.connector_scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
     assert runtime_for(llm.llm_args).faults["build_connector_meta"] == 1

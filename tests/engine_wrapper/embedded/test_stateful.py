@@ -9,20 +9,26 @@ import os
 
 import pytest
 
-from validation.benchmarks.random_life import CASES, random_life
+from validation.benchmarks.life_cases import CASES, HABIT_CASES
+from validation.benchmarks.random_life import random_life
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
+ALL = (*CASES, *HABIT_CASES)
 
 
 @pytest.mark.known_defect(3, 8)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     with random_life(case, tmp_path) as life:
-        for _ in range(-(-STEPS // len(CASES))):
+        for _ in range(-(-STEPS // len(ALL))):
             life.step()
         life.quiet()
+    assert (life.wrong_tokens, life.leaked_blocks) == (0, 0)
     happened = life.counts
-    for name in ("admissions", "aborts", "evictions", "hits", "published_blocks_checked"):
+    published = ["published_blocks_checked"] * case.block_reuse
+    reused = ["hits", "donors_checked"] * (case.refusal is None)
+    for name in ("admissions", "aborts", *published, *reused, *case.habits):
         assert happened[name] > 0, f"{name}: otherwise nothing was tried"
+    assert (happened["hits"] > 0) == (case.refusal is None)
     assert (happened["moved_hits"] > 0) == case.wrapper
     assert (happened["starts_again"] > 0) == case.v2

@@ -1,4 +1,4 @@
-"""The benchmark of random lives counts what happened, and stops counting where a byte is stale."""
+"""The benchmark of random lives counts what happened, and stops counting where a byte is stale or a block is lost."""
 
 from __future__ import annotations
 
@@ -7,29 +7,55 @@ import json
 import pytest
 
 from engine_wrapper.publication import PublicationGuard
-from validation.benchmarks import random_life, stateful
+from semblend_trt.connector.worker import SemBlendKvConnectorWorker
+from semblend_trt.donors.host_kv import HostKv
+from validation.benchmarks import life_cases, stateful
 
 
 @pytest.fixture(autouse=True)
-def two_cases(monkeypatch):
-    monkeypatch.setattr(stateful, "CASES", random_life.CASES[-2:])
+def few_cases(monkeypatch):
+    monkeypatch.setattr(stateful, "CASES", life_cases.CASES[-2:])
+    monkeypatch.setattr(stateful, "HABIT_CASES", life_cases.HABIT_CASES[:1])
 
 
-def clean_steps(folder, steps):
+def lived(folder, steps):
+    """The rows' values by name, of twice the steps that each of the three engines takes."""
     stateful.main(["--steps", str(steps), "--json", str(folder)])
-    (row,) = json.loads((folder / "stateful.json").read_text())
-    assert (row["name"], row["goal"]) == ("stateful_steps_clean", None)
-    assert "admissions" in row["baseline"]
-    return row["value"]
+    rows = json.loads((folder / "stateful.json").read_text())
+    assert all(row["goal"] is None and "admissions" in row["baseline"] for row in rows)
+    return {row["name"]: row["value"] for row in rows}
 
 
 def test_every_step_of_a_sound_engine_is_clean(tmp_path):
-    assert clean_steps(tmp_path, 101) == 101
+    values = lived(tmp_path, 101)
+    assert values.pop("stateful_hits") > 0
+    assert values == {
+        "stateful_steps_clean": 151,
+        "trtllm_habits_wrong_tokens": 0,
+        "trtllm_habits_leaked_blocks": 0,
+    }
 
 
 def test_approximate_blocks_in_the_prefix_cache_end_the_count(tmp_path, monkeypatch):
     monkeypatch.setattr(PublicationGuard, "publishable", lambda self, request_id, tokens: tokens)
-    assert clean_steps(tmp_path, 600) < 600
+    assert lived(tmp_path, 600)["stateful_steps_clean"] < 900
+
+
+def test_blocks_that_stay_pinned_are_counted(tmp_path, monkeypatch):
+    get_finished = SemBlendKvConnectorWorker.get_finished
+
+    def all_at_once(self, finished, loading):
+        ended, loaded = get_finished(self, finished, loading)
+        return [*ended, *(self._ended_saves.popleft() for _ in range(len(self._ended_saves)))], loaded
+
+    monkeypatch.setattr(SemBlendKvConnectorWorker, "get_finished", all_at_once)
+    assert lived(tmp_path, 600)["trtllm_habits_leaked_blocks"] > 0
+
+
+def test_donors_with_wrong_bytes_are_counted(tmp_path, monkeypatch):
+    stored = HostKv.tensor.fget
+    monkeypatch.setattr(HostKv, "tensor", property(lambda self: stored(self) + 1))
+    assert lived(tmp_path, 600)["trtllm_habits_wrong_tokens"] > 0
 
 
 def test_a_step_for_each_engine_is_the_least(capsys):
