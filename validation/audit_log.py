@@ -56,6 +56,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
+def settled(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How every request ended, in the order in which they were asked."""
+    ended = [event for event in events if event["event"] == "request_settled"]
+    return sorted(ended, key=lambda event: int(event["request_id"]))
+
+
 def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
     """True when the event is about one of the requests, or about the donor that one of them became."""
     if event.get("request_id") in request_ids:

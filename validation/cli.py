@@ -26,8 +26,9 @@ from validation.arms import (
     is_reusing,
     names_of,
 )
-from validation.calibration.arguments import parse_calibrate
+from validation.calibration.arguments import parse_calibrate, parse_confirm
 from validation.calibration.command import run_calibrate
+from validation.calibration.confirmation import run_confirm
 from validation.exactness import max_logit_difference
 from validation.files import check_writable, write_json, write_text
 from validation.gates import GateBounds, gates_of
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
             return ALL_HOLD if run_quality(parse_quality(arguments[1:]), _command(arguments)) else GATE_FAILED
         if arguments and arguments[0] == "calibrate":
             return ALL_HOLD if run_calibrate(parse_calibrate(arguments[1:]), _command(arguments)) else GATE_FAILED
+        if arguments and arguments[0] == "confirm":
+            return ALL_HOLD if run_confirm(parse_confirm(arguments[1:]), _command(arguments)) else GATE_FAILED
         if arguments and arguments[0] == "replay":
             run_replay(parse_replay(arguments[1:]), _command(arguments))
             return ALL_HOLD

@@ -1,22 +1,24 @@
-"""Builds the engine of an arm over shared weights."""
+"""The engines that serve cases under an arm: what is asked of all of them, and what they have in common."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
 from validation.arms import variables_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
+    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.sampling import SamplingParams
+    from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
 
+EMBEDDED, TRTLLM = "embedded", "trtllm"
 _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 
 
@@ -35,26 +37,54 @@ class EngineSettings:
     batch_size: int = 8
 
 
-def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:
-    """Builds the arm's engine over `runner`'s weights with a pool of its own; the caller shuts it down."""
-    connector = None
-    if arm.variables is not None:
-        connector = KvCacheConnectorConfig(
-            connector_module="engine_wrapper.connector",
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
-    with environment(_variables(arm, settings, audit_path)):
-        return LLM(
-            model=settings.model,
-            runner=runner.share(),
-            max_batch_size=settings.batch_size,
-            kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
-            kv_connector_config=connector,
-        )
+class ServedModel(Protocol):
+    """What the writing and scoring of cases needs to know of a model."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
 
 
-def _variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> dict[str, str]:
+class ArmEngine(Protocol):
+    """One arm's engine at work, with the embedded engine's names. Requests are numbered from 1 on as they are asked."""
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        cache_salt: Sequence[str | None] | None = None,
+    ) -> Sequence[RequestOutput]:
+        """Answers all prompts together. Raises SemBlendError."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until what was served can be found as a donor."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the engine; from then on its audit log is complete."""
+        ...
+
+
+class Engines(ServedModel, Protocol):
+    """Opens engines over one model. `token_bytes` of KV are a token's at most; one that `starts_slowly` is worth being
+    asked everything that an arm has to be asked."""
+
+    @property
+    def token_bytes(self) -> int: ...
+
+    @property
+    def starts_slowly(self) -> bool: ...
+
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+        """The arm's engine, whose connector writes its audit log there. The caller shuts it down."""
+        ...
+
+
+def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> dict[str, str]:
+    """The settings of the arm's connector by variable; none without a connector."""
     if arm.variables is None:
         return {}
     variables = {

@@ -14,7 +14,8 @@ from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, Arm
 from validation.audit_log import AuditCounts, concerns, read_events
 from validation.cases import groups
 from validation.comparison import check_cold, compare
-from validation.engines import EngineSettings, open_engine
+from validation.embedded_engine import open_engine
+from validation.engines import EngineSettings
 from validation.serving import Server
 from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
 

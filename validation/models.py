@@ -13,9 +13,16 @@ from engine_wrapper.embedded.models import resolve_device
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
+from validation.embedded_engine import EmbeddedEngines
+from validation.engines import TRTLLM
+from validation.trtllm_engine import TrtllmEngines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from validation.engines import Engines
 
 PROFILE_NAME = "reuse-profile.json"
 
@@ -37,6 +44,16 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     place = resolve_device(device or ("cpu" if model is None else "auto"))
     disable_progress_bar()  # of loading weights; there is one of our own
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
+
+
+def engines_of(name: str, model: str | None, dtype: str, runner: Callable[[], ModelRunner]) -> Engines:
+    """The engines of that name over the model; the embedded ones share the weights that `runner` loads.
+
+    Raises ConfigurationError and UnsupportedModelError.
+    """
+    if name == TRTLLM:
+        return TrtllmEngines(str(model or shipped_model()), dtype)
+    return EmbeddedEngines(runner())
 
 
 def profile_of(model: str | None, asked: Path | None) -> Path | None:

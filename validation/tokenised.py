@@ -12,8 +12,8 @@ from validation import jsonl, prompts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
+    from validation.engines import ServedModel
 
 # Scoring a long reference costs one decode step a token and adds little after a few dozen.
 MAX_FORCED_TOKENS = 48
@@ -40,10 +40,10 @@ class Tokeniser:
     `stop_token_ids` hold the mark that ends an answer, where the tokenizer knows it.
     """
 
-    def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
+    def __init__(self, model: ServedModel, max_tokens: int) -> None:
         """`max_tokens`: the longest answer, for which room is kept in the model's context."""
-        self._tokenizer: Any = runner.tokenizer
-        self._context = runner.facts.max_positions
+        self._tokenizer: Any = model.tokenizer
+        self._context = model.facts.max_positions
         self._max_tokens = max_tokens
         self._answer_room = max(max_tokens, MAX_FORCED_TOKENS)
         end = self._tokenizer.get_vocab().get(prompts.END_MARK)

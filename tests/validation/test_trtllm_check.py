@@ -9,87 +9,184 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_wrapper.embedded import llm as embedded
-from validation import trtllm_check
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.validation import trtllm_stand_in
+from validation.models import PROFILE_NAME, shipped_model
+from validation.trtllm_check import __main__ as check
+from validation.trtllm_check.crowd import Crowded, serve_crowd
+from validation.trtllm_check.findings import judge, judge_crowd, judge_verified
+from validation.trtllm_check.workload import crowd
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from validation.trtllm_check import Served, Workload
+    from validation.trtllm_check.findings import Finding
+    from validation.trtllm_check.served import Served
+    from validation.trtllm_check.workload import Workload
+
+SMALL = ("--groups", "2", "--rows", "6")
+NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profile", "verified"]
+NAMES += ["concurrency", "endings", "blocks"]
 
 
-class LLM(embedded.LLM):
-    """`tensorrt_llm/llmapi/llm.py`, LLM (1.2), with the arguments that the check gives."""
-
-    def __init__(self, model: str, *, cuda_graph_config: None, **options: Any) -> None:
-        super().__init__(model, **options)
-
-    def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> Any:
-        outputs = super().generate(prompts, sampling_params, **options)
-        self.settle()
-        return outputs
+@pytest.fixture(autouse=True)
+def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    trtllm_stand_in.install(monkeypatch)
 
 
-class KvCacheConfig:
-    """`tensorrt_llm/llmapi/llm_args.py`, KvCacheConfig (main): a pydantic model that leaves V1 where it is not told."""
-
-    model_fields = ("enable_block_reuse", "free_gpu_memory_fraction", "use_kv_cache_manager_v2")
-
-    def __new__(cls, *, free_gpu_memory_fraction: float, use_kv_cache_manager_v2: Any = "auto", **fields: Any) -> Any:
-        assert use_kv_cache_manager_v2 is False
-        assert 0 < free_gpu_memory_fraction < 1
-        return embedded.KvCacheConfig(tokens_per_block=16, **fields)
+def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The findings on the screen, by name: `holds` or `FAILS`."""
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {line[0]: line[1] for line in words if len(line) > 1 and line[1] in ("holds", "FAILS")}
 
 
-@pytest.fixture
-def served(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Workload, dict[str, Served]]:
-    package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
-    package.LLM, package.SamplingParams = LLM, embedded.SamplingParams  # type: ignore[attr-defined]
-    api.KvCacheConfig, api.KvCacheConnectorConfig = KvCacheConfig, embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
+def failing(findings: Sequence[Finding]) -> list[str]:
+    return [finding.name for finding in findings if not finding.holds]
+
+
+def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[Workload, dict[str, Served]]] = []
-    judge = trtllm_check.judge
+    verified: list[tuple[Workload, Served, Served]] = []
 
     def watch(asked: Workload, served: dict[str, Served]) -> Any:
         seen.append((asked, served))
         return judge(asked, served)
 
-    monkeypatch.setattr(trtllm_check, "judge", watch)
-    status = trtllm_check.main(["--model", str(tiny_qwen2_path), "--groups", "2", "--rows", "6"])
-    monkeypatch.setattr(trtllm_check, "judge", judge)
-    return status, *seen[0]
+    def watch_verified(*given: Any) -> Any:
+        verified.append(given)
+        return judge_verified(*given)
 
-
-def failing(asked: Workload, served: dict[str, Served]) -> list[str]:
-    return [finding.name for finding in trtllm_check.judge(asked, served) if not finding.holds]
-
-
-def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
-    served: tuple[int, Workload, dict[str, Served]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, asked, found = served
-    assert failing(asked, found) == []
-    assert status == 0
+    monkeypatch.setattr(check, "judge", watch)
+    monkeypatch.setattr(check, "judge_verified", watch_verified)
+    assert check.main(["--model", str(tiny_qwen2_path), *SMALL]) == 0
+    assert lines(capsys) == dict.fromkeys(NAMES, "holds")
+    [(asked, found)] = seen
     exact, reused, stock = found["exact"], found["reused"], found["stock"]
-    assert failing(asked, found | {"exact": replace(exact, tokens=((1,),) * len(exact.tokens))}) == ["exactness"]
-    assert failing(asked, found | {"exact": replace(exact, tokens=((),) * len(exact.tokens))}) == ["smoke", "exactness"]
-    assert failing(asked, found | {"reused": replace(reused, events=())}) == ["smoke", "execution"]
+
+    def fails(**changed: Served) -> list[str]:
+        return failing(judge(asked, found | changed))
+
+    assert fails() == []
+    assert fails(exact=replace(exact, tokens=((1,),) * len(exact.tokens))) == ["exactness"]
+    assert fails(exact=replace(exact, tokens=((),) * len(exact.tokens))) == ["smoke", "exactness"]
+    assert fails(reused=replace(reused, events=())) == ["smoke", "execution"]
     grown = [
         event | {"exact_prefix_tokens": 500 if index == len(asked.prompts) - 1 else event["exact_prefix_tokens"]}
         for index, event in enumerate(reused.settled())
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
-    assert failing(asked, found | {"reused": replace(reused, events=(*others, *grown))}) == ["publication"]
+    assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]
     right = ["", "", *(trial.answer for trial in asked.targets), "", ""]
-    assert failing(asked, found | {"stock": replace(stock, texts=tuple(right))}) == ["validation"]
+    assert fails(stock=replace(stock, texts=tuple(right))) == ["validation"]
+
+    [(asked, stock, served)] = verified
+    assert judge_verified(asked, stock, served).holds
+    assert not judge_verified(asked, replace(stock, texts=tuple(right)), served).holds
+    assert not judge_verified(asked, stock, replace(served, events=())).holds
+    refused = tuple(event | {"reason": "profile_mismatch"} for event in served.events)
+    assert not judge_verified(asked, stock, replace(served, events=refused)).holds
+
+
+def test_a_profile_from_elsewhere_is_confirmed_and_served_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the crowd finds is another test's.
+    monkeypatch.setattr(check, "serve_crowd", lambda *_: Crowded((), (), (), "", "", None, None, ()))
+    output = tmp_path / "confirmed.json"
+    shipped = shipped_model() / PROFILE_NAME
+    values = ReuseProfile.read(shipped)
+    few = [{**each, "groups": 2, "questions": 1, "tokens": 512} for each in values.figures if each["what"] == "prompts"]
+    few += [{"what": "confirmed", "family": name} for name in ("reordered", "header_trap")]
+    profile = tmp_path / "profile.json"
+    values.model_copy(update={"figures": few}).write(profile)
+    options = ["--model", str(shipped_model()), "--profile", str(profile), "--output", str(output), *SMALL]
+    check.main(options)
+    said = lines(capsys)
+    assert (said["profile"], said["verified"]) == ("holds", "holds")
+    assert ReuseProfile.read(output).engines[1].startswith("tensorrt_llm/")
+    loose = values.model_copy(update={"figures": few, "check": None, "policy": "position_fix", "head_tokens": 0})
+    loose.write(profile)
+    output.unlink()
+    assert check.main(options) == 1
+    said = lines(capsys)
+    assert said["profile"] == "FAILS"
+    assert "verified" not in said
+    assert not output.exists()
+
+
+@pytest.fixture(scope="module")
+def rounds() -> tuple[tuple[str, ...], ...]:
+    return crowd(3, 8, rows=8)
+
+
+def test_a_crowd_shares_beginnings_and_documents(rounds: tuple[tuple[str, ...], ...]) -> None:
+    assert [len(prompts) for prompts in rounds] == [16, 16, 16]
+    first, again = rounds[0][:2]
+    beginning, question = len(first) * 3 // 4, 40
+    assert first[:beginning] == again[:beginning]
+    assert rounds[1][0][:beginning] == first[:beginning]
+    half = len(first) // 2
+    assert first[half : half + question] in rounds[0][2]
+
+
+def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds: tuple[tuple[str, ...], ...]) -> None:
+    found = serve_crowd(str(shipped_model()), "auto", rounds)
+    assert failing(judge_crowd(found)) == []
+    assert len(found.cold) == len(found.answers) == 48
+    assert found.cancelled == "cancelled"
+    assert found.failed.startswith("error: ")
+    assert found.saved() > 16
+    assert found.loaded_tokens() > 1000
+
+    def fails(**changes: Any) -> list[str]:
+        return failing(judge_crowd(replace(found, **changes)))
+
+    assert fails(events=()) == ["concurrency"]
+    assert fails(cancelled="length") == fails(failed="stop") == ["endings"]
+    assert fails(free_after=None) == fails(free_before=None) == ["blocks"]
+    assert fails(free_before=None, free_after=None) == ["blocks"]
+    # As wrong as the stock engine is itself when it is asked at once.
+    wrong = ((1,) * 6,) * len(found.cold)
+    assert fails(answers=wrong) == ["concurrency"]
+    assert fails(answers=wrong, at_once=wrong) == []
+
+
+def test_a_crowd_shows_blocks_that_are_lost(
+    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trtllm_stand_in.LLM, "leaks", 2)
+    found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
+    assert found.free_before is not None
+    assert found.free_after == found.free_before - 2
+    assert "blocks" in failing(judge_crowd(found))
+
+
+def test_a_crowd_shows_answers_that_are_wrong(
+    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trtllm_stand_in.LLM, "answers_wrongly", True)
+    found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
+    assert failing(judge_crowd(found)) == ["concurrency"]
+
+
+def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(
+    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter(range(1000))
+    for told in (lambda *_: [], lambda *_: [{"kvCacheStats": {"freeNumBlocks": next(counts)}}]):
+        monkeypatch.setattr(trtllm_stand_in.LLM, "get_stats", told)
+        found = serve_crowd(str(shipped_model()), "auto", (rounds[0][:2], rounds[1][:2]))
+        assert (found.free_before, found.free_after) == (None, None)
 
 
 def test_where_tensorrt_llm_is_missing_one_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    assert trtllm_check.main([]) == 2
+    assert check.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("tensorrt_llm cannot be imported here")
@@ -100,8 +197,21 @@ def test_a_model_that_cannot_be_read_is_one_sentence_before_any_engine_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
-    assert trtllm_check.main(["--model", str(tmp_path)]) == 2
+    assert check.main(["--model", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert str(tmp_path) in said.err
     assert "by its full path" in said.err
+    assert check.main(["--model", str(shipped_model()), "--profile", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start_is_a_line_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(sys.modules["tensorrt_llm"], "LLM", start)
+    assert check.main(["--model", str(shipped_model()), *SMALL]) == 1
+    assert lines(capsys) == {"engine": "FAILS"}

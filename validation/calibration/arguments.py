@@ -1,11 +1,14 @@
-"""The command line of `python -m validation calibrate`."""
+"""The command lines of `python -m validation calibrate` and of `confirm`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semblend_trt.reuse_profile import ReuseProfile
 from validation.arguments import PROGRAM, Parser, add_defaults
+from validation.calibration.figures import prompts_of
+from validation.engines import EMBEDDED, TRTLLM
 from validation.noninferiority import CONFIDENCE, MARGIN
 from validation.quality.arguments import add_families, add_model
 
@@ -25,10 +28,26 @@ _PROMPTS = (
 )
 
 
+_CONFIRM = f"""
+Adds an engine to a reuse profile that was made in another one: serves the profile's families in this engine, cold and
+under policy verified with the profile's terms, on prompts that it was not made with, and adds the engine only when
+every family is non-inferior to cold there, by a calibration's own rule (margin {MARGIN:g}, one-sided {CONFIDENCE:.0%}).
+Everything else that the profile binds has to be the same already. Exit status: 0 the engine is in the profile, 1 it is
+not shown to be as good as cold there (the profile stays as it is), 2 bad usage.
+"""
+_ENGINES = (
+    "where the prompts are served: embedded, or trtllm, which is TensorRT-LLM with the wrapper through its LLM API "
+    "(untested on a real one)"
+)
+# Far from the seeds with which a calibration confirms, which follow its own.
+_FRESH = 1_000
+
+
 def parse_calibrate(arguments: Sequence[str]) -> argparse.Namespace:
     """Arguments of a calibration; exits with status 2 for any that argparse refuses."""
     parser = Parser(prog=f"{PROGRAM} calibrate", description=_DESCRIPTION.replace("%", "%%"), allow_abbrev=False)
     add_model(parser)
+    _add_engine(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     add_families(parser, groups=50)
     parser.add_argument("--screening-groups", type=int, default=8, help="groups of each family that choose candidates")
@@ -36,3 +55,32 @@ def parse_calibrate(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("reuse-profile.json"), help="the profile")
     add_defaults(parser)
     return parser.parse_args(arguments)
+
+
+def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a confirmation; exits with status 2 for any that argparse refuses.
+
+    Raises ConfigurationError when the profile, which tells the defaults, cannot be read.
+    """
+    parser = Parser(
+        prog=f"{PROGRAM} confirm",
+        description=_CONFIRM.replace("%", "%%"),
+        epilog="Which families and prompts are served is, where it is not given, as the profile's figures tell of its "
+        f"own making, with a seed {_FRESH:,} further on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", required=True, help="the profile")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the profile with the engine (default: --profile)")
+    add_model(parser)
+    _add_engine(parser)
+    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
+    add_families(parser, groups=50)
+    add_defaults(parser)
+    options = parser.parse_args(arguments)
+    made_with, families = prompts_of(ReuseProfile.read(options.profile).figures)
+    parser.set_defaults(**{**made_with, "seed": made_with.get("seed", 0) + _FRESH}, families=",".join(families) or None)
+    return parser.parse_args(arguments)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM), default=EMBEDDED, help=_ENGINES)

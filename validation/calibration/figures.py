@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from validation.noninferiority import CONFIDENCE, MARGIN, RESAMPLES
+from validation.results import today
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.search import Found, Tried
@@ -18,10 +19,18 @@ if TYPE_CHECKING:
     from validation.quality.samples import QualityLine
 
 
-def figures_of(found: Found, min_span: int) -> list[Any]:
-    """JSON-ready: the rule, the winner's confirmed families, its layer's deviations, and everything that was tried."""
+# Which prompts a calibration asks for, by the names of its options.
+PROMPT_OPTIONS = ("groups", "questions", "tokens", "seed", "max_tokens", "min_match_length")
+# A figure of an engine in which a profile from elsewhere has been confirmed.
+_ENGINE = "engine_confirmed"
+
+
+def figures_of(found: Found, prompts: Mapping[str, int]) -> list[Any]:
+    """JSON-ready: the rule, the prompts' options, the winner's confirmed families, its layer's deviations, and
+    everything that was tried."""
     figures: list[Any] = [
-        {"what": "rule", "margin": MARGIN, "confidence": CONFIDENCE, "resamples": RESAMPLES, "min_span": min_span}
+        {"what": "rule", "margin": MARGIN, "confidence": CONFIDENCE, "resamples": RESAMPLES},
+        {"what": "prompts", **prompts},
     ]
     if found.problem is not None:
         figures.append({"what": "problem", "sentence": found.problem})
@@ -29,6 +38,24 @@ def figures_of(found: Found, min_span: int) -> list[Any]:
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
     return figures + [_tried(each) for each in found.tried]
+
+
+def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The prompts' options and the confirmed families, as a profile's figures tell them; empty where they do not."""
+    told = [figure for figure in figures if isinstance(figure, dict)]
+    options = next((figure for figure in told if figure.get("what") == "prompts"), {})
+    numbers = {name: value for name, value in options.items() if name in PROMPT_OPTIONS and isinstance(value, int)}
+    return numbers, tuple(str(figure.get("family")) for figure in told if figure.get("what") == "confirmed")
+
+
+def with_engine(
+    figures: Sequence[Any], engine: str, lines: Sequence[QualityLine], prompts: Mapping[str, int], command: str
+) -> list[Any]:
+    """The figures with a confirmation in `engine` after the others, in place of an earlier one there."""
+    earlier = {"what": _ENGINE, "engine": engine}
+    kept = [each for each in figures if not (isinstance(each, dict) and earlier.items() <= each.items())]
+    made = {"date": today(), "command": command, "prompts": dict(prompts)}
+    return [*kept, {**earlier, **made, "families": [_confirmed(line) for line in lines]}]
 
 
 def _confirmed(line: QualityLine) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from validation.calibration.candidates import candidates
 from validation.calibration.deviations import DeviationCollector
 from validation.families.catalog import Kind
-from validation.quality.samples import MIN_COLD_SCORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,8 @@ class Found:
 class Search:
     """How candidates are tried.
 
+    `runner` runs the model in Transformers and nominates candidates by the deviations that it finds there, whatever
+    engine serves the trials: what is chosen is decided by the answers of that engine alone.
     `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
     `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.
     """
@@ -62,8 +63,8 @@ class Search:
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
         found = Found()
-        families = [name for name in self.kinds if self._is_known(name)]
-        found.problem = self._problem(families)
+        families = self.screening.known(self.kinds, self.tell)
+        found.problem = problem_of(families, self.kinds)
         if found.problem is not None:
             return found
         found.deviations = self._deviations(families)
@@ -82,29 +83,10 @@ class Search:
                 return found
         return found
 
-    def _is_known(self, family: str) -> bool:
-        """True when the model can answer the family cold, or the family is scored otherwise."""
-        line = self.screening.cold_line(family)
-        known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
-        score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
-        self.tell(f"{family}: {line.samples} prompts{score}" + ("" if known else "; the family shows nothing"))
-        return known
-
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
         harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
         return candidates(harmless, traps, self.runner.facts.num_layers)[: self.max_tries]
-
-    def _problem(self, families: Sequence[str]) -> str | None:
-        """Why nothing can be shown with these families; None when they suffice."""
-        if not any(self._is_trap(name) for name in families):
-            return (
-                "no trap family is among those whose answers the model knows cold, so that nothing shows whether reuse "
-                "goes wrong where a text means something else"
-            )
-        if all(self._is_trap(name) for name in families):
-            return "no harmless family is among those whose answers the model knows cold"
-        return None
 
     def _is_trap(self, family: str) -> bool:
         return self.kinds[family] == Kind.TRAP.value
@@ -114,7 +96,7 @@ class Search:
         return [
             prompt
             for name in families
-            for prompt in collector.collect(self.screening.cases([name]), self.screening.server(name).tokens_of)
+            for prompt in collector.collect(self.screening.cases([name]), self.screening.tokens_of)
         ]
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
@@ -124,3 +106,14 @@ class Search:
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {outcome}; {verdict.difference()}")
         return verdict.holds
+
+
+def problem_of(families: Sequence[str], kinds: Mapping[str, str]) -> str | None:
+    """Why nothing can be shown with these families, which the model knows cold; None when they suffice."""
+    are_traps = [kinds[name] == Kind.TRAP.value for name in families]
+    if not any(are_traps):
+        return (
+            "no trap family is among those whose answers the model knows cold, so that nothing shows whether reuse "
+            "goes wrong where a text means something else"
+        )
+    return "no harmless family is among those whose answers the model knows cold" if all(are_traps) else None

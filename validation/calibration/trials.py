@@ -9,17 +9,18 @@ from semblend_trt.errors import SemBlendError
 from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
 from validation.noninferiority import MARGIN
 from validation.quality.batches import BatchServer
-from validation.quality.samples import line_of, samples_of
+from validation.quality.samples import MIN_COLD_SCORE, line_of, samples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
+    from validation.engines import Engines
     from validation.quality.answers import Answer
     from validation.quality.batches import BatchSettings
     from validation.quality.samples import QualityLine, QualitySample
+    from validation.tokenised import TokenisedCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +46,20 @@ class Verdict:
 class Trials:
     """One set of prompts by family, with cold's answers, which are served once.
 
-    Families come in the order in which a candidate is likely to fail them.
+    Families come in the order in which a candidate is likely to fail them. An engine that starts slowly serves all of
+    them before the first is judged.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        families: Mapping[str, Sequence[Case]],
-        settings: BatchSettings,
-        seed: int,
-    ) -> None:
-        self._runner, self._seed = runner, seed
-        self._cases = families
-        self._servers = {name: BatchServer(runner, cases, settings) for name, cases in families.items()}
-        self._cold: dict[str, dict[str, Answer]] = {}
+    def __init__(self, engines: Engines, cases: Iterable[Case], settings: BatchSettings, seed: int) -> None:
+        self._engines, self._seed = engines, seed
+        self._cases: dict[str, list[Case]] = {}
+        for case in cases:
+            self._cases.setdefault(case.workload, []).append(case)
+        self._server = BatchServer(engines, self.cases(self._cases), settings)
+        self._cold: dict[str, Answer] = {}
 
-    def server(self, family: str) -> BatchServer:
-        return self._servers[family]
+    def tokens_of(self, case: Case) -> TokenisedCase:
+        return self._server.tokens_of(case)
 
     def cases(self, families: Iterable[str]) -> list[Case]:
         return [case for name in families for case in self._cases[name]]
@@ -71,18 +69,31 @@ class Trials:
         cold = self._cold_samples(family)
         return line_of(family, COLD, list(cold.values()), cold, self._seed)
 
+    def known(self, families: Iterable[str], tell: Callable[[str], None]) -> list[str]:
+        """The families that the model can answer cold, or that are scored otherwise; the others show nothing."""
+        known = []
+        for family in families:
+            line = self.cold_line(family)
+            is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
+            score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
+            tell(f"{family}: {line.samples} prompts{score}" + ("" if is_known else "; the family shows nothing"))
+            known += [family] if is_known else []
+        return known
+
     def judge(self, profile: Path, full_layers: int, families: Sequence[str], *, strict: bool) -> Verdict:
         """Serves the families under policy verified with this profile until one is inferior.
 
         With `strict` a family must be non-inferior; without, it must only have lost no more than the margin, which
         few prompts can show. Raises SemBlendError when the engine does not take the profile.
         """
-        num_layers = self._runner.facts.num_layers
+        num_layers = self._engines.facts.num_layers
         choices = ArmChoices(num_layers, boundary=1, profile=profile, profile_layers=full_layers)
         [arm] = arms_of([VERIFIED], choices)
-        lines = []
+        lines: list[QualityLine] = []
+        answers: dict[str, Answer] = {}
         for family in families:
-            answers = self._servers[family].answers(arm)
+            if self._cases[family][0].id not in answers:
+                answers |= self._server.answers(arm, self.cases(families if self._engines.starts_slowly else [family]))
             samples = samples_of(arm, self._cases[family], answers, self._cold_answers(family), num_layers)
             _check_profile_was_used(samples)
             lines.append(line_of(family, VERIFIED, samples, self._cold_samples(family), self._seed))
@@ -91,15 +102,17 @@ class Trials:
         return Verdict(True, tuple(lines))
 
     def _cold_answers(self, family: str) -> dict[str, Answer]:
-        if family not in self._cold:
-            [arm] = arms_of([COLD], ArmChoices(self._runner.facts.num_layers, boundary=1))
-            self._cold[family] = self._servers[family].answers(arm)
-        return self._cold[family]
+        if self._cases[family][0].id not in self._cold:
+            [arm] = arms_of([COLD], ArmChoices(self._engines.facts.num_layers, boundary=1))
+            asked = self.cases(self._cases if self._engines.starts_slowly else [family])
+            self._cold |= self._server.answers(arm, asked)
+        return self._cold
 
     def _cold_samples(self, family: str) -> dict[str, QualitySample]:
-        [arm] = arms_of([COLD], ArmChoices(self._runner.facts.num_layers, boundary=1))
+        num_layers = self._engines.facts.num_layers
+        [arm] = arms_of([COLD], ArmChoices(num_layers, boundary=1))
         answers = self._cold_answers(family)
-        samples = samples_of(arm, self._cases[family], answers, answers, self._runner.facts.num_layers)
+        samples = samples_of(arm, self._cases[family], answers, answers, num_layers)
         return {sample.case_id: sample for sample in samples}
 
 

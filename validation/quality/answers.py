@@ -11,7 +11,7 @@ import torch
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -33,6 +33,21 @@ class Reuse:
     largest_kept: float = 0.0
     outcome: str | None = None
     reason: str | None = None
+
+    @classmethod
+    def of(cls, settled: Mapping[str, Any]) -> Reuse:
+        """What the audit log's event `request_settled` tells; what is not known of a check counts as nothing."""
+        offered, reused = int(settled["offered_tokens"]), int(settled["reused_tokens"])
+        return cls(
+            cached=int(settled["exact_prefix_tokens"]),
+            offered=offered,
+            checked=int(settled["checked_tokens"] or 0),
+            reused=reused,
+            recomputed=offered - reused,
+            largest_kept=float(settled["largest_kept"] or 0.0),
+            outcome=settled["outcome"],
+            reason=settled["reason"],
+        )
 
 
 @dataclass(frozen=True, slots=True)

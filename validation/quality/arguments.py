@@ -1,14 +1,18 @@
-"""The command line of `python -m validation quality`."""
+"""The command line of `python -m validation quality`, and what its options ask for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semblend_trt.errors import ConfigurationError
 from validation.arguments import PROGRAM, Parser, add_defaults
 from validation.arms import ALL_NAMES, VERIFIED
 from validation.families.catalog import FAMILIES
+from validation.models import shipped_model
 from validation.prompt_form import FORMS
+from validation.quality.batches import BatchSettings
+from validation.quality.family_cases import FamilyRequest
 
 if TYPE_CHECKING:
     import argparse
@@ -71,3 +75,32 @@ def add_families(parser: argparse.ArgumentParser, groups: int) -> None:
     parser.add_argument("--eval-data", type=Path, metavar="DIR", help="folder of evaluation sets")
     parser.add_argument("--form", choices=tuple(FORMS), help="prompt form (default: what the tokenizer knows)")
     parser.add_argument("--batch", type=int, default=32, help="groups that are served together")
+
+
+def batch_settings(options: argparse.Namespace) -> BatchSettings:
+    """Raises ConfigurationError for a number below 1."""
+    for name in ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    if options.seed < 0:
+        raise ConfigurationError(f"--seed is {options.seed}; it must be at least 0.")
+    return BatchSettings(
+        model=str(options.model or shipped_model()),
+        max_tokens=options.max_tokens,
+        min_span=options.min_match_length,
+        groups=options.batch,
+        batch_size=options.batch,
+    )
+
+
+def family_request(options: argparse.Namespace) -> FamilyRequest:
+    """The prompts that the options ask for."""
+    return FamilyRequest(
+        names=tuple((options.families or "").replace(",", " ").split()),
+        groups=options.groups,
+        questions=options.questions,
+        tokens=options.tokens,
+        seed=options.seed,
+        eval_data=options.eval_data,
+        form=options.form,
+    )

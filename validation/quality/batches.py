@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.errors import SemBlendError
 from validation.arms import COLD_AGAIN
+from validation.audit_log import read_events, settled
 from validation.cases import groups
-from validation.engines import EngineSettings, open_engine
+from validation.engines import EngineSettings
 from validation.quality.answers import Answer, Reuse, first_distribution, logits_of, loss_of
 from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine_wrapper.embedded.llm import LLM
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.arms import Arm
     from validation.cases import Case
+    from validation.engines import ArmEngine, Engines
     from validation.tokenised import TokenisedCase
 
 OnStep = Callable[[str], None]
@@ -47,10 +50,9 @@ class BatchServer:
     Raises ConfigurationError when a case does not fit the model's context, before anything is served.
     """
 
-    def __init__(self, runner: ModelRunner, cases: Sequence[Case], settings: BatchSettings) -> None:
-        self._runner, self._settings = runner, settings
-        self._tokeniser = Tokeniser(runner, settings.max_tokens)
-        self._groups = groups(list(cases))
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: BatchSettings) -> None:
+        self._engines, self._settings, self._cases = engines, settings, cases
+        self._tokeniser = Tokeniser(engines, settings.max_tokens)
         self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
 
     @property
@@ -60,22 +62,33 @@ class BatchServer:
     def tokens_of(self, case: Case) -> TokenisedCase:
         return self._tokens[case.id]
 
-    def answers(self, arm: Arm, on_step: OnStep = lambda _: None) -> dict[str, Answer]:
-        """Every case's answer under `arm`, by id; `on_step` gets the id of each. Raises SemBlendError."""
-        # A second cold run meets the prompts in other batches, so that it shows what batching alone changes.
-        order = self._groups[::-1] if arm.name == COLD_AGAIN else self._groups
-        engine = open_engine(arm, self._engine_settings(), self._runner, None)
-        found: dict[str, Answer] = {}
-        try:
-            for first in range(0, len(order), self._settings.groups):
-                for answer in self._chunk(engine, arm, order[first : first + self._settings.groups]):
-                    found[answer.case_id] = answer
-                    on_step(answer.case_id)
-        finally:
-            engine.shutdown()
-        return found
+    def answers(
+        self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
+    ) -> dict[str, Answer]:
+        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
 
-    def _chunk(self, engine: LLM, arm: Arm, chunk: Sequence[list[Case]]) -> Iterator[Answer]:
+        One engine serves them all. Raises SemBlendError.
+        """
+        order = groups(list(self._cases if cases is None else cases))
+        # A second cold run meets the prompts in other batches, so that it shows what batching alone changes.
+        order = order[::-1] if arm.name == COLD_AGAIN else order
+        found: dict[int, Answer] = {}
+        with tempfile.TemporaryDirectory(prefix="answers-") as folder:
+            audit = Path(folder) / "audit.jsonl"
+            engine = self._engines.open(arm, self._engine_settings(order), audit)
+            try:
+                for first in range(0, len(order), self._settings.groups):
+                    for number, answer in self._chunk(engine, arm, order[first : first + self._settings.groups]):
+                        found[number] = answer
+                        on_step(answer.case_id)
+            finally:
+                engine.shutdown()
+            if arm.variables is not None:
+                found = _with_reuse(found, settled(read_events(audit)))
+        return {answer.case_id: answer for answer in found.values()}
+
+    def _chunk(self, engine: ArmEngine, arm: Arm, chunk: Sequence[list[Case]]) -> Iterator[tuple[int, Answer]]:
+        """Each case's answer, with the number of its request."""
         if arm.serves_donors:
             donors = [donor for group in chunk for donor in self._tokens[group[0].id].donors]
             engine.generate(donors, SamplingParams(max_tokens=1))
@@ -88,13 +101,13 @@ class BatchServer:
             outputs = engine.generate([self._tokens[case.id].prompt for case in cases], params, salts)
             engine.settle()
             for case, output in zip(cases, outputs, strict=True):
-                yield self._answer(engine, case, output)
+                yield output.request_id, self._answer(case, output)
 
     def _forced(self, case: Case) -> tuple[int, ...] | None:
         """The reference of a text without one right answer: it is scored, not answered."""
         return None if case.known_answer else self._tokens[case.id].forced
 
-    def _answer(self, engine: LLM, case: Case, output: Any) -> Answer:
+    def _answer(self, case: Case, output: Any) -> Answer:
         logits = logits_of(output, case.id)
         forced = self._forced(case)
         tokens = output.outputs[0].token_ids if forced is None else logits.argmax(dim=-1).tolist()
@@ -105,51 +118,37 @@ class BatchServer:
             text=self._tokeniser.text(tokens),
             loss=None if forced is None else loss_of(logits, forced),
             first=first_distribution(logits),
-            reuse=_reuse_of(engine, output),
+            reuse=Reuse(cached=output.cached_tokens),
         )
 
-    def _engine_settings(self) -> EngineSettings:
+    def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
         room = max(self._settings.max_tokens, MAX_FORCED_TOKENS) + _BLOCK_ROOM
-        longest = max(len(text) for tokens in self._tokens.values() for text in (tokens.prompt, *tokens.donors)) + room
-        at_once = min(self._settings.groups, len(self._groups))
+        served = [self._tokens[case.id] for group in order for case in group]
+        longest = max(len(text) for tokens in served for text in (tokens.prompt, *tokens.donors)) + room
+        at_once = min(self._settings.groups, len(order))
         return EngineSettings(
             model=self._settings.model,
             # Twice: for those that run, and for what the groups' first prompts leave to their further questions.
             pool_tokens=2 * at_once * longest,
-            host_bytes=self._host_bytes(),
+            host_bytes=self._host_bytes(order),
             min_span=self._settings.min_span,
             batch_size=self._settings.batch_size,
         )
 
-    def _host_bytes(self) -> int:
+    def _host_bytes(self, order: Sequence[list[Case]]) -> int:
         """At least twice the donors of the groups that are served together, and their prompts, which are kept too."""
-        facts = self._runner.facts
-        token_bytes = 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self._runner.dtype.itemsize
         tokens = [
             sum(map(len, self._tokens[group[0].id].donors)) + sum(len(self._tokens[case.id].prompt) for case in group)
-            for group in self._groups
+            for group in order
         ]
-        return max(self._settings.host_bytes, 2 * max(tokens) * self._settings.groups * token_bytes)
+        return max(self._settings.host_bytes, 2 * max(tokens) * self._settings.groups * self._engines.token_bytes)
 
 
-def _reuse_of(engine: LLM, output: Any) -> Reuse:
-    """What the connector settled for the request; without a plan nothing was offered."""
-    settled = None if engine.connector_scheduler is None else engine.connector_scheduler.outcomes.of(output.request_id)
-    evidence = {} if settled is None else settled.evidence
-
-    def tokens(name: str, otherwise: int = 0) -> int:
-        found = evidence.get(name)
-        return otherwise if found is None else int(found)
-
-    reused = tokens("reused_tokens", output.reused_tokens)
-    offered = tokens("offered_tokens", reused)
-    return Reuse(
-        cached=output.cached_tokens,
-        offered=offered,
-        checked=tokens("checked_tokens"),
-        reused=reused,
-        recomputed=offered - reused,
-        largest_kept=float(evidence.get("largest_kept") or 0.0),
-        outcome=output.reuse_outcome if settled is None else settled.outcome.value,
-        reason=output.reuse_reason if settled is None else settled.reason,
-    )
+def _with_reuse(found: dict[int, Answer], ended: Sequence[dict[str, Any]]) -> dict[int, Answer]:
+    """The answers by the number of their request, with what the connector settled for each."""
+    if len(ended) < max(found, default=0):
+        raise SemBlendError(
+            f"The connector's audit log tells the end of {len(ended)} requests, but {max(found)} were served; without "
+            "it nothing shows what was reused. The engine's log says why, or the disk of the temporary folder was slow."
+        )
+    return {number: replace(answer, reuse=Reuse.of(ended[number - 1])) for number, answer in found.items()}

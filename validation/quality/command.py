@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from semblend_trt.errors import ConfigurationError
 from validation import machine, models, results
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
+from validation.embedded_engine import EmbeddedEngines
 from validation.files import check_writable, write_bytes, write_json, write_text
-from validation.models import shipped_model
 from validation.progress import progress
-from validation.quality.batches import BatchServer, BatchSettings
-from validation.quality.family_cases import FamilyRequest, kinds_of, write_cases
+from validation.quality.arguments import batch_settings, family_request
+from validation.quality.batches import BatchServer
+from validation.quality.family_cases import kinds_of, write_cases
 from validation.quality.plot import draw
 from validation.quality.report import QualityReport
 from validation.quality.rows import FILE_NAME, quality_rows
@@ -49,7 +49,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     names = _default_names(profile) if options.arms is None else names_of(options.arms)
     arms = arms_of(names, choices)
     cases = write_cases(runner, asked)
-    server = BatchServer(runner, cases, settings)
+    server = BatchServer(EmbeddedEngines(runner), cases, settings)
     samples, seconds = _serve(server, cases, arms, choices.num_layers)
     report = QualityReport(
         model=settings.model,
@@ -67,35 +67,6 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     return _show(report, paths)
 
 
-def batch_settings(options: argparse.Namespace) -> BatchSettings:
-    """Raises ConfigurationError for a number below 1."""
-    for name in ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
-    if options.seed < 0:
-        raise ConfigurationError(f"--seed is {options.seed}; it must be at least 0.")
-    return BatchSettings(
-        model=str(options.model or shipped_model()),
-        max_tokens=options.max_tokens,
-        min_span=options.min_match_length,
-        groups=options.batch,
-        batch_size=options.batch,
-    )
-
-
-def family_request(options: argparse.Namespace) -> FamilyRequest:
-    """The prompts that the options ask for."""
-    return FamilyRequest(
-        names=tuple((options.families or "").replace(",", " ").split()),
-        groups=options.groups,
-        questions=options.questions,
-        tokens=options.tokens,
-        seed=options.seed,
-        eval_data=options.eval_data,
-        form=options.form,
-    )
-
-
 def _default_names(profile: Path | None) -> tuple[str, ...]:
     names = (COLD, COLD_AGAIN, POSITION_FIX)
     return names if profile is None else (*names, VERIFIED)
@@ -111,7 +82,7 @@ def _serve(
     with progress(Console(stderr=True), "Serving", server.num_cases * len(arms)) as on_step:
         for arm in sorted(arms, key=lambda arm: arm.name != COLD):
             began = time.perf_counter()
-            answers = server.answers(arm, on_step)
+            answers = server.answers(arm, on_step=on_step)
             seconds[arm.name] = time.perf_counter() - began
             cold = answers if cold is None else cold
             samples += samples_of(arm, cases, answers, cold, num_layers)

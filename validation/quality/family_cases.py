@@ -13,8 +13,8 @@ from validation.prompt_form import form_for
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
+    from validation.engines import ServedModel
 
 # A wrong fire is rare, and an unrelated prompt is cheap: so many more groups of them.
 _UNRELATED_GROUPS = 2.5
@@ -42,13 +42,13 @@ class FamilyRequest:
         return tuple(each.name for each in FAMILIES if self.eval_data is not None or not each.needs_eval_data)
 
 
-def write_cases(runner: ModelRunner, asked: FamilyRequest) -> list[Case]:
+def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     """All cases, family by family. Raises ConfigurationError for what cannot be written."""
-    tokenizer = runner.tokenizer
+    tokenizer = model.tokenizer
     form = form_for(tokenizer, asked.form)
-    if asked.tokens > runner.facts.max_positions:
+    if asked.tokens > model.facts.max_positions:
         raise ConfigurationError(
-            f"--tokens is {asked.tokens}, but the model's context holds {runner.facts.max_positions}; ask for less."
+            f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
         )
 
     def count(text: str) -> int:

@@ -1,0 +1,101 @@
+"""What is asked through TensorRT-LLM's arguments is answered as the embedded engine answers it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from tests.validation import trtllm_stand_in
+from validation import audit_log
+from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
+from validation.embedded_engine import EmbeddedEngines
+from validation.models import load, shipped_model
+from validation.quality.batches import BatchServer, BatchSettings
+from validation.quality.family_cases import FamilyRequest, write_cases
+from validation.trtllm_api import open_llm, wait_for_quiet
+from validation.trtllm_engine import TrtllmEngine, TrtllmEngines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SETTINGS = BatchSettings(str(shipped_model()), max_tokens=8, groups=4, batch_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    trtllm_stand_in.install(monkeypatch)
+
+
+@pytest.mark.parametrize("name", [COLD, POSITION_FIX])
+def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(name: str) -> None:
+    embedded, trtllm = EmbeddedEngines(load(None, "cpu", "float32")), TrtllmEngines(str(shipped_model()))
+    # A text is scored by one request a token; the requests behind it keep their own evidence.
+    cases = write_cases(embedded, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
+    [arm] = arms_of([name], ArmChoices(8, boundary=1))
+    ours, theirs = (BatchServer(engines, cases, SETTINGS).answers(arm) for engines in (embedded, trtllm))
+    assert list(ours) == list(theirs)
+    for case in cases:
+        left, right = ours[case.id], theirs[case.id]
+        assert (left.loss is None) == (right.loss is None) == case.known_answer
+        if left.loss is not None and right.loss is not None:
+            assert left.loss == pytest.approx(right.loss, abs=1e-4)
+        assert left.text == right.text
+        np.testing.assert_allclose(left.first, right.first, atol=1e-3)
+        assert replace(left.reuse, cached=0) == replace(right.reuse, cached=0)
+        assert (right.reuse.reused > 100) == (name == POSITION_FIX)
+
+
+def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = EmbeddedEngines(load(None, "cpu", "float32"))
+    cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
+    [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
+    events = audit_log.read_events
+    monkeypatch.setattr("validation.quality.batches.read_events", lambda path: events(path)[:-8])
+    with pytest.raises(SemBlendError, match="audit log tells the end of"):
+        BatchServer(engines, cases, SETTINGS).answers(arm)
+
+
+class Named:
+    """An LLM that tells how it was called, and fails when told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.options: dict[str, Any] = {}
+        self.error = error
+
+    def generate(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        self.options = options
+        return []
+
+
+def test_salts_are_named_only_where_there_are_some() -> None:
+    llm = Named()
+    engine = TrtllmEngine(llm, None)
+    for salts, named in (([None, None], set()), (["a", None], {"cache_salt"})):
+        with pytest.raises(ValueError, match="zip"):
+            engine.generate([[1], [2]], SamplingParams(max_tokens=1), salts)
+        assert set(llm.options) - {"use_tqdm"} == named
+
+
+def test_what_the_engine_raises_is_one_sentence() -> None:
+    with pytest.raises(SemBlendError, match="TensorRT-LLM gave no answer: out of memory"):
+        TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
+    with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
+        open_llm(str(shipped_model()), None, {}, unknown_option=1)
+
+
+def test_without_tensorrt_llm_there_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    with pytest.raises(ConfigurationError, match="tensorrt_llm cannot be imported here"):
+        TrtllmEngines(str(shipped_model()))
+
+
+def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path: Path) -> None:
+    wait_for_quiet(tmp_path / "none.jsonl")

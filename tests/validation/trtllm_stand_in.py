@@ -1,0 +1,163 @@
+"""A stand-in for `tensorrt_llm`: the names and arguments of its LLM API over the embedded engine.
+
+After `tensorrt_llm/llmapi/llm.py` and `tensorrt_llm/executor/result.py`. What the real engine has beyond that, worker
+processes above all, is not here.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from engine_wrapper.embedded import llm as embedded
+from engine_wrapper.embedded.llm_args import LlmArgs
+from engine_wrapper.embedded.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    import pytest
+
+_runners: dict[tuple[str, str], ModelRunner] = {}
+
+
+class TorchLlmArgs(LlmArgs):
+    """The engine that a connector sees."""
+
+
+TorchLlmArgs.__module__ = "tensorrt_llm.llmapi.llm_args"
+
+
+@dataclass
+class SamplingParams:
+    """`tensorrt_llm/sampling_params.py`: what the validation gives of it."""
+
+    max_tokens: int = 32
+    temperature: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    return_generation_logits: bool = False
+
+    def embedded(self) -> embedded.SamplingParams:
+        assert self.temperature == 0.0
+        assert self.stop_token_ids is None or isinstance(self.stop_token_ids, list)
+        return embedded.SamplingParams(
+            max_tokens=self.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            return_generation_logits=self.return_generation_logits,
+        )
+
+
+class KvCacheConfig:
+    """Main's: a pydantic model that leaves V1 where it is not told."""
+
+    model_fields = ("enable_block_reuse", "free_gpu_memory_fraction", "max_tokens", "use_kv_cache_manager_v2")
+
+    def __new__(cls, *, free_gpu_memory_fraction: float, use_kv_cache_manager_v2: Any = "auto", **fields: Any) -> Any:
+        assert use_kv_cache_manager_v2 is False
+        assert 0 < free_gpu_memory_fraction < 1
+        return embedded.KvCacheConfig(tokens_per_block=16, **fields)
+
+
+class RequestOutput:
+    """A request on its way: `result` waits for it, `abort` cancels it, and it can be iterated over."""
+
+    def __init__(self, llm: LLM, stream: Any, params: SamplingParams) -> None:
+        self._llm, self._stream, self._params = llm, stream, params
+        self.output: Any = None
+
+    def __iter__(self) -> RequestOutput:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        self.output = next(self._stream)
+        return self
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        while self.output is None or not self.output.finished:
+            next(self)
+        self._llm.settle()
+        self._llm.ended()
+        return self
+
+    def abort(self) -> None:
+        self._llm.abort(self._stream.request_id)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.output.prompt_token_ids
+
+    @property
+    def outputs(self) -> list[Any]:
+        [completion] = self.output.outputs
+        stops, tokens = self._params.stop_token_ids or [], list(completion.token_ids)
+        if completion.finish_reason == "stop" and tokens and tokens[-1] in stops:
+            tokens.pop()  # upstream leaves stop words out
+        if self._llm.answers_wrongly and self._llm.has_connector:
+            tokens = [token + 1 for token in tokens]
+        return [
+            embedded.CompletionOutput(completion.text, tokens, completion.finish_reason, completion.generation_logits)
+        ]
+
+
+class LLM(embedded.LLM):
+    """The engine. `answers_wrongly` breaks it where it has a connector, and so do the blocks that it `leaks`."""
+
+    answers_wrongly = False
+    leaks = 0
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cuda_graph_config: None,
+        dtype: str = "auto",
+        enable_iter_perf_stats: bool = False,
+        gather_generation_logits: bool = False,
+        **options: Any,
+    ) -> None:
+        key = (str(model), "float32" if dtype == "auto" else dtype)
+        if key not in _runners:
+            _runners[key] = ModelRunner(*key, "cpu")
+        with mock.patch.object(embedded, "LlmArgs", TorchLlmArgs):
+            super().__init__(model, runner=_runners[key].share(), **options)
+        self.has_connector = self.connector_scheduler is not None
+        self._has_stats, self._left_to_leak = enable_iter_perf_stats, self.leaks
+
+    def generate(  # type: ignore[override]
+        self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, cache_salt: Any = None
+    ) -> list[RequestOutput]:
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(inputs)
+        salts = cache_salt if isinstance(cache_salt, list) else [cache_salt] * len(inputs)
+        asked = [self._ask(*each) for each in zip(inputs, params, salts, strict=True)]
+        return [each.result() for each in asked]
+
+    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
+        return self._ask(inputs, sampling_params, None, streaming)
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        if not self._has_stats:
+            return []
+        return [{"iter": 0}, {"iter": 1, "kvCacheStats": {"freeNumBlocks": self.block_manager.num_free_blocks}}]
+
+    def ended(self) -> None:
+        if self._left_to_leak and self.has_connector and self._live and self.block_manager._free:
+            self._left_to_leak -= 1
+            self.block_manager._free.popleft()
+
+    def _ask(self, inputs: Any, params: SamplingParams, salt: str | None, streaming: bool = False) -> RequestOutput:
+        stream = super().generate_async(inputs, params.embedded(), streaming, salt)
+        return RequestOutput(self, stream, params)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `tensorrt_llm` importable, and waits for no other process."""
+    package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
+    package.LLM, package.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
+    api.KvCacheConfig, api.TorchLlmArgs = KvCacheConfig, TorchLlmArgs  # type: ignore[attr-defined]
+    api.KvCacheConnectorConfig = embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
+    monkeypatch.setattr("validation.trtllm_api.QUIET_SECONDS", 0.0)

@@ -1,0 +1,61 @@
+"""The embedded engine as the engine of an arm, over shared weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from validation.engines import connector_variables, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from semblend_trt.connector.model_facts import ModelFacts
+    from validation.arms import Arm
+    from validation.engines import ArmEngine, EngineSettings
+
+
+class EmbeddedEngines:
+    """Embedded engines that share the weights of `runner`."""
+
+    starts_slowly = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._runner.tokenizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._runner.facts
+
+    @property
+    def token_bytes(self) -> int:
+        facts = self._runner.facts
+        return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self._runner.dtype.itemsize
+
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+        return open_engine(arm, settings, self._runner, str(audit_path))
+
+
+def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:
+    """Builds the arm's engine over `runner`'s weights with a pool of its own; the caller shuts it down."""
+    connector = None
+    if arm.variables is not None:
+        connector = KvCacheConnectorConfig(
+            connector_module="engine_wrapper.connector",
+            connector_scheduler_class="SemBlendKvConnectorScheduler",
+            connector_worker_class="SemBlendKvConnectorWorker",
+        )
+    with environment(connector_variables(arm, settings, audit_path)):
+        return LLM(
+            model=settings.model,
+            runner=runner.share(),
+            max_batch_size=settings.batch_size,
+            kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
+            kv_connector_config=connector,
+        )
