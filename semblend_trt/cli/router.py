@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         count = len(config.replicas)
         sys.stdout.write(f"{arguments.config}: {count} replica{'s' * (count != 1)}, policy {config.policy}\n")
         return 0
-    asyncio.run(serve(router.app(), config.host, config.port, "routing"))
+    asyncio.run(serve(router.app(), config.host, config.port, "routing", router.connections()))
     return 0
 
 

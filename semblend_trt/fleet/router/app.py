@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,15 @@ from aiohttp import web
 
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.directory_reader import DirectoryReader
+from semblend_trt.fleet.router.connections import Connections, json_object
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
-from semblend_trt.fleet.router.forwarding import CLIENT_LEFT, Forwarder, Observed, ReplicaFailedError
+from semblend_trt.fleet.router.forwarding import CLIENT_LEFT, AnswerBounds, Forwarder, Observed, ReplicaFailedError
 from semblend_trt.fleet.router.placement import Placer
-from semblend_trt.fleet.router.prompts import PromptReader
-from semblend_trt.fleet.router.refusals import RequestRefusedError, json_object, refusing
+from semblend_trt.fleet.router.prompts import PromptReader, ReadingThreads
+from semblend_trt.fleet.router.refusals import RequestRefusedError, refusing
 from semblend_trt.fleet.router.replicas import ReplicaSet
-from semblend_trt.fleet.router.serving import metrics_page
-from semblend_trt.fleet.router.tenants import Tenants
+from semblend_trt.fleet.router.serving import listening, metrics_page
+from semblend_trt.fleet.router.tenants import Shares, Tenants, key_digest, unknown_key
 from semblend_trt.fleet.router.trace_blocks import Hasher
 from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog
 from semblend_trt.fleet.routing_policy import NoReplicaError
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 SALT_FIELD = "cache_salt"
+# How long a connection to a replica waits for the next request, in seconds.
+IDLE_SECONDS = 2.0
+# Who asks for the router's state at its own address.
+STATUS_CONNECTIONS = 16
 
 
 class Router:
@@ -52,14 +59,20 @@ class Router:
         self, config: RouterConfig, environment: Mapping[str, str], tokenizer: Any, nats: ConnectionOptions | None
     ) -> None:
         self._config = config
+        self._bounds = config.bounds()
         self._tenants = Tenants(config, environment)
+        self._shares = Shares(config.tenant_requests, config.tenant_bytes)
+        status = config.status
+        self._status_key = None
+        if status is not None and (status.sha256 or status.env):
+            self._status_key = status.digest(environment)
         self._name = Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
         workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
         self._directory = None if nats is None else Directory(accepted=workers)
         self._reader = None if nats is None or self._directory is None else DirectoryReader(nats, self._directory)
         self._placer = Placer(
-            PromptReader(tokenizer),
+            ReadingThreads(tokenizer, config.max_prompt_tokens),
             self._directory,
             config.routing_policy(),
             counters,
@@ -77,22 +90,45 @@ class Router:
 
     def app(self) -> web.Application:
         """The routes; what runs beside them starts and ends with the application."""
-        refuse = refusing(self.counters.refused)
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[refuse])
+        app = web.Application(middlewares=[refusing(self.counters.refused)])
         for path in COMPLETIONS:
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
+        app.cleanup_ctx.append(self._running)
+        status = self._config.status
+        if status is None or status.host is None:
+            self._add_status(app)
+        else:
+            app.cleanup_ctx.append(self._telling)
+        return app
+
+    def connections(self) -> Connections:
+        """The bounds of the clients that `app()` is served to."""
+        return Connections(self._bounds, self.counters.dropped)
+
+    def _add_status(self, app: web.Application) -> None:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.cleanup_ctx.append(self._running)
-        return app
+
+    async def _telling(self, _: web.Application) -> AsyncIterator[None]:
+        """Answers for the router's state at an address of its own, which is written to standard error."""
+        status = self._config.status
+        assert status is not None
+        assert status.host is not None
+        assert status.port is not None
+        app = web.Application(middlewares=[refusing(self.counters.refused)])
+        self._add_status(app)
+        connections = Connections(replace(self._bounds, max_connections=STATUS_CONNECTIONS))
+        async with listening(app, status.host, status.port, connections) as address:
+            sys.stderr.write(f"status on {address}\n")
+            sys.stderr.flush()
+            yield
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=config.connect_seconds, sock_read=config.silence_seconds
-        )
-        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds)
+        # Shorter than any server's own, lest a connection ends while a request is sent over it.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self._replicas = ReplicaSet(
                 config.replicas,
@@ -100,7 +136,8 @@ class Router:
                 health_seconds=config.health_seconds,
                 answer_seconds=config.connect_seconds,
             )
-            self._forwarder = Forwarder(session, config.max_answer_bytes)
+            bounds = AnswerBounds(config.first_byte_seconds, config.silence_seconds, config.max_answer_bytes)
+            self._forwarder = Forwarder(session, bounds, shows_worker=config.show_worker)
             self.counters.registry.register(FleetGauges(self._replicas, self._directory))
             await self._replicas.start()
             if self._reader is not None:
@@ -117,18 +154,24 @@ class Router:
     # -- requests -------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        caller, most = self._tenants.caller(request.headers), self._bounds.max_body_bytes
+        told = None if "Content-Encoding" in request.headers else request.content_length
+        with self._shares.taking(caller.tenant, most if told is None else min(told, most)):
+            return await self._complete_for(caller, request)
+
+    async def _complete_for(self, caller: Caller, request: web.Request) -> web.StreamResponse:
+        body, size = await json_object(request, self._bounds)
         observed, timestamp_ms = Observed(time.perf_counter()), time.time_ns() // 1_000_000
-        caller = self._tenants.caller(request.headers)
-        body = await json_object(request)
         if body.pop(SALT_FIELD, None) is not None:
             self.counters.client_salts.inc()
-        size = len(await request.read())
         prompt = await self._placer.read(body, size, caller)
         # Only what the router derives itself may keep tenants apart, or join them.
-        sent = body if caller.salt is None else {**body, SALT_FIELD: caller.salt}
+        payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
+        if self._trace is None:
+            body = {}  # nobody reads it again, and a stream may go on for long
         request_id, told = uuid.uuid4().hex, dict[str, Any]()
         try:
-            return await self._forward(request, json.dumps(sent).encode(), request_id, prompt, caller, observed, told)
+            return await self._forward(request, payload, request_id, prompt, caller, observed, told)
         except RequestRefusedError as refusal:
             observed.status = refusal.status
             raise
@@ -182,9 +225,10 @@ class Router:
         self.counters.tokens.labels("held").inc(held)
         if observed.first_byte_seconds is not None:
             self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
-        if observed.is_broken:
+        if observed.broken is not None:
             self.counters.broken_streams.inc()
-            self._replicas.found_dead(worker)
+            if observed.broken == "unreachable":
+                self._replicas.found_dead(worker)
 
     # -- about the router -----------------------------------------------------------------------------------------
 
@@ -193,7 +237,8 @@ class Router:
         model = {"id": self._name, "object": "model", "owned_by": "semblend-trt"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _health(self, request: web.Request) -> web.Response:
+        self._may_look(request)
         replicas = {worker_name(each.worker): each.is_healthy for each in self._replicas.states.values()}
         known = () if self._directory is None else self._directory.workers()
         directory = {worker_name(each.worker): each.is_synced for each in known}
@@ -201,5 +246,10 @@ class Router:
         status = {"status": "ok" if is_well else "no_replica", "replicas": replicas, "directory": directory}
         return web.json_response(status, status=200 if is_well else 503)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._may_look(request)
         return metrics_page(self.counters.registry)
+
+    def _may_look(self, request: web.Request) -> None:
+        if self._status_key not in (None, key_digest(request.headers)):
+            raise unknown_key()

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.router.connections import ServerBounds
 from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 
 if sys.version_info >= (3, 11):
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 MIN_SECRET_BYTES = 16
 MAX_CONFIG_BYTES = 1 << 20
+BOUNDS = ServerBounds()
 # Fields whose wrong value may be a secret: a password in an address, or a key in the place of its digest or name.
 _MAY_BE_SECRET = ("url", "nats_url", "sha256", "env", "secret_env")
 
@@ -57,6 +59,10 @@ def _lower(value: object) -> object:
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 Seconds = Annotated[float, Field(ge=0.01, le=86400)]
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Bytes = Annotated[int, Field(ge=1024, le=1 << 30)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class _Table(BaseModel):
@@ -71,11 +77,22 @@ class ReplicaConfig(_Table):
     dp_rank: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
 
 
-class KeyConfig(_Table):
-    """An API key, by its SHA-256 or by the variable that holds it, and the tenants for which it may speak."""
+class _Key(_Table):
+    """A key, by its SHA-256 or by the variable that holds it."""
 
     sha256: Annotated[str, BeforeValidator(_lower), Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     env: VariableName | None = None
+
+    def digest(self, environment: Mapping[str, str]) -> str:
+        """SHA-256 of the key, in hex. Raises ConfigurationError when its variable is not set."""
+        if self.sha256 is not None:
+            return self.sha256
+        return hashlib.sha256(_variable(environment, self.env or "").encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class KeyConfig(_Key):
+    """An API key, and the tenants for which it may speak."""
+
     tenants: Annotated[list[TenantName], Field(min_length=1, max_length=1024)]
 
     @model_validator(mode="after")
@@ -84,9 +101,22 @@ class KeyConfig(_Table):
             raise ValueError("give either sha256 or env")
         return self
 
-    def digest(self, environment: Mapping[str, str]) -> str:
-        """SHA-256 of the key, in hex. Raises ConfigurationError when its variable is not set."""
-        return self.sha256 or hashlib.sha256(_variable(environment, self.env or "").encode()).hexdigest()
+
+class StatusConfig(_Key):
+    """Where /health and /metrics are answered, when not where requests are, and the key that they need, if any."""
+
+    host: Host | None = None
+    port: Port | None = None
+
+    @model_validator(mode="after")
+    def _guards(self) -> StatusConfig:
+        if (self.host is None) != (self.port is None):
+            raise ValueError("give host and port, or neither of them")
+        if self.sha256 is not None and self.env is not None:
+            raise ValueError("give either sha256 or env")
+        if self.host is None and self.sha256 is None and self.env is None:
+            raise ValueError("give host and port, or a key, or leave the table out")
+        return self
 
 
 class TelemetryConfig(_Table):
@@ -101,10 +131,11 @@ class TelemetryConfig(_Table):
 
 class RouterConfig(_Table):
     """The whole file. `model` is the folder or hub id of the replicas' tokenizer; `nats_url` and `nats_subject` stand
-    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, and `load_weight` counts under span_overlap."""
+    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, `load_weight` counts under span_overlap, and a replica takes no
+    prompt of more than `max_prompt_tokens`."""
 
-    host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    host: Host = "127.0.0.1"
+    port: Port = 8080
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     policy: Annotated[str, AfterValidator(_checked_policy)] = "span_overlap"
     load_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -113,13 +144,23 @@ class RouterConfig(_Table):
     secret_env: VariableName | None = None
     health_seconds: Seconds = 5.0
     connect_seconds: Seconds = 5.0
-    silence_seconds: Seconds = 600.0
+    first_byte_seconds: Seconds = 120.0
+    silence_seconds: Seconds = 60.0
     read_seconds: Seconds = 1.0
     attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 << 20
-    max_answer_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 64 << 20
+    show_worker: bool = False
+    header_seconds: Seconds = BOUNDS.header_seconds
+    body_seconds: Seconds = BOUNDS.body_seconds
+    max_connections: Count = BOUNDS.max_connections
+    max_peer_connections: Count = BOUNDS.max_peer_connections
+    max_body_bytes: Bytes = BOUNDS.max_body_bytes
+    max_answer_bytes: Bytes = 64 << 20
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    tenant_requests: Count = 256
+    tenant_bytes: Bytes = 32 << 20
     replicas: Annotated[list[ReplicaConfig], Field(min_length=1, max_length=1024)]
     keys: Annotated[list[KeyConfig], Field(max_length=65536)] = Field(default_factory=list)
+    status: StatusConfig | None = None
     telemetry: TelemetryConfig | None = None
 
     @model_validator(mode="after")
@@ -129,7 +170,21 @@ class RouterConfig(_Table):
             raise ValueError(f"two replicas have worker_id {twice[0]} and dp_rank {twice[1]}; give each its own")
         if self.secret_env is None and (self.keys or self.telemetry):
             raise ValueError("keys and telemetry need secret_env, the variable with the secret that salts and hashes")
+        if self.tenant_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"tenant_bytes is {self.tenant_bytes}, and one body may have {self.max_body_bytes} bytes; give as many"
+            )
         return self
+
+    def bounds(self) -> ServerBounds:
+        """What clients are granted."""
+        return ServerBounds(
+            self.header_seconds,
+            self.body_seconds,
+            self.max_connections,
+            self.max_peer_connections,
+            self.max_body_bytes,
+        )
 
     def routing_policy(self) -> RoutingPolicy:
         """A new policy of the name and with the weight that stand in the file."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
+from semblend_trt.fleet.router.connections import DROPPED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 # Why a request was placed by load alone.
 FALLBACKS = ("unread_prompt", "slow_reading", "directory_failed")
-FAILED_ATTEMPTS = ("unreachable", "unwilling")
+FAILED_ATTEMPTS = ("unreachable", "unwilling", "slow")
 TRACE_RESULTS = ("written", "dropped", "failed")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -55,6 +57,12 @@ class RouterCounters:
         self.client_salts = Counter(
             "semblend_router_client_salts", "Cache salts of clients, which were left out.", registry=registry
         )
+        self.dropped_connections = Counter(
+            "semblend_router_dropped_connections",
+            "Connections that were ended since there were too many.",
+            ["reason"],
+            registry=registry,
+        )
         self.trace_lines = Counter(
             "semblend_router_trace_lines", "Lines of telemetry, by what became of them.", ["result"], registry=registry
         )
@@ -73,6 +81,7 @@ class RouterCounters:
         for series, labels in (
             (self.fallbacks, FALLBACKS),
             (self.failed_attempts, FAILED_ATTEMPTS),
+            (self.dropped_connections, DROPPED),
             (self.trace_lines, TRACE_RESULTS),
             (self.tokens, ("prompt", "held")),
         ):
@@ -81,6 +90,9 @@ class RouterCounters:
 
     def refused(self, reason: str) -> None:
         self.refusals.labels(reason).inc()
+
+    def dropped(self, reason: str) -> None:
+        self.dropped_connections.labels(reason).inc()
 
 
 class FleetGauges:

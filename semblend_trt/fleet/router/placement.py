@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.fleet.router.prompts import PromptError
+from semblend_trt.fleet.router.prompts import PromptError, PromptTooLongError
+from semblend_trt.fleet.router.refusals import RequestRefusedError
 from semblend_trt.fleet.routing_policy import Choice, LeastLoaded, Replica, RoutingPolicy, RoutingRequest
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.holder import Holder
     from semblend_trt.fleet.router.counters import RouterCounters
-    from semblend_trt.fleet.router.prompts import PromptReader
+    from semblend_trt.fleet.router.prompts import PromptReader, ReadingThreads
     from semblend_trt.fleet.router.tenants import Caller
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ class ReadPrompt:
 
 
 class Placer:
-    """Nothing here fails a request: what cannot be read or looked up is placed by load alone, and counted."""
+    """What cannot be read or looked up is placed by load alone, and counted; only what is too long is refused."""
 
     def __init__(
         self,
-        prompts: PromptReader,
+        prompts: ReadingThreads,
         directory: Directory | None,
         policy: RoutingPolicy,
         counters: RouterCounters,
@@ -54,19 +54,23 @@ class Placer:
         self._prompts, self._directory = prompts, directory
         self._policy, self._least_loaded = policy, LeastLoaded()
         self._counters, self._read_seconds = counters, read_seconds
-        self._thread = ThreadPoolExecutor(1, "prompt-reader")
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
 
     async def read(self, body: Mapping[str, Any], body_bytes: int, caller: Caller) -> ReadPrompt:
-        """Reads the prompt of a body that had so many bytes, and looks its holders up among the caller's own donors."""
+        """Reads the prompt of a body that had so many bytes, and looks its holders up among the caller's own donors.
+
+        Raises RequestRefusedError, 400 prompt_too_long.
+        """
         unread = ReadPrompt(None, body_bytes // BYTES_PER_TOKEN)
-        reading = asyncio.get_running_loop().run_in_executor(self._thread, self._read, body, caller.salt)
+        reading = self._prompts.read(body_bytes, lambda reader: self._read(reader, body, caller.salt))
         try:
             return await asyncio.wait_for(reading, self._read_seconds)
         except asyncio.TimeoutError:
             self._counters.fallbacks.labels("slow_reading").inc()
+        except PromptTooLongError as error:
+            raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
         except (PromptError, ValueError, OverflowError):
             # Whether the prompt is bad is for the replica to say: its template may be another.
             self._counters.fallbacks.labels("unread_prompt").inc()
@@ -82,8 +86,8 @@ class Placer:
         request = RoutingRequest(prompt.token_ids, caller.session, prompt.holders, caller.salt)
         return self._policy.choose(request, replicas)
 
-    def _read(self, body: Mapping[str, Any], salt: str | None) -> ReadPrompt:
-        ids = self._prompts.chat(body) if "messages" in body else self._prompts.completion(body)
+    def _read(self, reader: PromptReader, body: Mapping[str, Any], salt: str | None) -> ReadPrompt:
+        ids = reader.chat(body) if "messages" in body else reader.completion(body)
         token_ids = np.array(ids, dtype=np.int64)
         return ReadPrompt(token_ids, len(ids), self._holders(token_ids, salt))
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+_T = TypeVar("_T")
+
+# A body of at most so many bytes is read on the thread for short ones.
+SHORT_BODY_BYTES = 32 << 10
 
 
 class PromptError(SemBlendError, ValueError):
     """A body holds no prompt that can be read."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt has more tokens than the model takes, by its characters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +36,15 @@ class Piece:
 
 
 class PromptReader:
-    """Reads prompts with one Transformers `tokenizer`. Not thread safe: tokenizers are not."""
+    """Reads prompts with one Transformers `tokenizer`. Not thread safe: tokenizers are not.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    A text with more characters than `max_tokens` times the vocabulary's longest token is not read.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        longest = 0 if max_tokens is None else max(map(len, tokenizer.get_vocab()))
+        self._max_characters = None if max_tokens is None else max_tokens * longest
 
     @property
     def has_chat_template(self) -> bool:
@@ -36,7 +53,12 @@ class PromptReader:
     def completion(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raises PromptError."""
         prompt = completion_prompt(body)
-        return self._encoded(prompt, special=True) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self._encoded(prompt, special=True)
+        if self._max_tokens is not None and len(prompt) > self._max_tokens:
+            message = f"the prompt has {len(prompt)} tokens, more than the {self._max_tokens} of this model; send less"
+            raise PromptTooLongError(message)
+        return prompt
 
     def chat(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `messages`, by the tokenizer's template. Raises PromptError."""
@@ -66,10 +88,35 @@ class PromptReader:
         return str(self._tokenizer.decode(token_ids))
 
     def _encoded(self, text: str, *, special: bool) -> list[int]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, more than the {self._max_characters} that this model's "
+                f"{self._max_tokens} tokens can hold; send less"
+            )
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
         except (TypeError, UnicodeEncodeError):
             raise PromptError("the prompt holds a lone surrogate and has no UTF-8 form; send valid text") from None
+
+
+class ReadingThreads:
+    """Reads prompts beside an event loop: short ones on a thread of their own, so that they wait for no long one."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
+        """Each thread has its own copy of `tokenizer`."""
+        self._threads = {
+            name: (ThreadPoolExecutor(1, f"{name}-prompts"), PromptReader(copy.deepcopy(tokenizer), max_tokens))
+            for name in ("short", "long")
+        }
+
+    async def read(self, size: int, reading: Callable[[PromptReader], _T]) -> _T:
+        """What `reading` makes of a body of `size` bytes with a thread's reader."""
+        thread, reader = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
+        return await asyncio.get_running_loop().run_in_executor(thread, reading, reader)
+
+    def close(self) -> None:
+        for thread, _ in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:

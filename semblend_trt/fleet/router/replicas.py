@@ -110,7 +110,9 @@ class ReplicaSet:
 
     async def _check(self, state: ReplicaState) -> None:
         try:
-            async with self._session.get(state.url + "/health", timeout=self._timeout) as response:
+            async with self._session.get(
+                state.url + "/health", timeout=self._timeout, allow_redirects=False
+            ) as response:
                 healthy = response.status == 200
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             healthy = False

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from semblend_trt.fleet.router.refusals import RequestRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from semblend_trt.fleet.router.config import RouterConfig
 
 TENANT_HEADER, SESSION_HEADER = "X-Tenant-ID", "X-Session-ID"
 MAX_SESSION = 256
+# When a tenant that has taken its share may come again, in seconds.
+RETRY_SECONDS = 1
 _PURPOSE = b"semblend-router:cache-salt:v1\0"
 
 
@@ -46,8 +50,9 @@ class Tenants:
         Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden, 400 tenant_missing and bad_session.
         """
         session = headers.get(SESSION_HEADER)
-        if session is not None and not 1 <= len(session) <= MAX_SESSION:
-            raise RequestRefusedError(400, "bad_session", f"{SESSION_HEADER} has 1 to {MAX_SESSION} characters")
+        if session is not None and not (1 <= len(session) <= MAX_SESSION and session.isprintable()):
+            message = f"{SESSION_HEADER} has 1 to {MAX_SESSION} printable characters"
+            raise RequestRefusedError(400, "bad_session", message)
         named = headers.get(TENANT_HEADER)
         if not self._allowed:
             if named is not None:
@@ -55,9 +60,9 @@ class Tenants:
                     403, "tenant_forbidden", f"this router knows no tenants; leave {TENANT_HEADER} out"
                 )
             return Caller(session=session)
-        allowed = self._allowed.get(_key_digest(headers.get("Authorization", "")))
+        allowed = self._allowed.get(key_digest(headers))
         if allowed is None:
-            raise RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")
+            raise unknown_key()
         if named is not None and named not in allowed:
             raise RequestRefusedError(403, "tenant_forbidden", f"this API key does not speak for that {TENANT_HEADER}")
         if named is None and len(set(allowed)) > 1:
@@ -73,6 +78,48 @@ class Tenants:
         return hmac.new(self._secret, _PURPOSE + tenant.encode(), hashlib.sha256).hexdigest()
 
 
-def _key_digest(authorization: str) -> str:
-    scheme, _, key = authorization.partition(" ")
-    return hashlib.sha256(key.strip().encode()).hexdigest() if scheme.lower() == "bearer" else ""
+class Shares:
+    """What each tenant has under way, and may have: so many requests, and so many bytes of their bodies."""
+
+    def __init__(self, requests: int, size: int) -> None:
+        self._most_requests, self._most_bytes = requests, size
+        self._requests: Counter[str | None] = Counter()
+        self._bytes: Counter[str | None] = Counter()
+
+    @contextmanager
+    def taking(self, tenant: str | None, size: int) -> Iterator[None]:
+        """The tenant has one more request, with a body of `size` bytes, until the block ends.
+
+        Raises RequestRefusedError, 429 tenant_busy, where that is more than its share.
+        """
+        if self._requests[tenant] >= self._most_requests:
+            told = f"{self._most_requests} requests"
+        elif self._bytes[tenant] + size > self._most_bytes:
+            told = (
+                f"{self._bytes[tenant]} bytes of requests, and with this one more than the {self._most_bytes} allowed"
+            )
+        else:
+            told = ""
+        if told:
+            message = f"{told} are under way for this caller; wait for some of them to end"
+            raise RequestRefusedError(429, "tenant_busy", message, RETRY_SECONDS)
+        self._requests[tenant] += 1
+        self._bytes[tenant] += size
+        try:
+            yield
+        finally:
+            self._requests[tenant] -= 1
+            self._bytes[tenant] -= size
+
+
+def key_digest(headers: Mapping[str, str]) -> str:
+    """SHA-256 of the key that a request brings, in hex; empty where it brings none. The key may be any bytes."""
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    return (
+        hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest() if scheme.lower() == "bearer" else ""
+    )
+
+
+def unknown_key() -> RequestRefusedError:
+    """What is said to a caller whose key opens nothing."""
+    return RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")

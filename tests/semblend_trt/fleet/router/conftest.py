@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestServer
 
 from semblend_trt.fleet.router.app import Router
 from semblend_trt.fleet.router.config import RouterConfig
+from semblend_trt.fleet.router.serving import listening
 from semblend_trt.model_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -26,15 +28,19 @@ SECRET = "a secret of the router"
 
 @dataclass
 class StandIn:
-    """A replica that answers with its number. `behave` says how: well, busy, dying (before its first byte), cut (behind
-    it), large, or ill. It keeps the bodies and headers that it was sent."""
+    """A replica that answers with its number. `behave` says how: well, busy, silent, away (it names `elsewhere`), dying
+    (before its first byte), cut (behind an event), torn (within one), stuck (within one, but alive), dripping (byte by
+    byte), large, or ill. It keeps the bodies and headers that it was sent."""
 
     number: int
     behave: str = "well"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    # Who is cut or torn waits for this, so that its first event is through.
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    elsewhere: str = ""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
@@ -54,6 +60,10 @@ class StandIn:
             return web.Response(status=503)
         if self.behave == "dying":
             return self._cut(request)
+        if self.behave == "away":
+            return web.Response(status=307, headers={"Location": self.elsewhere + request.path})
+        if self.behave == "silent":
+            return await self._stay()
         if self.behave == "large":
             return web.Response(body=b" " * 4096)
         if body.get("max_tokens") == 0:
@@ -66,8 +76,21 @@ class StandIn:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b'data: {"choices": [{"text": "first"}]}\n\n')
-        if self.behave == "cut":
+        if self.behave in ("cut", "torn", "stuck"):
+            await self.go_on.wait()
+        if self.behave in ("torn", "stuck"):
+            await response.write(b'data: {"choices": [{"te')
+        if self.behave in ("cut", "torn"):
             return self._cut(request)
+        if self.behave == "stuck":
+            return await self._stay()
+        if self.behave == "dripping":
+            try:
+                while True:
+                    await response.write(b".")
+                    await asyncio.sleep(0.001)
+            finally:
+                self.left.set()
         if self.behave == "endless":
             try:
                 while True:
@@ -77,6 +100,13 @@ class StandIn:
                 self.left.set()
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
+
+    async def _stay(self) -> web.Response:
+        """Until the request is given up."""
+        try:
+            return await asyncio.Future()
+        finally:
+            self.left.set()
 
     @staticmethod
     def _cut(request: web.Request) -> web.Response:
@@ -89,9 +119,10 @@ class StandIn:
 class Routed:
     """A router that runs, as its client sees it, and the replicas behind it."""
 
-    client: TestClient[Any, Any]
+    client: aiohttp.ClientSession
     router: Router
     replicas: list[StandIn]
+    address: str
 
     async def ask(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, Any, Any]:
         """Status, answer and headers of one request; `headers` are the request's, the other fields its body's."""
@@ -127,14 +158,16 @@ def routed(tokenizer: Any) -> Callable[..., Any]:
             "replicas": [{"url": each.url, "worker_id": each.number} for each in stand_ins],
             "secret_env": "SECRET",
             "health_seconds": 3600,
+            "show_worker": True,
         }
         config = RouterConfig.model_validate(table | fields)
         router = Router(config, {"SECRET": SECRET}, tokenizer, None)
         try:
-            server = TestServer(router.app())
-            await server.start_server()
-            async with TestClient(server) as client:
-                yield Routed(client, router, stand_ins)
+            async with (
+                listening(router.app(), "127.0.0.1", 0, router.connections()) as address,
+                aiohttp.ClientSession(address) as client,
+            ):
+                yield Routed(client, router, stand_ins, address)
         finally:
             for each in servers:
                 await each.close()

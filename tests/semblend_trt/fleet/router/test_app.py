@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -102,6 +103,25 @@ def test_who_may_not_ask_reaches_no_replica(
     routed(test, keys=KEYS)
 
 
+@pytest.mark.parametrize("key", [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9"])
+def test_a_key_may_be_any_bytes(routed: Callable[..., Any], key: bytes) -> None:
+    async def test(parts: Routed) -> None:
+        head = b"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
+        assert b" 401 " in await sent_raw(parts, head)
+
+    routed(test, keys=KEYS)
+
+
+async def sent_raw(parts: Routed, request: bytes) -> bytes:
+    """All that is answered to these bytes, up to the connection's end."""
+    reader, writer = await asyncio.open_connection(*parts.address.removeprefix("http://").split(":"))
+    writer.write(request)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [(b"x" * 3000, 413, "body_too_large"), (b"{", 400, "bad_json"), (b'"a"', 400, "bad_json")],
@@ -137,18 +157,67 @@ def test_another_replica_is_asked_before_the_first_byte(
     routed(test)
 
 
-def test_a_stream_that_is_cut_ends_with_an_error_and_is_not_repeated(routed: Callable[..., Any]) -> None:
+def events_of(stream: bytes) -> list[Any]:
+    """The data of a stream's events as a client of the API reads them: by the rules of server-sent events, as JSON."""
+    events, data = [], list[str]()
+    for line in stream.decode().splitlines():
+        if not line and data:
+            events.append(json.loads("\n".join(data)))
+            data = []
+        elif line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+    return events
+
+
+@pytest.mark.parametrize(("behave", "healthy"), [("cut", 0), ("torn", 0), ("stuck", 1), ("dripping", 1)])
+def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
+    routed: Callable[..., Any], behave: str, healthy: int
+) -> None:
     async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "cut"
+        parts.replicas[0].behave = behave
         async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
-            first, last = [line for line in (await response.read()).decode().split("\n\n") if line]
-        assert json.loads(first.removeprefix("data: "))["choices"] == [{"text": "first"}]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "broken_stream"
+            stream = await response.content.readany()
+            parts.replicas[0].go_on.set()
+            first, last = events_of(stream + await response.read())
+        assert first["choices"] == [{"text": "first"}]
+        assert last["error"]["code"] == "broken_stream"
         assert parts.replicas[1].bodies == []
         assert parts.count("semblend_router_broken_streams_total") == 1
-        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 0
+        # Who was slow is as healthy as it says.
+        assert parts.count("semblend_router_replica_healthy", worker="1.0") == healthy
 
-    routed(test)
+    routed(test, silence_seconds=0.2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_that_does_not_begin_is_given_up(routed: Callable[..., Any], stream: bool) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "silent"
+        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
+            assert b'"2"' in await response.read()
+        await parts.replicas[0].left.wait()
+        assert parts.count("semblend_router_failed_attempts_total", reason="slow") == 1
+        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
+
+    routed(test, first_byte_seconds=1)
+
+
+def test_nobody_is_sent_to_where_a_replica_points(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "away"
+        parts.replicas[0].elsewhere = parts.replicas[2].url
+        _, answer, headers = await parts.ask(prompt="abc")
+        assert (answer["choices"], headers.get("Location")) == ([{"text": "2"}], None)
+        assert parts.replicas[2].bodies == []
+
+    routed(test, replicas=3)
+
+
+def test_answers_name_their_replica_only_where_it_is_asked_for(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        assert "X-SemBlend-Worker" not in (await parts.ask(prompt="abc"))[2]
+
+    routed(test, show_worker=False)
 
 
 def test_without_a_willing_replica_the_request_is_refused(routed: Callable[..., Any]) -> None:
@@ -276,6 +345,110 @@ def test_a_client_that_left_is_noted_as_such(routed: Callable[..., Any], tmp_pat
     routed(test, telemetry={"path": path})
     (line,) = map(json.loads, path.read_text().splitlines())
     assert (line["metadata"]["status"], line["metadata"]["worker"]) == (499, "1.0")
+
+
+def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        for replica in parts.replicas:
+            replica.behave = "endless"
+        body = {"prompt": "abc", "stream": True}
+        streams = [await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) for _ in range(2)]
+        for each in streams:
+            await each.content.readany()
+        async with parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+            assert (await refused.json())["error"]["code"] == "tenant_busy"
+        async with parts.client.post("/v1/completions", json=body, headers=as_tenant("globex")) as other:
+            assert other.status == 200
+        for each in streams:
+            each.close()
+        while (await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme"))).status != 200:
+            await asyncio.sleep(0)
+
+    routed(test, keys=KEYS, tenant_requests=2)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "deflate"}, {"Transfer-Encoding": "chunked"}])
+def test_a_tenants_bodies_count_before_they_are_read(routed: Callable[..., Any], headers: dict[str, str]) -> None:
+    """What says its length counts with that, what does not with the most that it may have."""
+    tokens = "a" * 1500
+
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = parts.replicas[1].behave = "silent"
+        first = asyncio.ensure_future(parts.ask(prompt=tokens, headers=as_tenant("acme")))
+        while not parts.replicas[0].bodies:
+            await asyncio.sleep(0)
+        body = b"" if headers else b"{" * 1500
+        framing = headers or {"Content-Length": "1500"}
+        told = b"".join(f"{name}: {value}\r\n".encode() for name, value in framing.items())
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nAuthorization: Bearer acme\r\n"
+        answer = await sent_raw(parts, head + told + b"\r\n" + body)
+        assert b" 429 " in answer.partition(b"\r\n")[0]
+        first.cancel()
+
+    routed(test, keys=KEYS, tenant_bytes=2500, max_body_bytes=2400, header_seconds=0.5)
+
+
+def test_a_prompt_that_no_replica_can_hold_is_refused_unread(routed: Callable[..., Any], tokenizer: Any) -> None:
+    longest = max(map(len, tokenizer.get_vocab()))
+
+    async def test(parts: Routed) -> None:
+        for prompt in ("a" * (8 * longest + 1), [1] * 9):
+            status, answer, _ = await parts.ask(prompt=prompt)
+            assert (status, answer["error"]["code"]) == (400, "prompt_too_long")
+        assert parts.replicas[0].bodies == []
+        assert (await parts.ask(prompt="a" * 8 * longest))[0] == 200
+
+    routed(test, max_prompt_tokens=8)
+
+
+def test_bodies_are_not_kept_while_an_answer_goes_on(routed: Callable[..., Any]) -> None:
+    """But for what a replica was sent; the stand-in keeps two more."""
+    size = 1 << 20
+
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "endless"
+        body = json.dumps({"prompt": [1], "user": "a" * size, "stream": True}).encode()
+        tracemalloc.start()
+        response = await parts.client.post("/v1/completions", data=body)
+        await response.content.readany()
+        parts.replicas[0].bodies.clear()
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        response.close()
+        assert kept < 3.5 * size
+
+    routed(test)
+
+
+def test_its_state_may_be_told_elsewhere_and_need_a_key(
+    routed: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = hashlib.sha256(b"operator").hexdigest()
+
+    async def test(parts: Routed) -> None:
+        address = capsys.readouterr().err.rpartition("status on ")[2].strip()
+        for path in ("/health", "/metrics"):
+            async with parts.client.get(path) as response:
+                assert response.status == 404
+            async with parts.client.get(address + path) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (401, "unknown_key")
+            async with parts.client.get(address + path, headers=as_tenant("operator")) as response:
+                assert response.status == 200
+        async with parts.client.get(address + "/v1/models") as response:
+            assert response.status == 404
+
+    routed(test, status={"host": "127.0.0.1", "port": 0, "sha256": digest})
+
+
+def test_its_state_may_need_a_key_where_requests_are_answered(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        async with parts.client.get("/metrics") as response:
+            assert response.status == 401
+        async with parts.client.get("/metrics", headers=as_tenant("operator")) as response:
+            assert response.status == 200
+
+    routed(test, status={"sha256": hashlib.sha256(b"operator").hexdigest()})
 
 
 def test_a_caller_keeps_its_salt_out_of_its_representation() -> None:

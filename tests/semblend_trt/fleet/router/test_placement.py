@@ -12,7 +12,7 @@ import pytest
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.placement import Placer, ReadPrompt
-from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
@@ -46,10 +46,15 @@ def place(tokenizer: Any, directory: Directory) -> Callable[..., Any]:
     """place(salt, body, ...): the prompt as it was read, the worker that was chosen, and the counters."""
 
     def run(
-        salt: str | None, body: dict[str, Any], *, reader: Any = None, known: Any = directory, seconds: float = 60.0
+        salt: str | None,
+        body: dict[str, Any],
+        *,
+        reader: Any = tokenizer,
+        known: Any = directory,
+        seconds: float = 60.0,
     ) -> tuple[ReadPrompt, tuple[int, int], RouterCounters]:
         counters, caller = RouterCounters(), Caller("tenant", salt)
-        placer = Placer(reader or PromptReader(tokenizer), known, SpanOverlap(), counters, read_seconds=seconds)
+        placer = Placer(ReadingThreads(reader), known, SpanOverlap(), counters, read_seconds=seconds)
         try:
             prompt = asyncio.run(placer.read(body, 4000, caller))
             return prompt, placer.choose(prompt, caller, REPLICAS).worker, counters
@@ -94,7 +99,7 @@ def test_ids_that_are_no_tokens_are_placed_by_load(place: Callable[..., Any]) ->
 
 def test_a_tokenizer_that_fails_is_no_failure(place: Callable[..., Any]) -> None:
     class Broken:
-        def completion(self, _: Any) -> Any:
+        def encode(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("already borrowed")
 
     prompt, worker, counters = place("a", {"prompt": PROMPT}, reader=Broken())
@@ -106,7 +111,7 @@ def test_a_slow_tokenizer_is_not_waited_for(place: Callable[..., Any]) -> None:
     go_on = threading.Event()
 
     class Slow:
-        def completion(self, _: Any) -> Any:
+        def encode(self, *_: Any, **__: Any) -> Any:
             go_on.wait(60)
             return [1]
 
