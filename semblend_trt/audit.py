@@ -140,7 +140,10 @@ class _AppendFile:
     def _opened(self) -> int:
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            # A pipe that nobody reads is refused so; its opening would wait for ever.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+            self._descriptor = os.open(self._path, flags, 0o644)
+            os.set_blocking(self._descriptor, True)
         return self._descriptor
 
     def _warn(self, error: OSError) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
+from semblend_trt.files import write_bytes
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.span_check import SpanCheck
@@ -205,14 +205,7 @@ class ReuseProfile(_Part):
 
     def write(self, path: str | Path) -> None:
         """Writes the profile as a whole or not at all. Raises OSError."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_bytes(Path(path), (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode())
 
     def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
         """What keeps the profile from holding for an engine of this namespace and rank's `geometry`, a sentence each.

@@ -1,44 +1,22 @@
-"""Files that appear whole or not at all."""
+"""Documents of a run, in files whose places its user names."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable, write_bytes
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def check_writable(path: Path) -> None:
-    """Raises ConfigurationError when `path` could not be written at the end of a long run; creates nothing."""
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a folder; name a file.")
-    folder = next(parent for parent in (path.absolute()).parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigurationError(f"{path} cannot be written: {folder} is not a folder that you may write to.")
+__all__ = ["check_writable", "write_bytes", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` in UTF-8 as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content` beside `path` and renames it into place; folders are made. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -54,9 +32,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from semblend_trt.printable import printable
+
 if TYPE_CHECKING:
     import argparse
 
@@ -59,7 +61,9 @@ def _fields(row: SettingInUse) -> dict[str, object]:
 def _table(rows: list[SettingInUse]) -> str:
     variables = max(len(row.variable) for row in rows)
     values = min(_LONGEST_COLUMN, max(len(row.text) for row in rows))
-    return "".join(f"{row.variable:<{variables}}  {row.text:<{values}}  {_source(row)}\n" for row in rows)
+    return "".join(
+        printable(f"{row.variable:<{variables}}  {row.text:<{values}}  {_source(row)}") + "\n" for row in rows
+    )
 
 
 def _source(row: SettingInUse) -> str:

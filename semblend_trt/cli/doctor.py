@@ -12,6 +12,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.printable import printable
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
@@ -119,5 +121,5 @@ def _shown(findings: list[Finding]) -> str:
             area = finding.area
             lines.append(area)
         reason = "" if finding.reason is None else f"{finding.reason}: "
-        lines.append(f"  {finding.status.value:<7}  {reason}{finding.text}")
+        lines.append(printable(f"  {finding.status.value:<7}  {reason}{finding.text}"))
     return "".join(line + "\n" for line in lines)

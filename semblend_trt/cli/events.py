@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,16 +135,16 @@ async def _listen(
 
 def _line(event: SemanticKvEvent | None, payload: bytes, observer: FleetObserver, *, as_json: bool) -> str:
     if event is None:
-        return f"not an event ({len(payload)} bytes): {observer.problems[-1]}"
+        return printable(f"not an event ({len(payload)} bytes): {observer.problems[-1]}")
     if as_json:
-        return event.model_dump_json(exclude_none=True)
+        return json.dumps(event.model_dump(mode="json", exclude_none=True))
     data = event.data.model_dump(mode="json", exclude={"namespace", "segments", "block_ids", "kind"})
     place = data.get("location") or data.get("new_location")
     if isinstance(place, dict):
         data = {key: value for key, value in data.items() if key not in ("location", "new_location")}
         data["tier"] = place["tier"]
     details = " ".join(f"{key}={json.dumps(value)}" for key, value in data.items())
-    return f"{event.worker_id}.{event.dp_rank} #{event.event_id} {event.data.kind} {details}"
+    return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {event.data.kind} {details}")
 
 
 def _check(observer: FleetObserver) -> dict[str, Any]:
@@ -179,9 +180,9 @@ def _shown(report: dict[str, Any], indent: str = "") -> str:
             lines.append(f"{indent}{key}:" + ("" if value else " none"))
             lines += [_shown(value, indent + "  ")] if value else []
         elif isinstance(value, list):
-            lines += [f"{indent}{key}:", *(f"{indent}  {each}" for each in value)] if value else []
+            lines += [f"{indent}{key}:", *(f"{indent}  {printable(each)}" for each in value)] if value else []
         else:
-            lines.append(f"{indent}{key}: {value}")
+            lines.append(f"{indent}{key}: {printable(value)}")
     return "\n".join(lines)
 
 

@@ -7,8 +7,6 @@ Such a module has SUMMARY (one line for the list of subcommands), `configure(par
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import pkgutil
 import sys
 from importlib import import_module
@@ -16,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import semblend_trt
 from semblend_trt import cli
-from semblend_trt.errors import SemBlendError
+from semblend_trt.command_status import ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-USAGE_ERROR = 2
-INTERRUPTED = 130
 
 
 def subcommands() -> list[str]:
@@ -32,21 +27,14 @@ def subcommands() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns its status, 2 for bad usage and 130 when it was interrupted."""
+    """Runs one subcommand. Returns its status, or that of `command_status.ended`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        arguments = _parser(words).parse_args(words)
-        return int(arguments.run(arguments))
-    except SemBlendError as error:
-        sys.stderr.write(f"semblend-trt: {error}\n")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has enough; what is still buffered must not fail at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return ended("semblend-trt", lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = _parser(words).parse_args(words)
+    return int(arguments.run(arguments))
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -297,3 +297,17 @@ def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.M
     assert whole == [3, 7]
     assert len(lines) == 3
     assert lost(log) == {"not_written": 6}
+
+
+def test_a_pipe_that_nobody_reads_holds_nothing_up(path: Path) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path)
+    log = AuditLog(path)
+    log.event("told")
+    log.flush()
+    assert lost(log) == {"not_written": 1}
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        log.event("told")
+        log.flush()
+        assert json.loads(reader.read())["event"] == "told"
+    log.close()

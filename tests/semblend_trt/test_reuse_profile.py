@@ -293,6 +293,11 @@ def test_it_reads_back_as_written(
     assert read.differences(namespace(**words), GEOMETRY) == []
     assert read.terms == made.terms
     assert os.listdir(path.parent) == ["profile.json"]
+    link = tmp_path / "link.json"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path)
+    made.write(link)
+    assert link.is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from semblend_trt.errors import ConfigurationError
-from validation.files import check_writable, write_json, write_text
+from validation.files import write_json, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,13 +25,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_json_has_no_values_that_json_lacks(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": [float("nan"), 1.5, {"b": float("-inf")}], "c": (1, 2)})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, 1.5, {"b": None}], "c": [1, 2]}
-
-
-def test_a_place_that_cannot_be_written_is_refused_and_nothing_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    check_writable(tmp_path / "new" / "folder" / "report.json")
-    with pytest.raises(ConfigurationError, match="is a folder"):
-        check_writable(tmp_path)
-    with pytest.raises(ConfigurationError, match="cannot be written"):
-        check_writable(tmp_path / "file" / "report.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

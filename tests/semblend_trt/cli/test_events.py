@@ -76,6 +76,21 @@ def test_tail_prints_json(listen) -> None:
     assert [json.loads(line)["event_id"] for line in output.splitlines()] == [1, 2, 3]
 
 
+def test_a_forged_event_is_shown_and_does_nothing(listen) -> None:
+    forged = json.loads(events()[0])
+    forged["data"]["kind"] = "x\x1b[2J\x9b1m\r\n\u202e"
+    payloads = [json.dumps(forged).encode(), b'{"\x1b[2J\xc2\x9b']
+    status, output = listen("tail", payloads)
+    assert status == 0
+    assert len(output.splitlines()) == 2
+    assert output.replace("\n", "").isprintable()
+    assert r"x\x1b[2J\x9b1m\r\n\u202e" in output
+    for action in ("tail", "check", "stats"):
+        _, output = listen(action, payloads[:1], "--json", *(["--no-resync"] if action != "tail" else []))
+        assert output.replace("\n", "").isprintable()
+        assert json.loads(output)
+
+
 def test_check_is_content_with_a_sound_stream(listen) -> None:
     status, output = listen("check", events(), "--json", "--no-resync")
     report: dict[str, Any] = json.loads(output)

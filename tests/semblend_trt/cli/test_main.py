@@ -35,8 +35,11 @@ def test_bad_usage_ends_with_two(words, capsys) -> None:
     ("error", "status", "told"),
     [
         (ConfigurationError("a bad setting"), 2, "semblend-trt: a bad setting\n"),
-        (KeyboardInterrupt(), 130, ""),
-        (BrokenPipeError(), 0, ""),
+        (ConfigurationError("a name: \x1b[2J\n"), 2, "semblend-trt: a name: \\x1b[2J\\n\n"),
+        (OSError(28, "No space left on device"), 2, "semblend-trt: [Errno 28] No space left on device\n"),
+        (RecursionError("too deep"), 2, "semblend-trt: it cannot go on: RecursionError: too deep\n"),
+        (KeyboardInterrupt(), 130, "semblend-trt: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
     ],
 )
 def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypatch, capsys) -> None:

@@ -1,0 +1,45 @@
+"""How a command ends: with its own status, or with one sentence and a status that says nothing of what it looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import SemBlendError
+from semblend_trt.printable import PrintableFormatter, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+READER_GONE = 141
+
+
+def ended(program: str, run: Callable[[], int]) -> int:
+    """Runs a command and returns its status; 2 when an error ends it, 130 when it is interrupted, and 141 when nobody
+    reads its output any more. An error that nobody foresaw leaves its traceback too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(handlers=[handler])
+    try:
+        return run()
+    except KeyboardInterrupt:
+        sentence, status = "interrupted", INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has enough; what is still buffered must not fail at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except (SemBlendError, OSError) as error:
+        sentence, status = str(error), USAGE_ERROR
+    except Exception as error:
+        logger.exception("this is a defect of %s; please report it with these lines", program)
+        sentence, status = f"it cannot go on: {type(error).__name__}: {error}", USAGE_ERROR
+    sys.stderr.write(f"{program}: {printable(sentence)}\n")
+    return status
