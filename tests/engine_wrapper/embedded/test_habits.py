@@ -1,0 +1,154 @@
+"""Our connector in engines with upstream's habits: forwards that fail, blocks that are handed on while they are saved,
+pins that stay, pools of another order, offers that nobody applies."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from engine_wrapper.embedded.llm import SamplingParams
+from semblend_trt.connector.contract_versions import VERSIONS
+from tests.engine_wrapper.embedded.conftest import BLOCK
+from tests.engine_wrapper.embedded.test_contract_versions import (
+    FIELDS,
+    FREEING,
+    SIX,
+    TWO,
+    answers,
+    check_nothing_is_held,
+    fails_once,
+    forget_prefixes,
+    make_ours,
+    prompt,
+)
+
+__all__ = ["make_ours"]
+
+SHARED = prompt(150)
+MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
+
+
+@contextmanager
+def saves_wait(llm):
+    """What is begun within the block is saved behind it."""
+    opened = threading.Event()
+    llm.connector_worker.saver._thread.submit(opened.wait)
+    try:
+        yield
+    finally:
+        opened.set()
+        llm.connector_worker.saver.drain()
+
+
+def donors(llm):
+    return len(llm.connector_scheduler.library.catalog)
+
+
+def check_answers(llm, make_llm, begin, reused, seed=9):
+    """A prompt that begins so reuses as much of donors, and is answered as a cold engine does."""
+    forget_prefixes(llm)
+    tokens = begin + prompt(40, seed)
+    (output,) = outputs = llm.generate([tokens], SIX)
+    llm.settle()
+    assert answers(outputs) == answers(make_llm().generate([tokens], SIX))
+    assert output.reused_tokens == reused
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_failed_forward_makes_no_donor(make_ours, make_llm, contract, module, overlap):
+    llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
+    llm.executor.step()
+    with fails_once(llm.executor.model_runner, "forward"):
+        llm.executor.step()
+    assert next(stream).outputs[0].finish_reason == "error"
+    llm.settle()
+    check_answers(llm, make_llm, SHARED, reused=0)
+    assert donors(llm) == 1
+    assert llm.connector_scheduler.outcomes.reasons()["forward_failed"] == 1
+    check_answers(llm, make_llm, SHARED, reused=150, seed=2)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_forward_that_fails_while_it_answers_makes_no_donor(make_ours, make_llm, contract):
+    llm = make_ours(contract, None)
+    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
+    next(stream)
+    with fails_once(llm.connector_worker, "wait_for_save"):
+        llm.executor.step()
+    assert list(stream)[-1].outputs[0].finish_reason == "error"
+    llm.settle()
+    check_answers(llm, make_llm, SHARED, reused=0)
+    assert llm.connector_scheduler.outcomes.reasons()["forward_failed"] == 1
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_donors_hold_their_own_kv_whoever_got_their_blocks_meanwhile(make_ours, make_llm, contract, module):
+    llm = make_ours(contract, None, module, cache={"max_tokens": 48 * BLOCK}, max_num_tokens=512)
+    with saves_wait(llm):
+        # Both run in one forward: of what they share each has blocks of its own, and the tree keeps the first's.
+        llm.generate([SHARED + prompt(20, seed) for seed in (1, 2)], TWO)
+        saved = llm.executor.pending_transfers
+        if contract in FREEING:
+            llm.generate([prompt(190, 3)], TWO)
+    assert saved == [1, 2]
+    llm.settle()
+    for seed in (1, 2):
+        check_answers(llm, make_llm, SHARED + prompt(20, seed)[:15], reused=165)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_saves_that_end_together_leave_no_pin(make_ours, contract, module):
+    llm = make_ours(contract, None, module, max_num_tokens=512)
+    with saves_wait(llm):
+        llm.generate([prompt(100, seed) for seed in range(4)], TWO)
+        assert len(llm.executor.pending_transfers) == 4
+    llm.settle()
+    assert donors(llm) == 4
+    check_nothing_is_held(llm)
+    forget_prefixes(llm)
+    assert llm.block_manager.num_reusable_blocks == 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_pool_of_another_order_is_refused_by_name(make_ours, make_llm, contract, module):
+    llm = make_ours(contract, None, module, attn_backend="FLASHINFER")
+    llm.generate([[*SHARED, 1, 2, 3]], TWO)
+    llm.settle()
+    is_refused = VERSIONS[contract].flashinfer_layout == "NHD"
+    check_answers(llm, make_llm, SHARED, reused=0 if is_refused else 150)
+    assert llm.connector_scheduler.outcomes.reasons().get("attention_backend", 0) == 2 * is_refused
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_disaggregated_set_up_is_refused_by_name(make_ours, make_llm, contract):
+    llm = make_ours(contract, None, cache_transceiver_config={"backend": "DEFAULT"})
+    llm.generate([[*SHARED, 1, 2, 3]], TWO)
+    llm.settle()
+    check_answers(llm, make_llm, SHARED, reused=0)
+    assert llm.connector_scheduler.outcomes.reasons() == {"disaggregated": 2}
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_an_offer_that_nobody_applies_is_no_fault(make_ours, make_llm, contract):
+    llm = make_ours(contract, None, cache={"enable_block_reuse": False})
+    many = SamplingParams(max_tokens=12, ignore_eos=True)
+    for seed in (1, 2):
+        (output,) = outputs = llm.generate([SHARED + prompt(20, seed)], many)
+        assert answers(outputs) == answers(make_llm().generate([SHARED + prompt(20, seed)], many))
+        llm.settle()
+    assert (output.cached_tokens, output.reused_tokens) == (0, 0)
+    assert output.reuse_reason == ("not_honoured" if contract == "main" else None)
+    assert llm.connector_scheduler.outcomes.reasons().get("not_honoured", 0) == (contract == "main")
+    if contract == "main":
+        assert donors(llm) == 2  # both were computed
+        check_nothing_is_held(llm)
