@@ -52,6 +52,7 @@ class Bench:
         room: int = 2,
         batch: int = 8,
         max_num_tokens: int | None = None,
+        contract: str = "embedded",
     ) -> Iterator[LLM]:
         """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
 
@@ -80,6 +81,7 @@ class Bench:
                 max_seq_len=self.longest + 64,
                 kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
                 kv_connector_config=connector,
+                contract=contract,
             )
         with llm:
             if warm:

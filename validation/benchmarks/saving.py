@@ -2,8 +2,9 @@
 
 `python -m validation.benchmarks.saving` makes the model on the spot. Two engines of one model decode a steady batch
 while long prompts come one behind the other; one engine keeps each of them as a donor in host memory, the other keeps
-none. They take turns, and every figure is the median over neighbouring pairs. `--layers` is a dry run with a narrow
-model, which needs no card.
+none. They take turns, and every figure is the median over neighbouring pairs. All of it is measured a second time as
+TensorRT-LLM 1.3rc serves, whose saves are read from snapshots. `--layers` is a dry run with a narrow model, which needs
+no card.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SIZE = 8_192
 DECODING, DECODING_PROMPT, STEPS = 8, 1_024, 32
 DONORS = 6
 PARTS = ("prefill", "decode", "worst_step")
+# The engine whose version gives the blocks of an ended request to others, and what its rows are called.
+SNAPSHOT_CONTRACT, SNAPSHOT_ROWS = "1.3rc", "snapshot_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,8 @@ class Load:
         return (perf_counter() - begin) * 1e3
 
 
-def run(bench: Bench, size: int, steps: int, rows: Rows) -> None:
-    """Measures all rows."""
+def run(bench: Bench, size: int, steps: int, rows: Rows, contract: str = "embedded", kind: str = "") -> None:
+    """Measures all rows of an engine that keeps to `contract`; `kind` is part of their names."""
     turns = WARM_UPS + bench.repeats
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
@@ -100,8 +103,8 @@ def run(bench: Bench, size: int, steps: int, rows: Rows) -> None:
     without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
     batch = DECODING + 1
     with (
-        bench.engine(saving, room=room, batch=batch) as kept,
-        bench.engine(without, room=room, batch=batch) as dropped,
+        bench.engine(saving, room=room, batch=batch, contract=contract) as kept,
+        bench.engine(without, room=room, batch=batch, contract=contract) as dropped,
     ):
         loads = [Load(llm, bench, size, steps, turns + 1) for llm in (kept, dropped)]
         pairs = []
@@ -112,12 +115,14 @@ def run(bench: Bench, size: int, steps: int, rows: Rows) -> None:
         saved = [timing for timing in kept.connector_worker.saver.timings if timing.what == "save_host"]
         assert not dropped.connector_worker.saver.timings, "the engine without saving has saved"
     assert len(saved) >= 2 * turns, f"{len(saved)} donors were saved in {turns} turns of two"
-    rows_of(pairs[WARM_UPS:], size, steps, rows)
+    rows_of(pairs[WARM_UPS:], size, steps, rows, kind)
     seconds = statistics.median(timing.seconds for timing in saved[-2 * bench.repeats :])
-    rows.add(f"saving_{label(size)}_ms", seconds * 1e3, "ms", "from the end of a request to its donor in host memory")
+    rows.add(
+        f"saving_{kind}{label(size)}_ms", seconds * 1e3, "ms", "from the end of a request to its donor in host memory"
+    )
 
 
-def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows) -> None:
+def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows, kind: str = "") -> None:
     """Adds the rows of `pairs`, each the turns of the engine that saves and of the one that does not."""
     told = {
         "prefill": f"time to first token of {label(size)} tokens while as many are saved, {DECODING} requests decoding",
@@ -134,10 +139,10 @@ def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows) -> None:
             f"within {low:.3f} and {high:.3f}"
         )
         slowdowns[part] = middle
-        rows.add(f"saving_slowdown_{part}", middle, "x", baseline)
+        rows.add(f"saving_{kind}slowdown_{part}", middle, "x", baseline)
     largest = max(("prefill", "decode"), key=lambda part: slowdowns[part])
     baseline = f"the same engine and load without saving; {largest}, the larger of prefill and decode"
-    rows.add("saving_slowdown", slowdowns[largest], "x", baseline, SAVING_SLOWDOWN)
+    rows.add(f"saving_{kind}slowdown", slowdowns[largest], "x", baseline, SAVING_SLOWDOWN)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompts = Prompts(int(runner.config.vocab_size))
         # A prompt runs at once beside the batch that decodes.
         sizes = (options.size + DECODING,)
-        run(Bench(runner, Path(folder), options.repeats, prompts, sizes), options.size, options.steps, rows)
+        bench = Bench(runner, Path(folder), options.repeats, prompts, sizes)
+        run(bench, options.size, options.steps, rows)
+        run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
     Console().print(rows.table())
     target = options.json or (None if options.layers is not None else DEFAULT_FOLDER)
     if target is not None:
