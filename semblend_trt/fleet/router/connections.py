@@ -166,7 +166,9 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - it repeats bytes of the request
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, and to what no handler caught."""
+        """The answer to what never reached a handler: what is no HTTP, and a header that aiohttp cannot repeat."""
+        if isinstance(exc, UnicodeError):
+            status = 400
         if status < 500:
             logger.warning("a request that is no HTTP was refused: %s", type(exc).__name__)
             error = error_object(status, "bad_http", "the request is not valid HTTP; send another")

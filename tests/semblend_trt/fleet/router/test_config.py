@@ -12,7 +12,7 @@ import tomllib
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.holder import Holder
-from semblend_trt.fleet.router.config import RouterConfig, TelemetryConfig, load_config
+from semblend_trt.fleet.router.config import RouterConfig, StatusConfig, TelemetryConfig, load_config
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"
@@ -35,21 +35,10 @@ def with_comments_taken(text: str) -> dict[str, Any]:
 def test_the_example_holds_the_defaults() -> None:
     config = load_config(EXAMPLE)
     assert [replica.worker_id for replica in config.replicas] == [1, 2]
-    fields = (
-        "host",
-        "port",
-        "policy",
-        "load_weight",
-        "dp_rank",
-        "health_seconds",
-        "connect_seconds",
-        "silence_seconds",
-    )
-    fields += ("read_seconds", "attempts", "max_body_bytes", "max_answer_bytes")
-    written = tomllib.loads(EXAMPLE.read_text())
-    for name in fields:
-        if name in RouterConfig.model_fields:
-            assert written[name] == RouterConfig.model_fields[name].default
+    own = {"model", "nats_url", "nats_subject", "replicas"}
+    for name, value in tomllib.loads(EXAMPLE.read_text()).items():
+        if name not in own:
+            assert (name, value) == (name, RouterConfig.model_fields[name].default)
     assert config.keys == []
     assert config.telemetry is None
 
@@ -61,6 +50,7 @@ def test_the_example_names_every_field() -> None:
     assert {name for key in values["keys"] for name in key} == {"sha256", "env", "tenants"}
     assert set(values["telemetry"]) == set(TelemetryConfig.model_fields)
     assert config.telemetry == TelemetryConfig(path=Path("requests.jsonl"))
+    assert config.status == StatusConfig(host="127.0.0.1", port=9464, env="STATUS_KEY")
     assert config.keys[0].digest({}) == hashlib.sha256(b"test").hexdigest()
     assert config.keys[1].digest({"SUPPORT_KEY": "k"}) == hashlib.sha256(b"k").hexdigest()
     assert config.secret({"ROUTER_SECRET": SECRET}) == SECRET.encode()
@@ -85,6 +75,14 @@ def test_the_example_names_every_field() -> None:
         (LEAST + "[[keys]]\nenv = 'K'\nsha256 = 'x'\ntenants = ['a']", "keys.0.sha256: String should match pattern"),
         (LEAST + "[[keys]]\nenv = 'K'\ntenants = ['a b']", "keys.0.tenants.0: String should match pattern"),
         (LEAST + "[[keys]]\nenv = 'K'\ntenants = []", "keys.0.tenants: List should have at least 1 item"),
+        ("first_byte_seconds = 0\n" + LEAST, "first_byte_seconds: Input should be greater than or equal to 0.01"),
+        ("show_worker = 'often'\n" + LEAST, "show_worker: Input should be a valid boolean"),
+        ("max_connections = 0\n" + LEAST, "max_connections: Input should be greater than or equal to 1 (given: 0)"),
+        ("max_prompt_tokens = 0\n" + LEAST, "max_prompt_tokens: Input should be greater than or equal to 1"),
+        ("tenant_bytes = 4096\n" + LEAST, "tenant_bytes is 4096, and one body may have 2097152 bytes; give as many"),
+        (LEAST + "[status]", "status: give host and port, or a key, or leave the table out"),
+        (LEAST + "[status]\nport = 1", "status: give host and port, or neither of them"),
+        (LEAST + "[status]\nenv = 'K'\nsha256 = '" + "a" * 64 + "'", "status: give either sha256 or env"),
         ("attempts = 0\nhealth_seconds = 0\n" + LEAST, "(1 more fields are wrong)"),
     ],
 )

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semblend_trt.fleet.router.prompts import Piece, PromptError, PromptReader
+from semblend_trt.fleet.router.prompts import (
+    SHORT_BODY_BYTES,
+    Piece,
+    PromptError,
+    PromptReader,
+    PromptTooLongError,
+    ReadingThreads,
+)
 from semblend_trt.model_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -80,3 +89,50 @@ def test_what_the_template_raises_is_told(reader: PromptReader) -> None:
 def test_without_a_template_there_is_no_chat(tokenizer: Any) -> None:
     with pytest.raises(PromptError, match="has no chat template; use /v1/completions"):
         PromptReader(tokenizer).chat({"messages": [{"role": "user", "content": "a"}]})
+
+
+class Watched:
+    """A tokenizer that must not be asked."""
+
+    chat_template = TEMPLATE
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "the longest": 1}
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        assert len(text) <= 2 * len("the longest")
+        return [0]
+
+
+@pytest.mark.parametrize("size", [22, 23])
+def test_what_cannot_fit_is_not_read(size: int) -> None:
+    reader, text = PromptReader(Watched(), max_tokens=2), "a" * size
+    for read in (
+        lambda: reader.completion({"prompt": text}),
+        lambda: reader.chat({"messages": [{"role": "user", "content": text}]}),
+        lambda: reader.completion({"prompt": [1] * (size - 20)}),
+    ):
+        if size == 22:
+            assert read()
+        else:
+            with pytest.raises(PromptTooLongError, match=r"more than the (22|2) "):
+                read()
+
+
+def test_short_prompts_wait_for_no_long_one(tokenizer: Any) -> None:
+    go_on = threading.Event()
+
+    async def read() -> Any:
+        threads = ReadingThreads(tokenizer)
+        long = asyncio.ensure_future(threads.read(SHORT_BODY_BYTES + 1, lambda _: go_on.wait(60)))
+        short = await threads.read(SHORT_BODY_BYTES, lambda reader: reader.completion({"prompt": "abc"}))
+        is_over = long.done()
+        go_on.set()
+        await long
+        threads.close()
+        return short, is_over
+
+    assert asyncio.run(read()) == ([64, 65, 66], False)

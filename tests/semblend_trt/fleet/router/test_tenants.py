@@ -9,7 +9,7 @@ from multidict import CIMultiDict
 
 from semblend_trt.fleet.router.config import KeyConfig, ReplicaConfig, RouterConfig
 from semblend_trt.fleet.router.refusals import RequestRefusedError
-from semblend_trt.fleet.router.tenants import Caller, Tenants
+from semblend_trt.fleet.router.tenants import Caller, Shares, Tenants
 from semblend_trt.namespace import salt_digest
 
 ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
@@ -57,6 +57,9 @@ def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts() -> None:
         ("shared-key", None, None, 400, "tenant_missing"),
         ("acme-key", None, "s" * 257, 400, "bad_session"),
         ("acme-key", None, "", 400, "bad_session"),
+        ("acme-key", None, "\udcff", 400, "bad_session"),
+        ("\udcff", None, None, 401, "unknown_key"),
+        ("acme-key", "\udcff", None, 403, "tenant_forbidden"),
     ],
 )
 def test_whoever_claims_more_is_refused(
@@ -79,3 +82,18 @@ def test_without_keys_nobody_is_told_apart() -> None:
     with pytest.raises(RequestRefusedError, match="this router knows no tenants") as refused:
         everybody.caller(headers(tenant="acme"))
     assert refused.value.reason == "tenant_forbidden"
+
+
+def test_a_share_is_of_requests_and_of_bytes_and_is_given_back() -> None:
+    shares = Shares(2, 100)
+    with shares.taking("acme", 60):
+        with pytest.raises(
+            RequestRefusedError, match="60 bytes of requests, and with this one more than the 100 allowed"
+        ):
+            shares.taking("acme", 41).__enter__()
+        with shares.taking("acme", 40), shares.taking("globex", 100):
+            with pytest.raises(RequestRefusedError, match="2 requests are under way for this caller") as refused:
+                shares.taking("acme", 0).__enter__()
+            assert (refused.value.status, refused.value.reason, refused.value.retry_seconds) == (429, "tenant_busy", 1)
+    with shares.taking("acme", 100):
+        pass
