@@ -70,8 +70,11 @@ class FaultBench:
         self._cold.shutdown()
 
     @contextmanager
-    def engine(self, folder: Path | None = None, **variables: str) -> Iterator[LLM]:
-        """An engine whose donors lie in host memory, and with a `folder` on disk too; ready to keep the first one."""
+    def engine(self, folder: Path | None = None, contract: str = "embedded", **variables: str) -> Iterator[LLM]:
+        """An engine whose donors lie in host memory, and with a `folder` on disk too; ready to keep the first one.
+
+        `contract` is the version whose contract it keeps to.
+        """
         settings = {
             "POLICY": "exact",
             "HOST_BYTES": str(HOST_BYTES),
@@ -86,6 +89,7 @@ class FaultBench:
             llm = LLM(
                 model=shipped_model(),
                 runner=self._runner.share(),
+                contract=contract,
                 kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS),
                 kv_connector_config=KvCacheConnectorConfig(
                     connector_module="engine_wrapper.connector",

@@ -163,6 +163,15 @@ def donor_lost(trial: Trial) -> None:
         trial.ask(llm, trial.prompts.others[1])
 
 
+def forward_fails(trial: Trial) -> None:
+    """A forward runs out of memory and the engine lives on: its request ends, and must not become a donor."""
+    with trial.bench.engine(contract="1.1") as llm:
+        failing = mock.patch.object(llm.executor.model_runner, "forward", side_effect=RuntimeError("injected"))
+        with trial.counts("refusals", reason="forward_failed"), failing:
+            trial.bench.serve(llm, trial.prompts.donor)
+        trial.ask(llm, *trial.prompts.others)
+
+
 FAULTS: dict[str, Callable[[Trial], None]] = {
     fault.__name__: fault
     for fault in (
@@ -174,6 +183,7 @@ FAULTS: dict[str, Callable[[Trial], None]] = {
         worker_killed,
         nats_down,
         donor_lost,
+        forward_fails,
     )
 }
 
