@@ -23,23 +23,23 @@ class EmbeddedEngines:
     starts_slowly = False
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
 
     @property
     def tokenizer(self) -> Any:
-        return self._runner.tokenizer
+        return self.runner.tokenizer
 
     @property
     def facts(self) -> ModelFacts:
-        return self._runner.facts
+        return self.runner.facts
 
     @property
     def token_bytes(self) -> int:
-        facts = self._runner.facts
-        return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self._runner.dtype.itemsize
+        facts = self.runner.facts
+        return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        return open_engine(arm, settings, self._runner, str(audit_path))
+        return open_engine(arm, settings, self.runner, str(audit_path))
 
 
 def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:

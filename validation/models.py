@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.models import resolve_device
+from engine_wrapper.embedded.models import resolve_device, resolve_dtype
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
@@ -18,8 +20,6 @@ from validation.engines import TRTLLM
 from validation.trtllm_engine import TrtllmEngines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from validation.engines import Engines
@@ -46,14 +46,30 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
-def engines_of(name: str, model: str | None, dtype: str, runner: Callable[[], ModelRunner]) -> Engines:
-    """The engines of that name over the model; the embedded ones share the weights that `runner` loads.
+def engines_of(name: str, model: str | None, device: str | None, dtype: str) -> Engines:
+    """The engines of that name over the model; TensorRT-LLM chooses its device itself.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
     if name == TRTLLM:
         return TrtllmEngines(str(model or shipped_model()), dtype)
-    return EmbeddedEngines(runner())
+    return EmbeddedEngines(load(model, device, dtype))
+
+
+def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
+    """The Transformers model over which the engines run, or one loaded beside engines that have their own.
+
+    Raises ConfigurationError.
+    """
+    if isinstance(engines, EmbeddedEngines):
+        return engines.runner.model
+    place, name = resolve_device(device or "auto"), str(model or shipped_model())
+    try:
+        # The name by which Transformers 4 and 5 both know it.
+        loaded = AutoModelForCausalLM.from_pretrained(name, torch_dtype=resolve_dtype(_dtype(dtype, place)) or "auto")
+    except Exception as error:  # safetensors, hub and torch each raise their own types
+        raise ConfigurationError(f"model {name}: its weights cannot be read: {reason_of(error)}") from error
+    return loaded.to(place).eval().requires_grad_(False)
 
 
 def profile_of(model: str | None, asked: Path | None) -> Path | None:

@@ -14,6 +14,7 @@ import torch
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import jsonl, machine, models
+from validation.calibration.deviations import DeviationCollector
 from validation.calibration.engine_identity import identity_of
 from validation.calibration.figures import PROMPT_OPTIONS, figures_of
 from validation.calibration.own_prompts import halves, scored_cases
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Sequence
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.calibration.candidates import Candidate
     from validation.calibration.search import Found
     from validation.cases import Case
@@ -51,8 +51,9 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     settings, asked = batch_settings(options), bound_families(family_request(options))
     own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
     torch.manual_seed(options.seed)
-    runner = models.load(options.model, options.device, options.dtype)
-    engines = models.engines_of(options.engine, options.model, options.dtype, lambda: runner)
+    engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
+    model = models.transformers_model(engines, options.model, options.device, options.dtype)
+    collector = DeviationCollector(model, engines.facts, settings.min_span)
     tell = teller()
     namespace, geometry = identity_of(engines, settings)
     prompts = {name: getattr(options, name) for name in PROMPT_OPTIONS}
@@ -77,7 +78,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             profile_of(candidate).write(path)
             return path
 
-        found = _search(runner, engines, settings, asked, options, own, written, tell).run()
+        found = _search(collector, engines, settings, asked, options, own, written, tell).run()
     profile_of(found.winner, found).write(options.output)
     _show(found, options.output, tell)
     return found.winner is not None
@@ -113,7 +114,7 @@ def kinds_of_families(asked: FamilyRequest, own: Sequence[Case]) -> dict[str, st
 
 
 def _search(
-    runner: ModelRunner,
+    collector: DeviationCollector,
     engines: Engines,
     settings: BatchSettings,
     asked: FamilyRequest,
@@ -129,8 +130,8 @@ def _search(
         return Trials(engines, cases, settings, seed)
 
     return Search(
-        runner=runner,
-        min_span=settings.min_span,
+        collector=collector,
+        num_layers=engines.facts.num_layers,
         kinds=kinds_of_families(asked, own),
         screening=trials(asked.seed, options.screening_groups, choosing),
         fresh=lambda number: trials(asked.seed + 1 + number, asked.groups, confirming),

@@ -43,9 +43,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     # The engine has to run as the one in which the profile was made, whatever it makes of "auto".
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
     torch.manual_seed(options.seed)
-    engines = models.engines_of(
-        options.engine, options.model, dtype, lambda: models.load(options.model, options.device, dtype)
-    )
+    engines = models.engines_of(options.engine, options.model, options.device, dtype)
     namespace, geometry = identity_of(engines, settings)
     engine = namespace.backend_cache_layout
     candidate = profile.confirmed_in(engine)

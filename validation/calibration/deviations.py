@@ -7,12 +7,11 @@ cold runs, of the donor and of the prompt, show every layer at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
+    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
     from validation.cases import Case
     from validation.tokenised import TokenisedCase
@@ -65,14 +64,13 @@ class PromptDeviations:
 
 
 class DeviationCollector:
-    """Collects the deviations of one model's prompts over a pool of its own."""
+    """Collects the deviations of one model's prompts. `model` is the Transformers model, which no engine has a part in:
+    any of its versions will do, whatever the engine needs."""
 
-    def __init__(self, runner: ModelRunner, min_span: int) -> None:
-        facts = runner.facts
+    def __init__(self, model: Any, facts: ModelFacts, min_span: int) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
         self._rotation = facts.rotation
-        self._runner = runner.share()
-        self._pool: torch.Tensor | None = None
+        self._model = model
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
@@ -116,19 +114,32 @@ class DeviationCollector:
 
     def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
         """Computes each text from nothing, in blocks of its own."""
-        counts = [self._geometry.blocks_for(len(text)) for text in texts]
-        pool = self._pool_of(sum(counts))
+        geometry = self._geometry
+        counts = [geometry.blocks_for(len(text)) for text in texts]
+        inner = (geometry.kv_heads, geometry.block_size, geometry.head_dim)
+        shape = (sum(counts), geometry.num_layers, 2, *inner)
+        pool = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
         filled, first = [], 0
         for text, count in zip(texts, counts, strict=True):
-            block_ids = tuple(range(first, first + count))
-            self._runner.forward([SequenceSlice(0, 0, tuple(text), block_ids)])
-            filled.append(PagedKv(pool, torch.tensor(block_ids), self._geometry))
+            for layer, pair in enumerate(self._computed(text)):
+                for factor, rows in enumerate(pair):  # [kv_heads, tokens, head_dim]
+                    padded = torch.nn.functional.pad(rows, (0, 0, 0, count * geometry.block_size - len(text)))
+                    blocks = padded.unflatten(1, (count, geometry.block_size)).transpose(0, 1)
+                    pool[first : first + count, layer, factor] = blocks
+            filled.append(PagedKv(pool.flatten(3), torch.arange(first, first + count), geometry))
             first += count
         return filled
 
-    def _pool_of(self, blocks: int) -> torch.Tensor:
-        if self._pool is None or self._pool.shape[0] < blocks:
-            shape = (blocks, self._geometry.num_layers, 2, self._geometry.row_elements)
-            self._pool = torch.zeros(shape, dtype=self._runner.dtype, device=self._runner.device)
-            self._runner.attach_pool(self._pool, self._geometry)
-        return self._pool
+    @torch.inference_mode()
+    def _computed(self, text: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of each layer, [kv_heads, tokens, head_dim], from a cold run without a head."""
+        token_ids = torch.tensor([list(text)], device=self._model.device)
+        cache = self._model.base_model(token_ids, use_cache=True).past_key_values
+        # Transformers 4.53 keeps its caches in two lists, later ones in layers.
+        layers = getattr(cache, "layers", None)
+        found = (
+            zip(cache.key_cache, cache.value_cache, strict=True)
+            if layers is None
+            else ((layer.keys, layer.values) for layer in layers)
+        )
+        return [(keys[0], values[0]) for keys, values in found]

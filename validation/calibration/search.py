@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from validation.calibration.candidates import candidates
-from validation.calibration.deviations import DeviationCollector
 from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.calibration.candidates import Candidate
-    from validation.calibration.deviations import PromptDeviations
+    from validation.calibration.deviations import DeviationCollector, PromptDeviations
     from validation.calibration.trials import Trials, Verdict
     from validation.quality.samples import QualityLine
 
@@ -45,14 +43,14 @@ class Found:
 class Search:
     """How candidates are tried.
 
-    `runner` runs the model in Transformers and nominates candidates by the deviations that it finds there, whatever
-    engine serves the trials: what is chosen is decided by the answers of that engine alone.
+    The deviations that `collector` finds, in Transformers, nominate candidates, whatever engine serves the trials: what
+    is chosen is decided by the answers of that engine alone. `num_layers` are the model's.
     `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
     `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.
     """
 
-    runner: ModelRunner
-    min_span: int
+    collector: DeviationCollector
+    num_layers: int
     kinds: Mapping[str, str]
     screening: Trials
     fresh: Callable[[int], Trials]
@@ -86,17 +84,16 @@ class Search:
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
         harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
-        return candidates(harmless, traps, self.runner.facts.num_layers)[: self.max_tries]
+        return candidates(harmless, traps, self.num_layers)[: self.max_tries]
 
     def _is_trap(self, family: str) -> bool:
         return self.kinds[family] == Kind.TRAP.value
 
     def _deviations(self, families: Sequence[str]) -> list[PromptDeviations]:
-        collector = DeviationCollector(self.runner, self.min_span)
         return [
             prompt
             for name in families
-            for prompt in collector.collect(self.screening.cases([name]), self.screening.tokens_of)
+            for prompt in self.collector.collect(self.screening.cases([name]), self.screening.tokens_of)
         ]
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:

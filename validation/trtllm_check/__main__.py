@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.calibration.arguments import parse_calibrate, parse_confirm
-from validation.calibration.command import run_calibrate
-from validation.calibration.confirmation import run_confirm
 from validation.trtllm_api import STOCK_CONNECTOR, WRAPPER, trtllm_api
 from validation.trtllm_check.crowd import serve_crowd
 from validation.trtllm_check.findings import (
@@ -109,6 +106,14 @@ def _arms(num_layers: int) -> dict[str, tuple[str | None, dict[str, str]]]:
 
 def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock: Served) -> Iterator[Finding]:
     """Confirms the profile, or makes one; then what is served under it. Raises SemBlendError and OSError."""
+    try:
+        # Here: they need more than an environment with TensorRT-LLM and the connector may have.
+        from validation.calibration.arguments import parse_calibrate, parse_confirm
+        from validation.calibration.command import run_calibrate
+        from validation.calibration.confirmation import run_confirm
+    except ModuleNotFoundError as error:
+        yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")
+        return
     common = ("--engine", "trtllm", "--model", arguments.model, "--output", str(output))
     if arguments.profile is not None:
         options = ("--profile", str(arguments.profile), *common)

@@ -23,7 +23,7 @@ def runner() -> ModelRunner:
 
 def collected(runner: ModelRunner, family: str) -> list[PromptDeviations]:
     cases = write_cases(runner, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    return DeviationCollector(runner, min_span=64).collect(cases, Tokeniser(runner, 8).tokenise)
+    return DeviationCollector(runner.model, runner.facts, min_span=64).collect(cases, Tokeniser(runner, 8).tokenise)
 
 
 def test_every_layer_of_each_groups_first_prompt_is_compared(runner: ModelRunner) -> None:
