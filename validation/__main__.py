@@ -10,4 +10,7 @@ if __name__ == "__main__":
             raise
         print(f"validation: {error.name} is not installed; pip install 'semblend-trt[validation]'.", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("validation: interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(main(sys.argv[1:]))

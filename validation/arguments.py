@@ -7,6 +7,10 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from semblend_trt.command_line import named
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
+from validation import judge
 from validation.arms import ALL_NAMES, BOUNDARY, POSITION_FIX, VERIFIED
 from validation.gates import GateBounds
 
@@ -14,12 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "python -m validation"
+# Every generator of random numbers takes it for a seed, with room above it for the seeds that follow.
+HIGHEST = 2**32 - 1
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
 `calibrate` finds what a model may safely reuse, `confirm` whether that holds in another engine, `replay` predicts what
 eviction policies do with request telemetry, `scoreboard` prints the recorded results; each has a --help of its own.
-Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage.
+Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
 """
 _GATES = """
 gates:
@@ -39,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence; argparse would print the usage first."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.\n")
+        self.exit(2, printable(f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.") + "\n")
 
 
 def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
@@ -52,7 +58,9 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what is run")
-    what.add_argument("--model", metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)")
+    what.add_argument(
+        "--model", type=named, metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)"
+    )
     what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     what.add_argument(
         "--arms",
@@ -93,7 +101,7 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     _add_gates(parser.add_argument_group("gates"))
     scores = parser.add_argument_group("further scores")
     scores.add_argument(
-        "--ppl-model", metavar="PATH_OR_ID", help="another causal LM that scores the answers' perplexity"
+        "--ppl-model", type=named, metavar="PATH_OR_ID", help="another causal LM that scores the answers' perplexity"
     )
     scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
     files = parser.add_argument_group("files")
@@ -117,6 +125,16 @@ def add_defaults(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.default not in (None, argparse.SUPPRESS) and action.help:
             action.help += " (default: %(default)s)"
+
+
+def check_integers(options: argparse.Namespace, **lowest: int) -> None:
+    """Raises ConfigurationError for an option below its lowest value or above HIGHEST."""
+    for name, least in lowest.items():
+        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value < least:
+            raise ConfigurationError(f"{option} is {value}; it must be at least {least}.")
+        if value > HIGHEST:
+            raise ConfigurationError(f"{option} is {value}; it must be at most {HIGHEST}.")
 
 
 def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str, Any]:
@@ -148,7 +166,8 @@ _PROMPTS = (
 )
 _JUDGE = (
     'command that reads {"id", "arm", "prompt", "reference", "cold", "answer"} as JSON on stdin and prints a score of '
-    "0 to 1; failures are reported, not fatal"
+    f"0 to 1, within {judge.TIMEOUT_SECONDS:g} s and {judge.MAX_OUTPUT_BYTES} bytes each time; failures are reported, "
+    f"not fatal, and after {judge.MAX_TIMEOUTS} in a row that took too long it is not asked again"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.command_line import ended
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
 from validation import machine, models, results, scoreboard
-from validation.arguments import PROGRAM, parse_run, parse_scoreboard, settings_in_text
+from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
 from validation.arms import (
     COLD,
     COLD_AGAIN,
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
     from validation.measurement import Measured
     from validation.samples import Sample
 
-ALL_HOLD, GATE_FAILED, BAD_USAGE = 0, 1, 2
+ALL_HOLD, GATE_FAILED = 0, 1
 # Narrower tables would be cut where the output is no terminal.
 _TABLE_WIDTH = 140
 _TRAP = FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048)
@@ -67,6 +70,10 @@ _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name) and returns its exit status."""
+    return ended("validation", lambda: _status(arguments))
+
+
+def _status(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] == "scoreboard":
             return _scoreboard(parse_scoreboard(arguments[1:]))
@@ -82,9 +89,6 @@ def main(arguments: Sequence[str]) -> int:
         return _run(parse_run(arguments), _command(arguments))
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)
-    except (SemBlendError, OSError) as error:
-        _complain(str(error))
-        return BAD_USAGE
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -175,10 +179,7 @@ def _built_in(runner: ModelRunner, options: argparse.Namespace) -> list[Case]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    for name, lowest in (("max_tokens", 1), ("min_match_length", 1), ("repeat", 1), ("seed", 0)):
-        value = getattr(options, name)
-        if value < lowest:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
+    check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
     if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
 
@@ -203,7 +204,8 @@ def _show(report: Report, options: argparse.Namespace) -> int:
     failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
     if failures:
         _complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
-    console.print(f"{report.seconds:.0f} s; every sample is in {options.output}", markup=False, highlight=False)
+    told = printable(f"{report.seconds:.0f} s; every sample is in {options.output}")
+    console.print(told, markup=False, highlight=False)
     for gate in report.failed:
         _complain(f"gate failed: {gate.sentence()}")
     refused = report.audit[report.policy].rejection_reasons
@@ -233,4 +235,4 @@ def _scoreboard(options: argparse.Namespace) -> int:
 
 
 def _complain(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"validation: {sentence}", markup=False, highlight=False)
+    sys.stderr.write(printable(f"validation: {sentence}") + "\n")

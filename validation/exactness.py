@@ -8,6 +8,7 @@ import torch
 
 from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
     AttentionMode,
     EngineExecution,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _BLOCK_SIZE = 32
 # Rows of float32 logits over a large vocabulary are big; this many are enough to meet every position of a block.
 MAX_TOKENS = 512
+# Two chunks, and a span with a token before and behind it.
+MIN_TOKENS = 4
 
 
 def max_logit_difference(runner: ModelRunner, token_ids: Sequence[int]) -> float:
@@ -35,11 +38,14 @@ def max_logit_difference(runner: ModelRunner, token_ids: Sequence[int]) -> float
     Measured on the first MAX_TOKENS of `token_ids`: all rows without a plan, at once and in two chunks, and the rows
     behind a span of garbage donor KV under a plan whose boundary is the number of layers, so that nothing of the
     garbage may be read.
-    Raises ValueError for fewer than 4 tokens.
+    Raises ConfigurationError for fewer than MIN_TOKENS.
     """
     tokens = [int(token) for token in token_ids[:MAX_TOKENS]]
-    if len(tokens) < 4:
-        raise ValueError(f"The comparison needs at least 4 tokens, not {len(tokens)}.")
+    if len(tokens) < MIN_TOKENS:
+        raise ConfigurationError(
+            f"The longest prompt has {len(tokens)} tokens; the wrapper is compared with the plain model on at least "
+            f"{MIN_TOKENS}, so bring a longer one."
+        )
     geometry = _geometry(runner)
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
     blocks = -(-len(tokens) // geometry.block_size)

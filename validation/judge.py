@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import selectors
 import shlex
 import shutil
+import signal
 import subprocess
+import tempfile
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,13 +26,23 @@ if TYPE_CHECKING:
     from validation.samples import Sample
 
 TIMEOUT_SECONDS = 120.0
+MAX_OUTPUT_BYTES = 1 << 16
+# One that hung so often in a row would hang for every answer that is left.
+MAX_TIMEOUTS = 3
+_SLOW = "no answer within"
+_NOT_ASKED = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
+
+
+class _TooMuchError(Exception):
+    """The judge printed too much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Runs `command` once a comparison with `{"id", "arm", "prompt", "reference", "cold", "answer"}` on its stdin.
 
-    It answers with a number of 0 (worse than cold) to 1 (as good) as the only thing on its stdout.
+    It answers with a number of 0 (worse than cold) to 1 (as good) as the only thing on its stdout, in `timeout_seconds`
+    and MAX_OUTPUT_BYTES each of output and errors. What it has started ends with it.
     """
 
     command: tuple[str, ...]
@@ -46,49 +62,87 @@ class Judge:
     def score(self, comparison: dict[str, str | None]) -> tuple[float | None, str | None]:
         """The score and None, or None and why there is none."""
         try:
-            done = subprocess.run(
-                self.command,
-                input=json.dumps(comparison),
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=self.timeout_seconds,
-                check=False,
-            )
+            status, printed, errors = self._run(json.dumps(comparison).encode())
+        except _TooMuchError as error:
+            return None, str(error)
         except subprocess.TimeoutExpired:
-            return None, f"no answer within {self.timeout_seconds:g} s"
+            return None, f"{_SLOW} {self.timeout_seconds:g} s"
         except OSError as error:
             return None, f"cannot be started: {error.strerror or error}"
-        if done.returncode:
-            return None, f"exit status {done.returncode}: {done.stderr.strip()[-200:]}"
+        if status:
+            return None, f"exit status {status}: {errors.strip()[-200:]}"
         try:
-            score = float(done.stdout.strip())
+            score = float(printed.strip())
         except ValueError:
-            return None, f"printed {done.stdout.strip()[:80]!r} instead of a number"
+            return None, f"printed {printed.strip()[:80]!r} instead of a number"
         if not (math.isfinite(score) and 0.0 <= score <= 1.0):
             return None, f"printed {score}, which is not between 0 and 1"
         return score, None
+
+    def _run(self, given: bytes) -> tuple[int, str, str]:
+        """Exit status, output and errors. Raises OSError, TimeoutExpired and _TooMuchError."""
+        deadline = time.monotonic() + self.timeout_seconds
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(given)
+            stdin.seek(0)
+            process = subprocess.Popen(
+                self.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        with process:
+            try:
+                printed, errors = _outputs(process, deadline)
+                return process.wait(max(0.0, deadline - time.monotonic())), printed, errors
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
+    """All of stdout and of stderr."""
+    pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+    read = {pipe: bytearray() for pipe in pipes}
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(process.args, 0.0)
+            for pipe in (key.fileobj for key, _ in ready):
+                chunk = os.read(pipe.fileno(), MAX_OUTPUT_BYTES)
+                read[pipe] += chunk
+                if len(read[pipe]) > MAX_OUTPUT_BYTES:
+                    raise _TooMuchError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
+                if not chunk:
+                    selector.unregister(pipe)
+    return [bytes(read[pipe]).decode("utf-8", "replace") for pipe in pipes]
 
 
 def judged(
     samples: Sequence[Sample], cases: Sequence[Case], judge: Judge, on_step: Callable[[str], None] = lambda _: None
 ) -> list[Sample]:
-    """The samples, those of the reusing arms with the judge's score or the reason why there is none."""
+    """The samples, those of the reusing arms with the judge's score or the reason why there is none.
+
+    After MAX_TIMEOUTS in a row it is not asked again.
+    """
     prompts = {case.id: case.prompt for case in cases}
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
     scored = []
+    timeouts = 0
     for sample in samples:
         if is_reusing(sample.arm):
-            score, problem = judge.score(
-                {
-                    "id": sample.case_id,
-                    "arm": sample.arm,
-                    "prompt": prompts[sample.case_id],
-                    "reference": sample.reference,
-                    "cold": cold[sample.case_id, sample.repeat],
-                    "answer": sample.answer,
-                }
-            )
+            comparison = {
+                "id": sample.case_id,
+                "arm": sample.arm,
+                "prompt": prompts[sample.case_id],
+                "reference": sample.reference,
+                "cold": cold[sample.case_id, sample.repeat],
+                "answer": sample.answer,
+            }
+            score, problem = None, _NOT_ASKED
+            if timeouts < MAX_TIMEOUTS:
+                score, problem = judge.score(comparison)
+                timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
             scored.append(replace(sample, judge_score=score, judge_error=problem))
             on_step(sample.case_id)
         else:

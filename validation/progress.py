@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import rich.progress as bars
 
+from semblend_trt.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -21,8 +23,8 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[str
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.fields[last]}"),
+        bars.TextColumn("{task.fields[last]}", markup=False),
     )
     with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
-        yield lambda last: bar.update(task, advance=1, last=last)
+        yield lambda last: bar.update(task, advance=1, last=printable(last))

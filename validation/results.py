@@ -96,7 +96,7 @@ def rows_of(path: Path) -> list[Row]:
     """Rows of one file. Raises ConfigurationError when it does not hold rows, or they contradict themselves."""
     try:
         rows = [Row.model_validate(fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
         raise ConfigurationError(f"{path} does not hold result rows: {problem}.") from error

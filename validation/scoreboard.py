@@ -11,8 +11,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
+from rich.text import Text
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
     from validation.results import Row
@@ -31,12 +33,12 @@ def terminal_table(rows: dict[str, list[Row]]) -> Table:
         table.add_row(
             each.name,
             figure(each.value),
-            each.unit,
+            _shown(each.unit),
             goal_of(each),
             "yes" if each.holds else "[bold red]no[/]",
-            each.baseline,
-            place,
-            each.date,
+            _shown(each.baseline),
+            _shown(place),
+            _shown(each.date),
         )
     return table
 
@@ -74,8 +76,13 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
             each.baseline,
             place.partition("/")[0],
         )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("| " + " | ".join(printable(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(text: str) -> Text:
+    """A cell that is no markup."""
+    return Text(printable(text))
 
 
 def goal_of(row: Row) -> str:

@@ -12,6 +12,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.command_line import named
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds what the doctor is to look at."""
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served")
+    parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served")
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,

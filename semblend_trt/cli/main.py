@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import semblend_trt
 from semblend_trt import cli
-from semblend_trt.command_status import ended
+from semblend_trt.command_line import ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def subcommands() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns its status, or that of `command_status.ended`."""
+    """Runs one subcommand. Returns its status, or that of `command_line.ended`."""
     words = list(sys.argv[1:] if argv is None else argv)
     return ended("semblend-trt", lambda: _run(words))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +118,13 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--max-tokens", "5000"], "the model's context holds 1024"),
         (["--min-match-length", "0"], "--min-match-length is 0"),
         (["--repeat", "0"], "--repeat is 0"),
+        (["--seed", "9" * 30], f"--seed is {'9' * 30}; it must be at most 4294967295"),
+        (["--max-tokens", "9" * 30], "it must be at most 4294967295"),
+        (["--model", ""], "Argument --model: the name is empty"),
+        (["--ppl-model", " "], "Argument --ppl-model: the name is empty"),
+        (["--output", "n" * 256], "cannot be written (File name too long)"),
+        (["--audit-path", "/dev/full"], "/dev/full cannot be written (No space left on device)"),
+        (["--no-such\x1b[2J\nflag"], r"Unrecognized arguments: --no-such\x1b[2J\nflag"),
         (["--boundary", "4"], "--boundary is 4; the model has 3 layers"),
         (["--boundary", "-1"], "--boundary is -1"),
         (["--policy", "verified"], "The arm verified needs a reuse profile of this model"),
@@ -147,6 +157,49 @@ def test_a_bad_line_is_refused_by_its_number(
     path.write_text(json.dumps(CASES[0]) + "\n{\n")
     assert main([*command, "--prompts", str(path)]) == 2
     assert "bad.jsonl, line 2" in capsys.readouterr().err
+
+
+def test_prompts_of_a_few_tokens_are_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text(json.dumps({"id": "a", "donors": ["abc"], "prompt": "abc"}))
+    assert main([*command, "--prompts", str(path)]) == 2
+    assert "The longest prompt has 3 tokens" in capsys.readouterr().err
+
+
+def test_names_of_cases_are_shown_and_do_nothing(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rich's markup and a terminal's escapes alike."""
+    path = tmp_path / "names.jsonl"
+    path.write_text("".join(json.dumps({**case, "id": f"[/] \x1b[2J {case['id']}"}) + "\n" for case in CASES))
+    places = ["--output", str(tmp_path / "report.json"), "--audit-path", "/dev/null"]
+    assert main([*command, *places, "--prompts", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "[2J" not in captured.err.replace(r"\x1b[2J", "")
+    assert "\x1b[2J" not in captured.out
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_an_interrupt_ends_with_130(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("check_writable", "_measure", "_write"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"validation.cli.{place}", interrupted)
+            assert main(command) == 130
+        assert "validation: interrupted\n" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_it_is_imported_ends_with_130(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-m", "validation"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "validation: interrupted\n")
 
 
 @pytest.mark.parametrize(("field", "where"), [("prompt", "the prompt has"), ("donors", "the donor 1 has")])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
-from validation.judge import Judge, judged
+from validation.judge import MAX_OUTPUT_BYTES, Judge, judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from validation.samples import Sample
 
+SLOW = (None, "no answer within 1 s")
 COMPARISON = {"id": "a", "arm": "position_fix", "prompt": "p", "reference": None, "cold": "42", "answer": "42"}
 
 
@@ -49,6 +51,36 @@ def test_a_failure_has_a_reason(code: str, reason: str) -> None:
 
 def test_a_judge_that_hangs_is_given_up() -> None:
     assert python_judge("input(); input()", timeout_seconds=0.2).score(COMPARISON)[0] is None
+
+
+def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Its child holds its output open: whoever waits for the end of that waits for the child."""
+    pid = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'input()'], "
+        f"stdin=subprocess.PIPE); pathlib.Path({str(pid)!r}).write_text(str(child.pid)); child.wait()"
+    )
+    assert python_judge(code, timeout_seconds=5.0).score(COMPARISON) == (None, "no answer within 5 s")
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_judge_that_prints_without_end_is_given_up(stream: str) -> None:
+    endless = python_judge(f"import sys\nwhile True: print('x' * 1000, file=sys.{stream})")
+    assert endless.score(COMPARISON) == (None, f"printed more than {MAX_OUTPUT_BYTES} bytes")
+
+
+def test_a_judge_that_always_hangs_is_not_asked_for_ever(
+    make_sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
+    told = iter([(1.0, None), (None, "no answer within 1 s"), (None, "exit status 1: "), *3 * [SLOW]])
+    monkeypatch.setattr(Judge, "score", lambda judge, comparison: next(told))
+    samples = [make_sample(arm="cold"), *8 * [make_sample()]]
+    problems = [sample.judge_error for sample in judged(samples, [case], Judge(("judge",)))][2:]
+    assert problems[:5] == [SLOW[1], "exit status 1: ", *3 * [SLOW[1]]]
+    assert problems[5:] == 2 * ["not asked: it took too long 3 times in a row"]
 
 
 @pytest.mark.parametrize("line", ["", "  ", "'unclosed", "no-such-program-anywhere --flag"])

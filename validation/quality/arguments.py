@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from semblend_trt.errors import ConfigurationError
-from validation.arguments import PROGRAM, Parser, add_defaults
+from semblend_trt.command_line import named
+from validation.arguments import PROGRAM, Parser, add_defaults, check_integers
 from validation.arms import ALL_NAMES, VERIFIED
 from validation.families.catalog import FAMILIES
 from validation.models import shipped_model
@@ -53,7 +53,9 @@ def parse_quality(arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that say which model runs where."""
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)")
+    parser.add_argument(
+        "--model", type=named, metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)"
+    )
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="weights and KV"
@@ -78,12 +80,9 @@ def add_families(parser: argparse.ArgumentParser, groups: int) -> None:
 
 
 def batch_settings(options: argparse.Namespace) -> BatchSettings:
-    """Raises ConfigurationError for a number below 1."""
-    for name in ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
-    if options.seed < 0:
-        raise ConfigurationError(f"--seed is {options.seed}; it must be at least 0.")
+    """Raises ConfigurationError for a number that is out of its range."""
+    counts = ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens")
+    check_integers(options, seed=0, **dict.fromkeys(counts, 1))
     return BatchSettings(
         model=str(options.model or shipped_model()),
         max_tokens=options.max_tokens,

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
 from validation import machine, results
-from validation.arguments import settings_in_text
+from validation.arguments import HIGHEST, check_integers, settings_in_text
 from validation.files import check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
 from validation.replay.arguments import LATENCY_PROFILE
@@ -74,15 +75,12 @@ def _policies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    for name, lowest in (("requests", 1), ("seed", 0), ("min_match_length", 1), ("recompute_tokens", 0)):
-        value = getattr(options, name)
-        if value < lowest:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}.")
+    check_integers(options, requests=1, seed=0, min_match_length=1, recompute_tokens=0)
     if options.requests > MAX_WORKLOAD_REQUESTS:
         raise ConfigurationError(f"--requests is {options.requests}; it must be at most {MAX_WORKLOAD_REQUESTS}.")
     for capacity in options.capacity_tokens or ():
-        if capacity < 1:
-            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds at least 1.")
+        if not 1 <= capacity <= HIGHEST:
+            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {HIGHEST}.")
     if options.write_trace is not None and options.workload is None:
         raise ConfigurationError("--write-trace saves a built-in trace; name one with --workload.")
 
@@ -164,4 +162,4 @@ def _show(report: ReplayReport, paths: Sequence[Path]) -> None:
         console.print(table)
     plain = Console(soft_wrap=True)
     for sentence in (*report.facts, report.model.sentence(), *map(str, paths)):
-        plain.print(sentence, markup=False, highlight=False)
+        plain.print(printable(sentence), markup=False, highlight=False)

@@ -1,7 +1,8 @@
-"""How a command ends: with its own status, or with one sentence and a status that says nothing of what it looks at."""
+"""What all commands have in common: how they end, and what they take for a name."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -43,3 +44,10 @@ def ended(program: str, run: Callable[[], int]) -> int:
         sentence, status = f"it cannot go on: {type(error).__name__}: {error}", USAGE_ERROR
     sys.stderr.write(f"{program}: {printable(sentence)}\n")
     return status
+
+
+def named(text: str) -> str:
+    """A name for an argument parser. Raises ArgumentTypeError for one that is empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
+    return text
