@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import threading
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.server import Worker, main
+from engine_wrapper.embedded.server import BOUNDS, Worker, main
+from semblend_trt.fleet.router.connections import Connections, ServerBounds
+from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
+from semblend_trt.fleet.router.serving import listening
+from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig(
@@ -24,9 +30,9 @@ def make_worker(tiny_qwen2_path):
     """make_worker(**fields of the engine): a worker of the name tiny; all end with the test."""
     workers = []
 
-    def make(**fields):
+    def make(bounds=BOUNDS, **fields):
         llm = LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, **fields)
-        workers.append(Worker(llm, "tiny"))
+        workers.append(Worker(llm, "tiny", bounds))
         return llm, workers[-1]
 
     yield make
@@ -201,3 +207,82 @@ def test_models_are_listed(make_worker):
 
     (model,) = asked(worker, ask)["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 512)
+
+
+def served(worker, ask, bounds):
+    """What `ask`, which is given the worker's address, returns; clients are bounded as main() bounds them."""
+
+    async def run():
+        async with listening(worker.app(), "127.0.0.1", 0, Connections(bounds)) as address:
+            return await ask(address)
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_bodies_and_prompts_that_are_too_long_are_refused_unread(make_worker):
+    llm, worker = make_worker()
+    longest = 512 * max(map(len, llm.tokenizer.get_vocab()))
+    within = {"prompt": "a" * longest}
+
+    async def ask(client):
+        large = await answer_of(client, "/v1/completions", b" " * ((2 << 20) + 1))
+        long = await answer_of(client, "/v1/completions", {"prompt": "a" * (longest + 1)})
+        return large, long, await answer_of(client, "/v1/completions", within)
+
+    large, long, read = asked(worker, ask)
+    assert [(status, answer["error"]["code"]) for status, answer in (large, long, read)] == [
+        (413, "body_too_large"),
+        (400, "prompt_too_long"),
+        (400, "bad_request"),
+    ]
+
+
+def test_a_short_request_waits_for_no_long_prompt(make_worker, monkeypatch):
+    _, worker = make_worker()
+    go_on = threading.Event()
+    real = PromptReader.completion
+
+    def slow(reader, body):
+        if "user" in body:
+            go_on.wait(60)
+        return real(reader, body)
+
+    monkeypatch.setattr(PromptReader, "completion", slow)
+
+    async def ask(client):
+        body = {"prompt": "a", "user": "a" * SHORT_BODY_BYTES, "max_tokens": 1}
+        long = asyncio.ensure_future(answer_of(client, "/v1/completions", body))
+        short = await answer_of(client, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        is_over = long.done()
+        go_on.set()
+        return short[0], is_over, (await long)[0]
+
+    assert asked(worker, ask) == (200, False, 200)
+
+
+def test_no_malformed_request_is_an_error_of_the_workers(make_worker, caplog):
+    bounds = ServerBounds(header_seconds=0.5, body_seconds=0.5)
+    llm, worker = make_worker(bounds=bounds)
+
+    async def ask(address):
+        found = await statuses(address, 0, 300)
+        body = b'{"prompt": "abc", "max_tokens": 1}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+            body
+        )
+        return found, error_of(await answered(address, head + body))
+
+    found, good = served(worker, ask, bounds)
+    assert max(found) < 500
+    assert {400, 404, 405} <= set(found)
+    assert good == (200, None)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert llm.executor.num_unfinished == 0
+
+
+def test_bounds_that_are_none_are_bad_usage(capsys):
+    for name, value in (("--max-body-bytes", "0"), ("--body-seconds", "nan"), ("--max-connections", "1.5")):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model", "nothing", name, value])
+        assert ended.value.code == 2
+        assert f"{value!r} is no" in capsys.readouterr().err
