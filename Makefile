@@ -70,7 +70,7 @@ gpu-test: card env ## run the tests of kernels and engine, compiled, on this mac
 # With the interpreter that has tensorrt_llm and our wheel, outside of this folder: the workers import what is installed.
 TRTLLM_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 
-trtllm-check: ## smoke, exactness and validation inside TensorRT-LLM; PYTHON is the interpreter that has it
+trtllm-check: ## answers, a reuse profile and a crowd of requests inside TensorRT-LLM; PYTHON is the interpreter that has it
 	@cd "$${TMPDIR:-/tmp}" && for package in tensorrt_llm validation; do \
 	  $(TRTLLM_PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('$$package') is None)" || \
 	  { echo "$$package is not importable by '$(PYTHON)': name the interpreter that has TensorRT-LLM, as PYTHON=...," \
