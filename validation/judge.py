@@ -99,23 +99,22 @@ class Judge:
 
 def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
     """All of stdout and of stderr."""
-    pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
-    read = {pipe: bytearray() for pipe in pipes}
+    read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
     with selectors.DefaultSelector() as selector:
-        for pipe in pipes:
+        for pipe in read:
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise subprocess.TimeoutExpired(process.args, 0.0)
-            for pipe in (key.fileobj for key, _ in ready):
-                chunk = os.read(pipe.fileno(), MAX_OUTPUT_BYTES)
-                read[pipe] += chunk
-                if len(read[pipe]) > MAX_OUTPUT_BYTES:
+            for key, _ in ready:
+                chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
+                read[key.fd] += chunk
+                if len(read[key.fd]) > MAX_OUTPUT_BYTES:
                     raise _TooMuchError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
                 if not chunk:
-                    selector.unregister(pipe)
-    return [bytes(read[pipe]).decode("utf-8", "replace") for pipe in pipes]
+                    selector.unregister(key.fd)
+    return [each.decode("utf-8", "replace") for each in read.values()]
 
 
 def judged(
@@ -139,9 +138,8 @@ def judged(
                 "cold": cold[sample.case_id, sample.repeat],
                 "answer": sample.answer,
             }
-            score, problem = None, _NOT_ASKED
-            if timeouts < MAX_TIMEOUTS:
-                score, problem = judge.score(comparison)
+            score, problem = judge.score(comparison) if timeouts < MAX_TIMEOUTS else (None, _NOT_ASKED)
+            if problem != _NOT_ASKED:
                 timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
             scored.append(replace(sample, judge_score=score, judge_error=problem))
             on_step(sample.case_id)

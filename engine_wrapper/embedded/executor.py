@@ -87,6 +87,7 @@ class Executor:
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
         self._failure: str | None = None
+        self._interrupt: KeyboardInterrupt | None = None
         self._closed = False
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args, runner.ranks)
@@ -177,10 +178,15 @@ class Executor:
         """Runs one iteration; True when a forward ran, False when there was nothing to run.
 
         A request that fails ends with finish reason "error", and so do all running ones where their forward fails and
-        the contract's version survives that. Any other error ends all requests and the engine, and is raised.
+        the contract's version survives that, or where it is interrupted, which is raised. Any other error ends all
+        requests and the engine, and is raised.
         """
         with self._guarded():
-            return self._iterate()
+            ran = self._iterate()
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+        return ran
 
     def poll_transfers(self) -> None:
         """An idle iteration: asks the connector which transfers have ended."""
@@ -239,15 +245,19 @@ class Executor:
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
         """Returns logits, float32 [requests, vocabulary], of each request's last row; None when the forward failed and
         all running requests have ended with it."""
+        error: Exception
         try:
             return self._run(batch, stream)
-        except Exception as error:
+        except KeyboardInterrupt as interrupt:
+            self._interrupt, error = interrupt, SemBlendError("it was interrupted")
+        except Exception as failure:
             if not self._version.survives_failed_forward:
                 raise
             logger.exception("a forward failed; the running requests end")
-            self._results.clear()
-            self._ends.fail_running(error)
-            return None
+            error = failure
+        self._results.clear()
+        self._ends.fail_running(error)
+        return None
 
     def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
         if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:

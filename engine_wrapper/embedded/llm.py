@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.executor import Executor
+from engine_wrapper.embedded.interrupts import interrupts_held
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput, output_of
@@ -89,7 +90,8 @@ class LLM:
         """Runs one prompt (text or token ids) or several together; returns one output for each, in their order.
 
         `sampling_params` and `cache_salt` are one for all or one each. Nothing is enqueued when one prompt is empty or
-        can never fit. A request that fails alone has finish reason "error" and says why in `error`.
+        can never fit. A request that fails alone has finish reason "error" and says why in `error`. Ctrl-C ends these
+        requests behind the iteration under way, and leaves the engine as it is; one more does not wait.
         """
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
@@ -98,12 +100,13 @@ class LLM:
             self._request(prompt, param, salt, lora_request)
             for prompt, param, salt in zip(texts, params, salts, strict=True)
         ]
-        self._enqueue(requests)
         try:
+            self._enqueue(requests)
             self.run_until(lambda: all(request.is_finished for request in requests))
         finally:
-            for request in requests:
-                self.forget(request)
+            with interrupts_held():
+                for request in requests:
+                    self.forget(request)
         return [
             output_of(request, self._runner.tokenizer, prompt if isinstance(prompt, str) else None)
             for request, prompt in zip(requests, texts, strict=True)
@@ -123,8 +126,10 @@ class LLM:
         request on. An iterator that is closed or dropped before its end aborts its request.
         """
         request = self._request(prompt, sampling_params or SamplingParams(), checked_salt(cache_salt), lora_request)
+        # Made first: should an interrupt come in between, it is dropped and ends the request.
+        stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
-        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
+        return stream
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> None:
         """Prepares the card's libraries for prompts of about these lengths, a third of a second for each bucket, and
@@ -138,7 +143,8 @@ class LLM:
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)
-        return request is not None and self._executor.abort(request)
+        with interrupts_held():
+            return request is not None and self._executor.abort(request)
 
     def settle(self) -> None:
         """Waits until the connector has ended every transfer, so that what was served is a donor.
@@ -146,10 +152,10 @@ class LLM:
         Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
         """
         deadline = time.monotonic() + self.llm_args.transfer_timeout
-        self._executor.poll_transfers()
+        self._poll_transfers()
         while self._executor.pending_transfers:
             self._pause(deadline)
-            self._executor.poll_transfers()
+            self._poll_transfers()
 
     def shutdown(self) -> None:
         """Aborts what is running and closes the connector; the engine takes no more requests."""
@@ -218,31 +224,40 @@ class LLM:
         if lora_request is None:
             return None
         adapters = self.llm_args.lora_config or {}
-        if lora_request not in adapters:
+        if not isinstance(lora_request, str) or lora_request not in adapters:
             raise ConfigurationError(
-                f"lora_request {lora_request} is not in lora_config, which names {', '.join(adapters) or 'no adapter'}"
+                f"lora_request {lora_request!r} is not in lora_config, which names "
+                f"{', '.join(adapters) or 'no adapter'}"
             )
         return adapters[lora_request]
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
-        self._executor.enqueue(requests)
-        self._live.update((request.request_id, request) for request in requests)
+        with interrupts_held():
+            self._executor.enqueue(requests)
+            self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
-        """Drops a request that nobody will ask about again, ending it first where it still runs."""
-        self._executor.abort(request)
-        self._live.pop(request.request_id, None)
+        """Drops a request that nobody will ask about again, ending it where it still runs."""
+        with interrupts_held():
+            if self._live.pop(request.request_id, None) is not None:
+                self._executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Runs iterations until `done`; waits for the connector where nothing else can run."""
         deadline: float | None = None
         while not done():
-            if self._executor.step():
+            with interrupts_held():
+                has_run = self._executor.step()
+            if has_run:
                 deadline = None
                 continue
             deadline = deadline or time.monotonic() + self.llm_args.transfer_timeout
             if not done():
                 self._pause(deadline)
+
+    def _poll_transfers(self) -> None:
+        with interrupts_held():
+            self._executor.poll_transfers()
 
     def _pause(self, deadline: float) -> None:
         if time.monotonic() > deadline:

@@ -70,8 +70,8 @@ class LlmArgs(StrictModel):
     number of processes of one `torch.distributed` group that share the model.
     """
 
-    model: str
-    tokenizer: str | None = None
+    model: str = Field(min_length=1)
+    tokenizer: str | None = Field(default=None, min_length=1)
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

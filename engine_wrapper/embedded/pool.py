@@ -23,7 +23,8 @@ class KvPool:
     """`tensor`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V, in `layout` inside a block: "HND" or
     "NHD". `computed` is what a model runs on, always HND: `tensor` itself, or a copy of it for a forward.
 
-    It starts as zeros: rows that no request has written are masked, and a masked NaN would still spread.
+    It starts as zeros: rows that no request has written are masked, and a masked NaN would still spread. Raises
+    CapacityError when there is no memory for it.
     """
 
     def __init__(
@@ -36,8 +37,14 @@ class KvPool:
     ) -> None:
         self.geometry = geometry
         shape = (num_blocks, geometry.num_layers, 2, geometry.row_elements)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.computed = self.tensor if layout == "HND" else torch.zeros_like(self.tensor)
+        try:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self.computed = self.tensor if layout == "HND" else torch.zeros_like(self.tensor)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"a KV pool of {num_blocks} blocks of {geometry.block_size} tokens does not fit into the memory of "
+                f"{device}; lower kv_cache_config.max_tokens"
+            ) from error
 
     @contextmanager
     def computing(self) -> Iterator[None]:
