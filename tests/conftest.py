@@ -29,6 +29,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # The same examples in every run; how long they take on a busy machine says nothing about the code.
@@ -82,6 +83,14 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any)
     model.to(torch.float32).eval().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the product keeps for its user, such as the key of donors' files, is not kept for whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

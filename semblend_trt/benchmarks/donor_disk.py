@@ -46,7 +46,7 @@ def main() -> None:
 
 def measure(folder: Path, tokens: int, repeats: int, results: Results) -> None:
     """Adds both rows; each is the median of `repeats`, its baseline measured in turn with it."""
-    tier = DiskTier(folder, FORM)
+    tier = DiskTier(folder, FORM, folder / "key")
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(28, tokens, 2, 4, 128, generator=generator).to(torch.bfloat16)
     arrived = torch.zeros_like(source)

@@ -270,7 +270,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         try:
             _check_single_rank(self._llm_args)
             form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
-            disk = DiskTier(settings.disk_path, form)
+            disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
         except (OSError, ConfigurationError) as error:
             logger.warning("no donors are kept on disk: %s", error)
             self._runtime.tier_news.append(TierNews(TierEvent.DISK_UNAVAILABLE, error=str(error)))

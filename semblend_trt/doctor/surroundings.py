@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -83,7 +82,8 @@ def nats(settings: Settings) -> Iterator[Finding]:
 
 def disk(settings: Settings) -> Iterator[Finding]:
     """Whether the disk tier can have its folder. A file is made there for a moment, and nothing is left."""
-    from semblend_trt.donors.disk import FOLDER
+    from semblend_trt.donors.disk import FOLDER, is_in_use
+    from semblend_trt.donors.disk_key import key_path, read_key
 
     if not settings.disk_bytes:
         if settings.disk_path is not None:
@@ -92,11 +92,21 @@ def disk(settings: Settings) -> Iterator[Finding]:
     if settings.disk_path is None:
         yield _files.failed("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
         return
-    folder = settings.disk_path / FOLDER
-    if (problem := _unwritable(folder)) is not None:
-        yield _files.failed(f"SEMBLEND_DISK_PATH: {problem}; no donor is kept on disk")
+    folder, variable = settings.disk_path / FOLDER, "SEMBLEND_DISK_KEY_PATH"
+    try:
+        key = key_path(settings.disk_key_path, folder)
+        if key.is_symlink() or key.exists():
+            read_key(key)
+        elif (problem := _unwritable(key.parent)) is not None:
+            raise OSError(problem)
+        variable = "SEMBLEND_DISK_PATH"
+        is_used = is_in_use(settings.disk_path)
+        if (problem := _unwritable(folder)) is not None:
+            raise OSError(problem)
+    except OSError as error:
+        yield _files.failed(f"{variable}: {error}; no donor is kept on disk")
         return
-    if _is_locked(folder / "lock"):
+    if is_used:
         yield _files.note(f"{folder} is in use by an engine; a second one gets no disk tier")
     free = shutil.disk_usage(_nearest(folder)).free
     told = f"{folder} can be written, {free} bytes are free"
@@ -148,17 +158,3 @@ def _unwritable(folder: Path) -> str | None:
 def _nearest(path: Path) -> Path:
     """`path`, or what exists of the way to it."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-
-
-def _is_locked(lock: Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -1,17 +1,19 @@
 """A donor's file: safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens].
 
 KV lies in it as in host memory, from a whole page on, so that it is read to its place. The header's metadata say whose
-it is, and hold a CRC-32 of every layer and one of the tokens together with the names. The library writes safetensors
-only from a second copy in memory, and maps what it reads: a page that the disk cannot give would then end the process.
-So both are done here, with plain reads.
+it is, and hold a SHA-256 of every layer and of the tokens; the header is sealed by an HMAC-SHA256 over all of it. Who
+does not have the key can make no file that is read: the seal binds the header, and the header every other byte, its
+place and the file's length. The library writes safetensors only from a second copy in memory, and maps what it reads: a
+page that the disk cannot give would then end the process. So both are done here, with plain reads.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import threading
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +25,23 @@ from semblend_trt.donors.file_size import FileSize
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
     from semblend_trt.donors.host_kv import HostKv
 
-FORMAT = "semblend-donor-1"
+FORMAT = "semblend-donor-2"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8
 # Far above the header of any model's file; what claims more is none.
 _MOST_HEADER_BYTES = 1 << 20
-_READING_THREADS = 4
+_THREADS = 4
 
 
 class DonorFileError(SemBlendError):
-    """A file cannot be used; `reason` is other_version, other_geometry, corrupt, unreadable or unfinished."""
+    """A file cannot be used; `reason` is other_version, other_key, other_geometry, corrupt, unreadable or
+    unfinished."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -73,141 +75,175 @@ class KvForm:
         return FileSize(self.num_layers, self.num_layers * self.layer_bytes)
 
 
-def write_donor(path: Path, donor_id: str, text: DonorText, kv: HostKv, form: KvForm) -> None:
-    """Writes the file; its bytes are on the disk when this returns. Raises OSError, and leaves what there is then.
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a file's header says beside its form: `tokens` of them, and the digests of all layers and of the tokens, in
+    hexadecimal and in this order."""
 
-    Only the owner may read it. `text` holds as many tokens as `kv`.
-    """
+    donor_id: str
+    namespace_key: str
+    digest: str
+    tokens: int
+    digests: str
+
+    def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
+        """All bytes before the KV, more than are set aside for them where the names are too long; and their seal."""
+        size = form.file_size
+        end = self.tokens * size.bytes_per_token
+        about = {
+            "format": FORMAT,
+            "key": _key_name(key),
+            "donor_id": self.donor_id,
+            "namespace_key": self.namespace_key,
+            "digest": self.digest,
+            "digests": self.digests,
+        }
+        header = {
+            "__metadata__": about,
+            "kv": {"dtype": _DTYPES[form.dtype], "shape": form.in_file(self.tokens), "data_offsets": [0, end]},
+            "tokens": {"dtype": "I32", "shape": [self.tokens], "data_offsets": [end, end + 4 * self.tokens]},
+        }
+        about["seal"] = seal = hmac.digest(key, _encoded(header), "sha256").hex()
+        room = size.header_bytes - _LENGTH_BYTES
+        return room.to_bytes(_LENGTH_BYTES, "little") + _encoded(header).ljust(room), seal
+
+
+def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
+    """Writes an empty file; its bytes are on the disk when this returns its seal. Raises OSError, and leaves what there
+    is then. `text` holds as many tokens as `kv`."""
     tokens, size = len(text.tokens), form.file_size
-    kv_bytes = tokens * size.bytes_per_token
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
-        # A full disk is met before anything is copied.
-        os.posix_fallocate(descriptor, 0, size.header_bytes + kv_bytes + 4 * tokens)
-        file.seek(size.header_bytes)
-        checksums = []
-        for layer in range(form.num_layers):
-            checksum = 0
-            for part in _layer_bytes(kv, layer):
-                checksum = zlib.crc32(part, checksum)
-                _write_all(file, part)
-            checksums.append(checksum)
-        _write_all(file, _token_bytes(text))
-        header = _header(donor_id, text, checksums, form)
-        if len(header) > size.header_bytes:
-            raise OSError(
-                f"the header of donor {donor_id:.140} has {len(header)} bytes; {size.header_bytes} are set aside for it"
-            )
-        file.seek(0)
-        _write_all(file, memoryview(header))
-        os.fsync(descriptor)
+    end = size.header_bytes + tokens * size.bytes_per_token
+    # A full disk is met before anything is copied.
+    os.posix_fallocate(descriptor, 0, end + 4 * tokens)
+    digests = _of_layers(form, lambda layer: _layer_written(descriptor, layer, form, kv))
+    token_bytes = _token_bytes(text.tokens)
+    _write_all(descriptor, token_bytes, end)
+    digests.append(hashlib.sha256(token_bytes).hexdigest())
+    header, seal = _Header(donor_id, text.namespace_key, text.digest.hex(), tokens, " ".join(digests)).sealed(form, key)
+    if len(header) > size.header_bytes:
+        raise OSError(
+            f"the header of donor {donor_id:.140} has {len(header)} bytes; {size.header_bytes} are set aside for it"
+        )
+    _write_all(descriptor, memoryview(header), 0)
+    os.fsync(descriptor)
+    return seal
 
 
-def read_text(path: Path, form: KvForm) -> tuple[str, DonorText]:
-    """Returns the donor's id and text, checked. Raises DonorFileError, and OSError where the file cannot be read."""
-    with path.open("rb", buffering=0) as file:
-        donor_id, text, _ = _about(file.fileno(), path.name, form)
-    return donor_id, text
+def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText, str]:
+    """Returns the donor's id, its text and the file's seal, checked. Raises DonorFileError, and OSError where the file
+    cannot be read."""
+    header, seal = _header_of(descriptor, form, key)
+    end = form.file_size.header_bytes + header.tokens * form.file_size.bytes_per_token
+    token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
+    if hashlib.sha256(_token_bytes(token_ids)).hexdigest() != header.digests.split()[-1]:
+        raise DonorFileError("corrupt", "the file does not hold the tokens that were written")
+    return header.donor_id, DonorText(header.namespace_key, token_ids, bytes.fromhex(header.digest)), seal
 
 
-def read_kv(path: Path, donor_id: str, form: KvForm, held: HostKv) -> None:
-    """Reads the file's KV into `held` and checks what arrived there, some layers at a time.
+def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) -> None:
+    """Reads the KV of the file that has the seal into `held` and checks what arrived there, some layers at a time.
 
     Raises DonorFileError, and OSError where the file cannot be read; `held` is then worth nothing.
     """
-    with path.open("rb", buffering=0) as file:
-        descriptor = file.fileno()
-        found, text, checksums = _about(descriptor, path.name, form)
-        if found != donor_id or len(text.tokens) != held.capacity:
-            raise DonorFileError("corrupt", f"{path.name} is not the file of donor {donor_id}")
-        errors: list[Exception] = []
+    header, found = _header_of(descriptor, form, key)
+    if found != seal:
+        raise DonorFileError("corrupt", "another file of ours has come in its place")
+    written = header.digests.split()[: form.num_layers]
+    if _of_layers(form, lambda layer: _layer_read(descriptor, layer, form, held)) != written:
+        raise DonorFileError("corrupt", "the file does not hold the KV that was written")
 
-        def read(layers: range) -> None:
-            try:
-                for layer in layers:
-                    if _layer_read(descriptor, layer, form, held) != checksums[layer]:
-                        raise DonorFileError("corrupt", f"{path.name} does not hold the KV that was written")
-            except Exception as error:
-                errors.append(error)
 
-        shares = [range(first, form.num_layers, _READING_THREADS) for first in range(_READING_THREADS)]
-        # Daemons: a disk that never answers must not keep the process from ending.
-        threads = [threading.Thread(target=read, args=(share,), name="semblend-read", daemon=True) for share in shares]
+def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
+    """What `work` gives for each layer, some at a time. An error is raised once nobody works any more: it closes the
+    file and gives the memory away."""
+    results, errors = [""] * form.num_layers, []
+
+    def run(layers: range) -> None:
         try:
-            for thread in threads:
-                thread.start()
-        finally:
-            # An error closes the file and gives `held` away: nobody may read by then.
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        if errors:
-            raise errors[0]
+            for layer in layers:
+                results[layer] = work(layer)
+        except Exception as error:
+            errors.append(error)
+
+    shares = [range(first, form.num_layers, _THREADS) for first in range(_THREADS)]
+    # Daemons: a disk that never answers must not keep the process from ending.
+    threads = [threading.Thread(target=run, args=(share,), name="semblend-layers", daemon=True) for share in shares]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
-def _layer_read(descriptor: int, layer: int, form: KvForm, held: HostKv) -> int:
-    """Reads a layer into `held`; returns the checksum of what arrived."""
-    at, checksum = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, 0
+def _layer_written(descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
+    """Writes a layer to its place; returns its digest."""
+    at, digest = form.file_size.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
+    for part in _layer_bytes(kv, layer):
+        digest.update(part)
+        _write_all(descriptor, part, at)
+        at += len(part)
+    return digest.hexdigest()
+
+
+def _layer_read(descriptor: int, layer: int, form: KvForm, held: HostKv) -> str:
+    """Reads a layer into `held`; returns the digest of what arrived."""
+    at, digest = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, hashlib.sha256()
     for part in _layer_bytes(held, layer):
         _read_all(descriptor, part, at)
-        at, checksum = at + len(part), zlib.crc32(part, checksum)
-    return checksum
+        digest.update(part)
+        at += len(part)
+    return digest.hexdigest()
 
 
-def _header(donor_id: str, text: DonorText, checksums: list[int], form: KvForm) -> bytes:
-    """All bytes before the KV; more than are set aside for them where the names are too long."""
-    tokens, size = len(text.tokens), form.file_size
-    end = tokens * size.bytes_per_token
-    header = {
-        "__metadata__": {
-            "format": FORMAT,
-            "donor_id": donor_id,
-            "namespace_key": text.namespace_key,
-            "digest": text.digest.hex(),
-            "text_checksum": str(_text_checksum(donor_id, text)),
-            "checksums": " ".join(map(str, checksums)),
-        },
-        "kv": {"dtype": _DTYPES[form.dtype], "shape": form.in_file(tokens), "data_offsets": [0, end]},
-        "tokens": {"dtype": "I32", "shape": [tokens], "data_offsets": [end, end + 4 * tokens]},
-    }
-    room = size.header_bytes - _LENGTH_BYTES
-    encoded = json.dumps(header, separators=(",", ":")).encode("ascii")
-    return room.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(room)
-
-
-def _about(descriptor: int, name: str, form: KvForm) -> tuple[str, DonorText, list[int]]:
-    """The donor's id, its text and its layers' checksums, once the file is one of ours, of this form, and whole but for
-    the KV, at which nobody has looked."""
+def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
+    """The header and its seal, once the file is one that the key's owner wrote, of this form, and of its length; at
+    tokens and KV nobody has looked."""
     length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
     if length > _MOST_HEADER_BYTES:
-        raise DonorFileError("corrupt", f"{name} claims a header of {length} bytes")
-    written = _bytes_at(descriptor, _LENGTH_BYTES, length)
+        raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
+    written = _bytes_at(descriptor, 0, _LENGTH_BYTES + length)
     try:
-        return _checked(descriptor, name, form, written)
+        header = _claimed(written[_LENGTH_BYTES:], form, key)
+        expected, seal = header.sealed(form, key)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DonorFileError("corrupt", f"{name} is no whole donor's file: {error!r:.140}") from error
+        raise DonorFileError("corrupt", f"this is no donor's file: {error!r:.140}") from error
+    # Nothing that a header says is used before this: whoever sealed another one does not have the key.
+    if not hmac.compare_digest(expected, written):
+        raise DonorFileError("corrupt", "the file's header is not the one that was sealed")
+    size = form.file_size.header_bytes + header.tokens * (form.file_size.bytes_per_token + 4)
+    if os.fstat(descriptor).st_size != size:
+        raise DonorFileError("corrupt", f"the file has {os.fstat(descriptor).st_size} bytes; {size} were written")
+    return header, seal
 
 
-def _checked(descriptor: int, name: str, form: KvForm, written: bytes) -> tuple[str, DonorText, list[int]]:
-    """As `_about`, of the header behind its length. Its words are trusted only where they give the same header again;
-    before, they may raise anything that `_about` catches."""
-    header, size = json.loads(written), form.file_size
-    about = header.get("__metadata__", {})
+def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
+    """What the header says of itself, of a version, key and form that are ours. Of a forged one it may raise anything
+    that `_header_of` catches."""
+    said = json.loads(encoded)
+    about = said.get("__metadata__", {})
     if about.get("format") != FORMAT:
-        raise DonorFileError("other_version", f"{name} is of format {about.get('format')!r:.40}, not {FORMAT}")
-    (tokens,) = header["tokens"]["shape"]
-    found, needed = (header["kv"]["dtype"], header["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
+        raise DonorFileError("other_version", f"the file is of format {about.get('format')!r:.40}, not {FORMAT}")
+    if about["key"] != _key_name(key):
+        raise DonorFileError("other_key", "the file was sealed with another key; engines that share files share a key")
+    (tokens,) = said["tokens"]["shape"]
+    found, needed = (said["kv"]["dtype"], said["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
     if found != needed:
-        raise DonorFileError("other_geometry", f"{name} holds KV of {found!s:.140}; {needed!s:.140} is needed")
-    end = size.header_bytes + tokens * size.bytes_per_token
-    if tokens < 1 or os.fstat(descriptor).st_size != end + 4 * tokens:
-        raise ValueError(f"{tokens} tokens take {end + 4 * tokens} bytes")
-    token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * tokens), dtype="<i4").astype(np.int32)
-    text = DonorText(about["namespace_key"], token_ids, bytes.fromhex(about["digest"]))
-    donor_id, checksums = about["donor_id"], [int(word) for word in about["checksums"].split()]
-    if _header(donor_id, text, checksums, form)[_LENGTH_BYTES:] != written or len(checksums) != form.num_layers:
-        raise ValueError("its text is not the one that was written")
-    return donor_id, text, checksums
+        raise DonorFileError("other_geometry", f"the file holds KV of {found!s:.140}; {needed!s:.140} is needed")
+    return _Header(about["donor_id"], about["namespace_key"], about["digest"], tokens, about["digests"])
+
+
+def _encoded(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode("ascii")
+
+
+def _key_name(key: bytes) -> str:
+    """Tells keys apart, and nothing about them."""
+    return hmac.digest(key, b"semblend donor key", "sha256").hex()[:16]
 
 
 def _layer_bytes(kv: HostKv, layer: int) -> Iterator[memoryview]:
@@ -217,23 +253,19 @@ def _layer_bytes(kv: HostKv, layer: int) -> Iterator[memoryview]:
         yield _bytes_of(rows.view(-1).view(torch.uint8).numpy())
 
 
-def _text_checksum(donor_id: str, text: DonorText) -> int:
-    names = json.dumps([donor_id, text.namespace_key, text.digest.hex()]).encode("ascii")
-    return zlib.crc32(_token_bytes(text), zlib.crc32(names))
-
-
-def _token_bytes(text: DonorText) -> memoryview:
-    return _bytes_of(np.ascontiguousarray(text.tokens, dtype="<i4").view(np.uint8))
+def _token_bytes(tokens: npt.NDArray[np.int32]) -> memoryview:
+    return _bytes_of(np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8))
 
 
 def _bytes_of(array: npt.NDArray[np.uint8]) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # numpy's stubs know buffers from Python 3.12 on
 
 
-def _write_all(file: Any, view: memoryview) -> None:
+def _write_all(descriptor: int, view: memoryview, start: int) -> None:
     """Writes everything: the system takes at most 2 GiB at once, and may take less."""
     while view:
-        view = view[file.write(view) :]
+        taken = os.pwrite(descriptor, view, start)
+        view, start = view[taken:], start + taken
 
 
 def _bytes_at(descriptor: int, start: int, length: int) -> bytes:

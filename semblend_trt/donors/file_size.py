@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 PAGE = 4096
 _TOKEN_ID_BYTES = 4
-# A header holds names and numbers of fixed length, and of each layer a checksum.
-_HEADER_FIXED, _HEADER_PER_LAYER = 1536, 16
+# A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
+_HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,12 @@ class DonorSettings(SettingsGroup):
         description="Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can "
         "be recovered.",
     )
+    disk_key_path: Annotated[Path | None, Variable("DISK_KEY_PATH")] = Field(
+        None,
+        description="File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode "
+        "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
+        "`~/.local/state`. Files of another key are not read.",
+    )
     eviction: Annotated[Eviction, Variable("EVICTION")] = Field(
         Eviction.LRU,
         description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "

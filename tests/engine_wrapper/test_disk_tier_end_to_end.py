@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
+import json
 import os
 import random
+import shutil
 import stat
 from importlib.resources import files
 
@@ -40,6 +44,7 @@ def engine(monkeypatch, tmp_path):
     def build(path=tmp_path, host_bytes=1 << 30, disk_bytes=1 << 30, device_bytes=0, **settings):
         monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
         monkeypatch.setenv("SEMBLEND_DISK_PATH", str(path))
+        monkeypatch.setenv("SEMBLEND_DISK_KEY_PATH", str(tmp_path / "key"))
         for name, value in (("HOST", host_bytes), ("DISK", disk_bytes), ("DEVICE", device_bytes)):
             monkeypatch.setenv(f"SEMBLEND_{name}_BYTES", str(value))
         for name, value in settings.items():
@@ -156,7 +161,7 @@ def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
     elif damage == "empty":
         data = bytearray()
     elif damage == "other_version":
-        data = data.replace(b"semblend-donor-1", b"semblend-donor-0")
+        data = data.replace(donor_file.FORMAT.encode(), b"semblend-donor-1")
     else:
         place = {"kv": len(data) // 2, "tokens": len(data) - 2, "header": data.index(b"namespace_key") + 20}[damage]
         data[place] ^= 1
@@ -167,6 +172,70 @@ def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
     assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
     assert donor_files(tmp_path) == []
     assert len(restarted.connector_scheduler.library.catalog) == 0
+
+
+def test_kv_that_was_altered_under_right_digests_is_never_served(engine, tmp_path):
+    """Who can write the folder and read the files there can make digests, but no seal."""
+    keep_one(engine)
+    (path,) = donor_files(tmp_path)
+    data = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    about, layers = header["__metadata__"], header["kv"]["shape"][0]
+    size = header["kv"]["data_offsets"][1] // layers
+    data[begin : begin + size] = bytes(size)
+    parts = [data[start : start + size] for start in range(begin, begin + layers * size, size)]
+    digests = [hashlib.sha256(part).hexdigest() for part in (*parts, data[begin + layers * size :])]
+    assert digests[1:] == about["digests"].split()[1:]
+    about["digests"] = " ".join(digests)
+    del about["seal"]
+    about["seal"] = hmac.digest(bytes(32), json.dumps(header, separators=(",", ":")).encode(), "sha256").hex()
+    data[8:begin] = json.dumps(header, separators=(",", ":")).encode().ljust(begin - 8)
+    path.write_bytes(data)
+    restarted = ready(engine(min_donor_tokens="4096"))
+    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    assert donor_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "hindrance", ["folder for all", "linked folder", "key for all", "linked key", "fifo for a lock"]
+)
+def test_a_folder_or_key_that_is_not_ours_alone_costs_the_disk_tier_only(engine, tmp_path, hindrance):
+    folder, target = tmp_path / FOLDER, tmp_path / "target"
+    folder.mkdir()
+    target.mkdir(mode=0o755)
+    if hindrance == "folder for all":
+        folder.chmod(0o777)
+    elif hindrance == "linked folder":
+        folder.rmdir()
+        folder.symlink_to(target)
+    elif hindrance == "fifo for a lock":
+        os.mkfifo(folder / "lock")
+    else:
+        key = tmp_path / ("key" if hindrance == "key for all" else "other")
+        key.write_bytes(bytes(32))
+        key.chmod(0o644 if hindrance == "key for all" else 0o600)
+        if hindrance == "linked key":
+            (tmp_path / "key").symlink_to(key)
+    llm = engine()
+    assert [news.event.value for news in llm.connector_worker._runtime.tier_news] == ["disk_unavailable"]
+    serve(llm, FIRST)
+    assert serve(llm, SECOND).reused_tokens > 500
+    assert (list(target.iterdir()), stat.S_IMODE(target.stat().st_mode)) == ([], 0o755)
+    assert donor_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path, is_replaced):
+    llm = ready(engine())
+    counts = events(llm)
+    shutil.rmtree(tmp_path / FOLDER)
+    if is_replaced:
+        (tmp_path / FOLDER).mkdir()
+    serve(llm, FIRST)
+    assert serve(llm, SECOND).reused_tokens > 500
+    assert counts == {"write_failed": 1}
+    assert donor_files(tmp_path) == []
 
 
 def test_refused_files_are_counted(engine, tmp_path):

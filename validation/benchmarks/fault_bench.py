@@ -84,7 +84,8 @@ class FaultBench:
             **variables,
         }
         if folder is not None:
-            settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder)}
+            key = str(folder / "key")
+            settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder), "DISK_KEY_PATH": key}
         with environment({f"SEMBLEND_{name}": value for name, value in settings.items()}):
             llm = LLM(
                 model=shipped_model(),

@@ -66,6 +66,7 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
             "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes),
             "DISK_BYTES": str(DISK_BYTES),
             "DISK_PATH": str(folder),
+            "DISK_KEY_PATH": str(folder / "key"),
         }
     with environment({f"SEMBLEND_{name}": value for name, value in variables.items()}):
         llm = LLM(

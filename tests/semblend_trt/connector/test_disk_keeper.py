@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -25,12 +26,13 @@ TOKENS = 20
 class Kept:
     """A keeper over real tiers, and what it told."""
 
-    def __init__(self, path, host_tokens=200):
+    def __init__(self, path, host_tokens=200, scanned=True):
         self.folder = path / FOLDER
         self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * SIZE.bytes_per_token, pin=False)
         self.link, self.news = DiskLink(), deque()
         self.keeper = DiskKeeper(self.disk, self.host, self.link, self.news)
-        self.keeper.drain()
+        if scanned:
+            self.keeper.drain()
 
     def hold(self, donor_id, tokens=TOKENS):
         """Puts a donor into host memory, and its text where the keeper looks for it."""
@@ -55,6 +57,14 @@ def kept(tmp_path):
     made = Kept(tmp_path)
     yield made
     made.keeper.close()
+
+
+def ends(call):
+    """Whether the call ends before the keeper would have given up waiting for the disk."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(disk_keeper._CLOSING_SECONDS / 2)
+    return not thread.is_alive()
 
 
 def test_a_donor_comes_back_bit_for_bit(kept):
@@ -178,6 +188,49 @@ def test_what_lies_in_the_folder_is_told_at_the_start(tmp_path):
     assert set(others) == {(TierEvent.FILE_FOUND, "whole", ""), (TierEvent.FILE_REFUSED, "", "corrupt")}
     assert second.files() == ["whole.donor.safetensors"]
     second.keeper.close()
+
+
+def test_what_is_no_file_holds_nobody_up(tmp_path):
+    """A FIFO waits for another side for ever: it cost the tier, and the engine's end a minute."""
+    first = Kept(tmp_path)
+    first.hold("donor")
+    first.keeper.write("donor")
+    first.keeper.close()
+    os.mkfifo(first.folder / "fifo.donor.safetensors")
+    second = Kept(tmp_path, scanned=False)
+    assert ends(second.keeper.close)
+    told = sorted((each.event.value, each.donor_id) for each in second.link.found)
+    assert told == [("file_found", "donor"), ("file_refused", ""), ("files_read", "")]
+
+
+def test_a_donor_whose_file_became_a_fifo_is_lost_and_nothing_else(kept):
+    kept.hold("donor")
+    kept.keeper.write("donor")
+    kept.told()
+    kept.host.drop("donor")
+    (path,) = kept.folder.glob("*.donor.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    kept.keeper.fetch("donor")
+    assert ends(kept.keeper.drain)
+    assert kept.told() == [(TierEvent.FETCH_FAILED, "donor")]
+    kept.keeper.drop("donor")
+    kept.told()
+    assert kept.files() == []
+
+
+def test_a_folder_that_was_replaced_is_told_of_every_donor_and_holds_nobody_up(kept):
+    for name in ("donor", "another"):
+        kept.hold(name)
+    kept.keeper.write("donor")
+    assert kept.told() == [(TierEvent.FILE_WRITTEN, "donor")]
+    kept.host.drop("donor")
+    kept.folder.rename(kept.folder.with_name("elsewhere"))
+    kept.folder.mkdir()
+    kept.keeper.fetch("donor")
+    kept.keeper.write("another")
+    assert sorted(kept.told()) == [(TierEvent.FETCH_FAILED, "donor"), (TierEvent.WRITE_FAILED, "another")]
+    assert kept.files() == []
 
 
 def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,6 +98,46 @@ def test_a_folder_that_an_engine_uses_is_told(tmp_path: Path) -> None:
     assert "in use" in note.text
     (found,) = disk(load_settings(disk_bytes=1, disk_path=str(tmp_path)))
     assert found.status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("hindrance", "told"),
+    [
+        ("folder for all", "SEMBLEND_DISK_PATH: .* has mode 777"),
+        ("linked folder", "SEMBLEND_DISK_PATH: .* is a symbolic link"),
+        ("fifo for a lock", "SEMBLEND_DISK_PATH: lock is no regular file"),
+        ("key for all", "SEMBLEND_DISK_KEY_PATH: .* has mode 644"),
+        ("linked key", "SEMBLEND_DISK_KEY_PATH: .* is a symbolic link"),
+        ("short key", "SEMBLEND_DISK_KEY_PATH: .* is no key of 32 bytes"),
+        ("no place for a key", "SEMBLEND_DISK_KEY_PATH: no file can be made in"),
+        ("key among the files", "SEMBLEND_DISK_KEY_PATH: .* lies among the files"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_told_and_left_as_it_is(tmp_path: Path, hindrance: str, told: str) -> None:
+    folder, key = tmp_path / "semblend-donors", tmp_path / "key"
+    folder.mkdir()
+    key.write_bytes(bytes(31 if hindrance == "short key" else 32))
+    key.chmod(0o644 if hindrance == "key for all" else 0o600)
+    if hindrance == "folder for all":
+        folder.chmod(0o777)
+    elif hindrance == "linked folder":
+        folder.rename(tmp_path / "target")
+        folder.symlink_to(tmp_path / "target")
+    elif hindrance == "fifo for a lock":
+        os.mkfifo(folder / "lock")
+    elif hindrance == "linked key":
+        key.rename(tmp_path / "target")
+        key.symlink_to(tmp_path / "target")
+    elif hindrance == "no place for a key":
+        key /= "key"
+    elif hindrance == "key among the files":
+        key = folder / "key"
+    before = [(path, path.lstat().st_mode) for path in sorted(tmp_path.rglob("*"))]
+    (failed,) = disk(load_settings(disk_bytes=1, disk_path=str(tmp_path), disk_key_path=str(key)))
+    assert failed.status is Status.FAILED
+    assert re.match(told, failed.text)
+    assert failed.text.endswith("; no donor is kept on disk")
+    assert [(path, path.lstat().st_mode) for path in sorted(tmp_path.rglob("*"))] == before
 
 
 @pytest.mark.parametrize(

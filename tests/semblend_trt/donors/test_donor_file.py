@@ -7,13 +7,12 @@ import errno
 import json
 import math
 import os
+import random
 import threading
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from semblend_trt.donors import donor_file
@@ -21,14 +20,29 @@ from semblend_trt.donors.donor_file import DonorFileError, read_kv, read_text, w
 from semblend_trt.donors.file_size import PAGE
 
 TOKENS = 21
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+
+
+def write(path, donor_id, text, kv, form, key=KEY):
+    with path.open("xb", buffering=0) as file:
+        return write_donor(file.fileno(), donor_id, text, kv, form, key)
+
+
+def text_of(path, form):
+    with path.open("rb", buffering=0) as file:
+        return read_text(file.fileno(), form, KEY)
+
+
+def kv_of(path, seal, form, held):
+    with path.open("rb", buffering=0) as file:
+        read_kv(file.fileno(), seal, form, KEY, held)
 
 
 @pytest.fixture
 def written(tmp_path, form, make_host_kv, make_text):
-    """A donor's file, and the KV that it holds."""
+    """A donor's file, the KV that it holds, and its seal."""
     path, kv = tmp_path / "donor", make_host_kv(8, 13)
-    write_donor(path, "donor", make_text(TOKENS), kv, form)
-    return path, kv
+    return path, kv, write(path, "donor", make_text(TOKENS), kv, form)
 
 
 def assert_refused(reason, call, *arguments):
@@ -41,25 +55,26 @@ def assert_refused(reason, call, *arguments):
 def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, dtype):
     form = dataclasses.replace(form, dtype=dtype)
     path, kv, text = tmp_path / "donor", make_host_kv(TOKENS, form=form), make_text(TOKENS)
-    write_donor(path, "donor", text, kv, form)
-    donor_id, read = read_text(path, form)
+    seal = write(path, "donor", text, kv, form)
+    donor_id, read, found = text_of(path, form)
+    assert found == seal
     assert (donor_id, read.namespace_key, read.digest) == ("donor", text.namespace_key, text.digest)
     assert np.array_equal(read.tokens, text.tokens)
     held = make_host_kv(TOKENS, form=form, fill=math.nan)
-    read_kv(path, "donor", form, held)
+    kv_of(path, seal, form, held)
     assert torch.equal(held.tensor, kv.tensor)
 
 
 @pytest.mark.parametrize("sizes", [(TOKENS,), (1, 20), (20, 1), (5, 5, 11)])
 def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_host_kv, sizes):
-    path, kv = written
+    path, kv, seal = written
     held = make_host_kv(*sizes, fill=math.nan)
-    read_kv(path, "donor", form, held)
+    kv_of(path, seal, form, held)
     assert torch.equal(held.tensor, kv.tensor)
 
 
 def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written, form):
-    path, _ = written
+    path, *_ = written
     size = form.file_size
     assert path.stat().st_size <= size.of(TOKENS) < path.stat().st_size + PAGE
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
@@ -68,110 +83,141 @@ def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_pag
 
 
 def test_others_can_read_it_with_the_library(written):
-    path, kv = written
+    path, kv, _ = written
     with safe_open(str(path), framework="pt") as file:
         assert sorted(file.keys()) == ["kv", "tokens"]
         assert torch.equal(file.get_tensor("kv").permute(0, 2, 3, 1, 4), kv.tensor)
 
 
-def test_an_older_file_of_the_name_is_never_written_over(written, form, make_host_kv, make_text):
-    path, _ = written
-    before = path.read_bytes()
-    with pytest.raises(FileExistsError):
-        write_donor(path, "donor", make_text(4), make_host_kv(4), form)
-    assert path.read_bytes() == before
-
-
 def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path, form, make_host_kv, make_text):
     with pytest.raises(OSError, match="are set aside for it"):
-        write_donor(tmp_path / "donor", "d" * 5000, make_text(4), make_host_kv(4), form)
+        write(tmp_path / "donor", "d" * 5000, make_text(4), make_host_kv(4), form)
 
 
-@pytest.mark.parametrize("place", ["first layer", "last layer"])
-def test_a_changed_byte_of_kv_is_noticed(written, form, make_host_kv, place):
-    path, _ = written
-    data = bytearray(path.read_bytes())
-    first = form.file_size.header_bytes
-    data[first if place == "first layer" else first + TOKENS * form.file_size.bytes_per_token - 1] ^= 1
-    path.write_bytes(data)
-    read_text(path, form)  # the text is whole
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
+@pytest.fixture
+def short(tmp_path, form, make_host_kv, make_text):
+    """A file of two tokens, open for reading and writing, its bytes and its seal."""
+    path = tmp_path / "short"
+    seal = write(path, "donor", make_text(2), make_host_kv(2), form)
+    with path.open("r+b", buffering=0) as file:
+        yield file.fileno(), path.read_bytes(), seal
 
 
-def test_a_changed_token_is_noticed(written, form):
-    path, _ = written
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert_refused("corrupt", read_text, path, form)
+def test_whichever_byte_changes_the_file_is_refused(short, form, make_host_kv):
+    file, data, seal = short
+    held, chance = make_host_kv(2), random.Random(0)
+    kv = range(form.file_size.header_bytes, len(data) - 8)
+    for place in range(len(data)):
+        os.pwrite(file, bytes([data[place] ^ 1 << chance.randrange(8)]), place)
+        if place in kv:
+            read_text(file, form, KEY)
+        else:
+            with pytest.raises(DonorFileError):
+                read_text(file, form, KEY)
+        if place < kv.stop:
+            with pytest.raises(DonorFileError):
+                read_kv(file, seal, form, KEY, held)
+        os.pwrite(file, data[place : place + 1], place)
+    read_kv(file, seal, form, KEY, held)
+    assert torch.equal(held.tensor, make_host_kv(2).tensor)
 
 
-@pytest.mark.parametrize("name", ["donor_id", "namespace_key", "digest"])
-def test_a_changed_name_is_noticed(written, form, name):
-    """A file whose namespace was exchanged would be somebody else's."""
-    path, _ = written
-    data = path.read_bytes()
-    about = json.loads(data[8 : int.from_bytes(data[:8], "little") + 8])["__metadata__"]
-    changed = about[name][:-1] + ("0" if about[name][-1] != "0" else "1")
-    old, new = f'"{name}":"{about[name]}"'.encode(), f'"{name}":"{changed}"'.encode()
-    assert data.count(old) == 1
-    path.write_bytes(data.replace(old, new))
-    assert_refused("corrupt", read_text, path, form)
+def test_a_file_of_any_other_length_is_refused(short, form):
+    file, data, _ = short
+    os.pwrite(file, b"\0", len(data))
+    for length in (len(data) + 1, *reversed(range(len(data)))):
+        os.ftruncate(file, length)
+        assert_refused("corrupt", read_text, file, form, KEY)
 
 
-@pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_a_file_cut_short_is_no_file(written, form, keep):
-    path, _ = written
-    path.write_bytes(path.read_bytes()[:keep])
-    assert_refused("corrupt", read_text, path, form)
+@pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 0)])
+def test_layers_that_changed_places_are_refused(written, form, make_host_kv, places):
+    path, _, seal = written
+    data, first, size = path.read_bytes(), form.file_size.header_bytes, TOKENS * form.layer_bytes
+    layers = [data[first + layer * size :][:size] for layer in range(form.num_layers)]
+    one, other = places
+    layers[one], layers[other] = layers[other], layers[one]
+    path.write_bytes(data[:first] + b"".join(layers) + data[first + form.num_layers * size :])
+    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
 
 
-def test_another_format_is_another_version(written, form):
-    path, _ = written
-    path.write_bytes(path.read_bytes().replace(b"semblend-donor-1", b"semblend-donor-9"))
-    assert_refused("other_version", read_text, path, form)
+@pytest.mark.parametrize("part", ["header", "kv", "tokens"])
+def test_parts_of_another_file_of_ours_are_refused(written, tmp_path, form, make_host_kv, make_text, part):
+    """Both files are sealed with our key and of the same size."""
+    path, _, seal = written
+    write(tmp_path / "other", "other", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0), form)
+    data, other = path.read_bytes(), (tmp_path / "other").read_bytes()
+    cuts = (0, form.file_size.header_bytes, len(data) - 4 * TOKENS, len(data))
+    place = slice(*cuts[["header", "kv", "tokens"].index(part) :][:2])
+    other = other[: cuts[2]] + bytes(4 * TOKENS)
+    path.write_bytes(data[: place.start] + other[place] + data[place.stop :])
+    if part == "tokens":
+        assert_refused("corrupt", text_of, path, form)
+    else:
+        assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
+
+
+def test_another_file_of_the_same_donor_is_refused_where_it_is_known(written, tmp_path, form, make_host_kv, make_text):
+    """A file that was put back is whole, and found at the next start; until then the donor's text is another one."""
+    *_, seal = written
+    older = tmp_path / "older"
+    write(older, "donor", make_text(TOKENS), make_host_kv(TOKENS), form)
+    assert text_of(older, form)[0] == "donor"
+    assert_refused("corrupt", kv_of, older, seal, form, make_host_kv(TOKENS))
+
+
+def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path, form, make_host_kv, make_text):
+    path = tmp_path / "donor"
+    seal = write(path, "donor", make_text(TOKENS), make_host_kv(TOKENS), form, OTHER_KEY)
+    assert_refused("other_key", text_of, path, form)
+    assert_refused("other_key", kv_of, path, seal, form, make_host_kv(TOKENS))
+
+
+@pytest.mark.parametrize("forgery", ["another key under our key's name", "our seal", "no seal", "no key"])
+def test_altered_kv_under_right_digests_is_refused(
+    written, tmp_path, form, make_host_kv, make_text, forgery, monkeypatch
+):
+    """Whoever writes the folder knows the format, and can read all files there; the key lies elsewhere."""
+    *_, seal = written
+    name = donor_file._key_name(KEY)
+    forged = tmp_path / "forged"
+    with monkeypatch.context() as patch:
+        patch.setattr(donor_file, "_key_name", lambda key: name)
+        forged_seal = write(forged, "donor", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0), form, OTHER_KEY)
+    data = forged.read_bytes()
+    if forgery == "our seal":
+        data = data.replace(forged_seal.encode(), seal.encode())
+    elif forgery != "another key under our key's name":
+        room, gone = form.file_size.header_bytes, "seal" if forgery == "no seal" else "key"
+        header = json.loads(data[8:room])
+        del header["__metadata__"][gone]
+        data = data[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(room - 8) + data[room:]
+    forged.write_bytes(data)
+    assert_refused("corrupt", text_of, forged, form)
+    for known in (seal, forged_seal):
+        assert_refused("corrupt", kv_of, forged, known, form, make_host_kv(TOKENS))
+
+
+@pytest.mark.parametrize("version", [b"semblend-donor-1", b"semblend-donor-9"])
+def test_another_format_is_another_version(written, form, version):
+    path, *_ = written
+    path.write_bytes(path.read_bytes().replace(donor_file.FORMAT.encode(), version))
+    assert_refused("other_version", text_of, path, form)
 
 
 @pytest.mark.known_defect(37)
 @pytest.mark.parametrize("change", [{"num_layers": 4}, {"kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.bfloat16}])
 def test_kv_of_another_model_or_dtype_is_refused(written, form, make_host_kv, change):
-    path, _ = written
+    path, _, seal = written
     other = dataclasses.replace(form, **change)
-    assert_refused("other_geometry", read_text, path, other)
-    assert_refused("other_geometry", read_kv, path, "donor", other, make_host_kv(TOKENS, form=other))
+    assert_refused("other_geometry", text_of, path, other)
+    assert_refused("other_geometry", kv_of, path, seal, other, make_host_kv(TOKENS, form=other))
 
 
-def test_the_file_of_another_donor_or_length_is_refused(written, form, make_host_kv):
-    path, _ = written
-    assert_refused("corrupt", read_kv, path, "another", form, make_host_kv(TOKENS))
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS - 1))
-
-
-def test_a_missing_file_is_an_error_of_the_system(tmp_path, form):
-    with pytest.raises(OSError, match="nowhere"):
-        read_text(tmp_path / "nowhere", form)
-
-
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0), bit=st.integers(0, 7))
-def test_whichever_bit_changes_what_is_read_is_what_was_written(written, form, make_host_kv, place, bit):
-    path, kv = written
-    data = path.read_bytes()
-    header = len(data[: form.file_size.header_bytes].rstrip())
-    place %= 2 * header if place % 3 else len(data)
-    changed = bytearray(data)
-    changed[place] ^= 1 << bit
-    other = path.with_name("changed")
-    other.write_bytes(changed)
-    held, (_, text) = make_host_kv(TOKENS, fill=math.nan), read_text(path, form)
-    try:
-        donor_id, found = read_text(other, form)
-        read_kv(other, "donor", form, held)
-    except DonorFileError:
-        return
-    assert (donor_id, found.namespace_key, found.digest) == ("donor", text.namespace_key, text.digest)
-    assert np.array_equal(found.tokens, text.tokens)
-    assert torch.equal(held.tensor, kv.tensor)
+def test_the_file_of_another_seal_or_length_is_refused(written, form, make_host_kv):
+    path, _, seal = written
+    assert_refused("corrupt", kv_of, path, "0" * 64, form, make_host_kv(TOKENS))
+    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS - 1))
 
 
 def claim(header, **changes):
@@ -201,45 +247,46 @@ def claim(header, **changes):
         lambda header: claim(header, tokens__dtype="I64"),
         lambda header: claim(header, about__donor_id=7),
         lambda header: claim(header, about__digest="q"),
-        lambda header: claim(header, about__text_checksum="many"),
-        lambda header: claim(header, about__checksums="1 2"),
-        lambda header: claim(header, about__checksums=[1, 2, 3]),
+        lambda header: claim(header, about__digests="1 2"),
+        lambda header: claim(header, about__digests=[1, 2, 3]),
+        lambda header: claim(header, about__seal=None),
+        lambda header: claim(header, tokens__shape=[10**4000], kv__shape=[3, 10**4000, 2, 2, 8]),
     ],
 )
 def test_a_header_that_lies_is_refused(written, form, make_host_kv, say):
-    path, _ = written
+    path, _, seal = written
     data, room = path.read_bytes(), form.file_size.header_bytes
     said = say(json.loads(data[8:room])).encode("latin-1")
     path.write_bytes(data[:8] + said.ljust(room - 8) + data[room:])
-    assert_refused("corrupt", read_text, path, form)
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
+    assert_refused("corrupt", text_of, path, form)
+    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
 
 
 def test_a_header_of_any_length_that_is_claimed_is_not_read(written, form):
-    path, _ = written
+    path, *_ = written
     data = path.read_bytes()
     for length in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
         path.write_bytes(length.to_bytes(8, "little") + data[8:])
-        assert_refused("corrupt", read_text, path, form)
+        assert_refused("corrupt", text_of, path, form)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_host_kv, monkeypatch):
     """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
-    path, _ = written
-    checked = donor_file._about
+    path, _, seal = written
+    checked = donor_file._header_of
 
     def cut(*arguments):
-        about = checked(*arguments)
+        header = checked(*arguments)
         os.truncate(path, form.file_size.header_bytes)
-        return about
+        return header
 
-    monkeypatch.setattr(donor_file, "_about", cut)
-    assert_refused("corrupt", read_kv, path, "donor", form, make_host_kv(TOKENS))
+    monkeypatch.setattr(donor_file, "_header_of", cut)
+    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
 
 
 def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, make_host_kv, monkeypatch):
     """It is another donor's by then."""
-    path, _ = written
+    path, _, seal = written
     read, over, ended = donor_file._read_all, threading.Event(), []
 
     def fails_at_once_or_takes_long(descriptor, view, start):
@@ -252,13 +299,13 @@ def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, ma
 
     monkeypatch.setattr(donor_file, "_read_all", fails_at_once_or_takes_long)
     with pytest.raises(OSError, match="a bad sector"):
-        read_kv(path, "donor", form, make_host_kv(TOKENS))
+        kv_of(path, seal, form, make_host_kv(TOKENS))
     assert len(ended) == form.num_layers - 1
     over.set()
 
 
 def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, make_host_kv, monkeypatch):
-    path, _ = written
+    path, _, seal = written
     readers, read = [], donor_file._layer_read
 
     def note(*arguments):
@@ -266,6 +313,6 @@ def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, m
         return read(*arguments)
 
     monkeypatch.setattr(donor_file, "_layer_read", note)
-    read_kv(path, "donor", form, make_host_kv(TOKENS))
+    kv_of(path, seal, form, make_host_kv(TOKENS))
     assert len(readers) == form.num_layers
     assert all(reader.daemon for reader in readers)
