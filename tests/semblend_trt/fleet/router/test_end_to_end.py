@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from semblend_trt.fleet.telemetry import read_trace
 from tests.semblend_trt.conftest import NatsServer
+from validation.benchmarks.server_process import MODEL, ServerProcess, router, worker
 from validation.documents import stock_list
 from validation.prompts import render
 
@@ -28,12 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MODEL = files("validation") / "assets" / "model"
-ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 WAIT_SECONDS = 120
 TENANTS = ("acme", "globex")
 CONFIG = """
 port = 0
+show_worker = true
 model = "{model}"
 nats_url = "{nats}"
 secret_env = "ROUTER_SECRET"
@@ -44,40 +39,11 @@ path = "{trace}"
 """
 
 
-class Process:
-    """A server that says its address on standard error when it listens."""
-
-    def __init__(self, *command: str, **variables: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-        environment = inherited | {"OMP_NUM_THREADS": "1"} | variables
-        self.process = subprocess.Popen(
-            [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-        )
-
-    def address(self) -> str:
-        """Waits for it."""
-        assert self.process.stderr is not None
-        said = []
-        for line in self.process.stderr:
-            said.append(line)
-            if " on http://" in line:
-                return line.split(" on ")[1].strip()
-        raise AssertionError("".join(said))
-
-    def freeze(self) -> None:
-        """It answers no more, and its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @dataclass
 class Fleet:
     """What runs, and how it is asked."""
 
-    workers: dict[str, Process]
+    workers: dict[str, ServerProcess]
     url: str
     trace: Path
 
@@ -109,13 +75,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ending:
         workers = {}
         for number in (1, 2):
-            command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32"]
-            command += ["--port", "0", "--worker-id", str(number), "--nats", server.url]
-            workers[f"{number}.0"] = worker = Process(*command, "--profile", str(MODEL / "reuse-profile.json"))
-            ending.callback(worker.kill)
+            arguments = [
+                "--worker-id",
+                str(number),
+                "--nats",
+                server.url,
+                "--profile",
+                str(MODEL / "reuse-profile.json"),
+            ]
+            workers[f"{number}.0"] = each = worker(*arguments)
+            ending.callback(each.kill)
         tables = "".join(
-            f'[[replicas]]\nurl = "{worker.address()}"\nworker_id = {name.split(".")[0]}\n'
-            for name, worker in workers.items()
+            f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {name.split(".")[0]}\n'
+            for name, each in workers.items()
         )
         for tenant in TENANTS:
             digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
@@ -123,9 +95,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         config = folder / "router.toml"
         trace = folder / "trace.jsonl"
         config.write_text(CONFIG.format(model=MODEL, nats=server.url, tables=tables, trace=trace))
-        router = Process("-c", ROUTER, "router", "--config", str(config), ROUTER_SECRET="a secret of the router")
-        ending.callback(router.kill)
-        yield Fleet(workers, router.address(), trace)
+        front = router(config, ROUTER_SECRET="a secret of the router")
+        ending.callback(front.kill)
+        yield Fleet(workers, front.address(), trace)
 
 
 def prompts(seed: int) -> list[tuple[str, str]]:

@@ -1,0 +1,274 @@
+"""What a crowd costs the others: half-open connections, and a tenant that sends all it may.
+
+`python -m validation.benchmarks.crowding` opens half-open connections to a router and to a worker that have 256
+descriptors each, and sends good requests meanwhile; then it measures one tenant's small requests, alone and beside
+another tenant that sends the longest bodies and prompts without pause, through a router with two workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import multiprocessing
+import resource
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from validation.benchmarks.recording import parser_of, record
+from validation.benchmarks.server_process import MODEL, router, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from threading import Event
+
+    from validation.benchmarks.server_process import ServerProcess
+    from validation.benchmarks.ttft import Rows
+
+CONNECTIONS = 2_000
+REQUESTS = 200
+WARM_UPS = 20
+LEAST_SURVIVED, MOST_SLOWDOWN = 1_000, 3.0
+DESCRIPTORS = 256
+# A good request has to be answered within so many seconds.
+PATIENCE = 5.0
+CONNECTIONS_A_SECOND = 100.0
+CONNECTIONS_A_REQUEST = 10
+HALVES = (
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Le",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{",
+)
+TENANTS = ("quiet", "noisy")
+# What the noisy tenant sends at once, and what it may have under way.
+SENDERS, TENANT_REQUESTS = 8, 1
+BODY_BYTES, LONGEST_PROMPT = 2 << 20, 8_192
+CONFIG = """
+port = 0
+model = "{model}"
+secret_env = "ROUTER_SECRET"
+policy = "least_loaded"
+max_prompt_tokens = {longest}
+tenant_requests = {requests}
+tenant_bytes = {size}
+max_body_bytes = {size}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What became of a request: its status, 0 where there was no answer, and the seconds that it took."""
+
+    status: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Crowded:
+    """Good requests beside half-open connections: how many of these there were before one failed, and the slowest."""
+
+    survived: int = 0
+    slowest: float = 0.0
+    requests: int = 0
+    log_bytes: int = 0
+
+
+def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0) -> Asked:
+    """Sends a body; every answer counts."""
+    headers = {"Authorization": f"Bearer key of {tenant}"}
+    began = time.perf_counter()
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url + "/v1/completions", body, headers), timeout=patience
+        ) as got:
+            got.read()
+            status = int(got.status)
+    except urllib.error.HTTPError as error:
+        error.read()
+        status = error.code
+    except (OSError, TimeoutError):
+        status = 0
+    return Asked(status, time.perf_counter() - began)
+
+
+def small(number: int) -> bytes:
+    """A small request that no other one begins like."""
+    return json.dumps({"prompt": f"{number} is the number of this question, and so", "max_tokens": 4}).encode()
+
+
+def config_of(folder: Path, workers: Sequence[ServerProcess]) -> Path:
+    """The router's file, with a key for each tenant."""
+    text = CONFIG.format(model=MODEL, longest=LONGEST_PROMPT, requests=TENANT_REQUESTS, size=BODY_BYTES)
+    for number, each in enumerate(workers, 1):
+        text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
+    for tenant in TENANTS:
+        digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
+        text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+    path = folder / "router.toml"
+    path.write_text(text)
+    return path
+
+
+@contextlib.contextmanager
+def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterator[ServerProcess]:
+    """A router, with so many descriptors, in front of so many workers."""
+    with contextlib.ExitStack() as ending:
+        running = [worker("--worker-id", str(number + 1)) for number in range(workers)]
+        for each in running:
+            ending.callback(each.kill)
+        config = config_of(folder, running)
+        front = router(config, descriptors, ROUTER_SECRET="a secret of the router")
+        ending.callback(front.kill)
+        yield front
+
+
+def crowded(server: ServerProcess, connections: int) -> Crowded:
+    """Opens so many half-open connections, which all stay, and asks now and then."""
+    address, crowd, said = server.address(), Crowded(), server.log_bytes
+    split = urlsplit(address)
+    assert split.hostname is not None
+    assert split.port is not None
+    ask(address, small(0))
+    with contextlib.ExitStack() as opened:
+        for number in range(1, connections + 1):
+            half = opened.enter_context(socket.create_connection((split.hostname, split.port), PATIENCE))
+            with contextlib.suppress(OSError):
+                half.sendall(HALVES[number % len(HALVES)])
+            time.sleep(1 / CONNECTIONS_A_SECOND)
+            if number % CONNECTIONS_A_REQUEST == 0:
+                asked = ask(address, small(number), patience=PATIENCE)
+                crowd.requests += 1
+                crowd.slowest = max(crowd.slowest, asked.seconds)
+                if asked.status != 200 or asked.seconds > PATIENCE:
+                    break
+                crowd.survived = number
+    crowd.log_bytes = server.log_bytes - said
+    return crowd
+
+
+def send_all(url: str, begun: Event, ended: Event) -> Counter[int]:
+    """The noisy tenant: the longest body and the longest prompt that fits, in turn and without pause, many at once.
+
+    Sets `begun` when one was answered, goes on until `ended` is set, and returns the statuses of the answers.
+    """
+    longest = json.dumps({"prompt": "a" * (BODY_BYTES - 64), "max_tokens": 4}).encode()
+    fits = json.dumps({"prompt": [1] * (LONGEST_PROMPT - 8), "max_tokens": 4}).encode()
+
+    def send(_: int) -> Counter[int]:
+        statuses: Counter[int] = Counter()
+        for body in itertools.cycle((longest, fits)):
+            statuses[ask(url, body, TENANTS[1]).status] += 1
+            begun.set()
+            if ended.is_set():
+                break
+        return statuses
+
+    with ThreadPoolExecutor(SENDERS) as threads:
+        return sum(threads.map(send, range(SENDERS)), Counter())
+
+
+def p95_ms(url: str, requests: int, first: int) -> float:
+    """Of small requests, one after the other. Raises RuntimeError where one is not served."""
+    asked = [ask(url, small(first + number)) for number in range(requests)]
+    if wrong := [each.status for each in asked if each.status != 200]:
+        raise RuntimeError(f"{len(wrong)} of {requests} small requests were not served: status {wrong[0]}")
+    return float(np.percentile([each.seconds for each in asked], 95) * 1e3)
+
+
+def run_half_open(connections: int, rows: Rows) -> None:
+    """Measures the row of half-open connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, connections + 512)), hard))
+    with tempfile.TemporaryDirectory() as folder, fleet(1, Path(folder), DESCRIPTORS) as front:
+        by_router = crowded(front, connections)
+    alone = worker(descriptors=DESCRIPTORS)
+    try:
+        by_worker = crowded(alone, connections)
+    finally:
+        alone.kill()
+    told = ", ".join(
+        f"{name}: slowest of {each.requests} good requests {each.slowest:.2f} s, {each.log_bytes:,} bytes of log"
+        for name, each in (("router", by_router), ("worker", by_worker))
+    )
+    survived = min(by_router.survived, by_worker.survived)
+    rows.add(
+        "half_open_connections_survived",
+        survived,
+        "connections",
+        f"{DESCRIPTORS} descriptors; {told}",
+        LEAST_SURVIVED,
+        "higher",
+    )
+
+
+def run_noisy(requests: int, rows: Rows) -> None:
+    """Measures the rows of the noisy tenant."""
+    # The noise is made in another process, lest it slows down the asking itself.
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fleet(2, Path(folder)) as front,
+        spawn.Manager() as manager,
+        ProcessPoolExecutor(1, spawn) as process,
+    ):
+        url, begun, ended = front.address(), manager.Event(), manager.Event()
+        p95_ms(url, WARM_UPS, 0)
+        calm = p95_ms(url, requests, WARM_UPS)
+        noise = process.submit(send_all, url, begun, ended)
+        try:
+            while not (begun.wait(1) or noise.done()):
+                pass
+            noisy = p95_ms(url, requests, WARM_UPS + requests)
+        finally:
+            ended.set()
+        answered = ", ".join(f"{count} x {status}" for status, count in sorted(noise.result().items()))
+    told = (
+        f"p95 of {requests} small requests: calm {calm:.1f} ms, {noisy:.1f} ms beside {SENDERS} senders of a tenant "
+        f"that may have {TENANT_REQUESTS} under way, answered {answered}; 2 workers"
+    )
+    rows.add("noisy_tenant_slowdown", noisy / calm, "x", told, MOST_SLOWDOWN)
+
+
+def run(connections: int, requests: int, rows: Rows) -> None:
+    """Measures all rows."""
+    run_half_open(connections, rows)
+    run_noisy(requests, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, prints and writes."""
+    parser = parser_of("crowding", __doc__)
+    parser.add_argument(
+        "--connections", type=int, default=CONNECTIONS, help=f"half-open ones; fewer than {CONNECTIONS} are a dry run"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS, help=f"small ones, each time; fewer than {REQUESTS} are a dry run"
+    )
+    options = parser.parse_args(arguments)
+    if options.connections < CONNECTIONS_A_REQUEST:
+        parser.error(f"--connections {options.connections} is too few; at least {CONNECTIONS_A_REQUEST} are needed")
+    if options.requests < 1:
+        parser.error(f"--requests {options.requests} measures nothing; at least 1 is needed")
+    record(
+        "crowding",
+        options.json,
+        {"connections": options.connections, "requests": options.requests},
+        lambda rows: run(options.connections, options.requests, rows),
+        dry=options.connections < CONNECTIONS or options.requests < REQUESTS,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A server in a process of its own: a worker with the shipped model, or the router."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = files("validation") / "assets" / "model"
+_ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
+
+
+class ServerProcess:
+    """Runs Python with `command` and one thread for torch; kill it when nobody asks it any more.
+
+    It says its address on standard error when it listens. `descriptors`: how many it may have.
+    """
+
+    def __init__(self, *command: str, descriptors: int | None = None, **variables: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+
+        def limit() -> None:
+            if descriptors is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
+            preexec_fn=limit,
+        )
+        self._said: list[str] = []
+        self._listens = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def address(self) -> str:
+        """Waits for it. Raises RuntimeError with what the process said when it ends before."""
+        self._listens.wait()
+        found = [line for line in self._said if " on http://" in line]
+        if not found:
+            raise RuntimeError("".join(self._said))
+        return found[0].split(" on ")[1].strip()
+
+    @property
+    def log_bytes(self) -> int:
+        """How much it said so far."""
+        return sum(map(len, self._said))
+
+    def freeze(self) -> None:
+        """It answers no more, and its connections stay open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._listener.join()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line)
+            if " on http://" in line:
+                self._listens.set()
+        self._listens.set()
+
+
+def worker(*arguments: str, descriptors: int | None = None) -> ServerProcess:
+    """An embedded engine with the shipped model, at a free port."""
+    command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
+    return ServerProcess(*command, *arguments, descriptors=descriptors)
+
+
+def router(config: Path, descriptors: int | None = None, **variables: str) -> ServerProcess:
+    """The router with a configuration."""
+    return ServerProcess("-c", _ROUTER, "router", "--config", str(config), descriptors=descriptors, **variables)
