@@ -1,7 +1,8 @@
 """CacheNamespace: everything that has to be equal before one request's KV may stand in for another's.
 
-`key` decides reuse. It covers every field except the ranks and the tenant key: a donor is one logical donor with a part
-on each rank, so all ranks must derive the same key, which is the one the scheduler (always rank 0) computes.
+`key` decides reuse. It covers every field except the ranks, the tenant key, and names whose revision is a digest of the
+content. A donor is one logical donor with a part on each rank, so all ranks must derive the same key, which is the one
+the scheduler (always rank 0) computes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ SALT_PREFIX = "semblend:ns:salt:"
 NO_SALT = "semblend:ns:no-cache-salt"
 TENANT_PREFIX = "semblend:tenant:v1:"
 UNKNOWN_PREFIX = "semblend:unknown:"
+CONTENT_PREFIX = "semblend:content:"
 MAX_TEXT = 4096
 MAX_DEPTH = 8
 # Adapters whose unsalted namespace is kept: binding it anew takes longer than looking a short prompt up.
 MAX_REMEMBERED = 64
+# A name binds where its revision is no digest of the content.
+REVISION_OF = {"model": "model_revision", "tokenizer": "tokenizer_revision"}
 PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
 PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
 
@@ -37,6 +41,16 @@ def unknown_value() -> str:
 def is_unknown(value: object) -> bool:
     """True for what `unknown_value` returns."""
     return isinstance(value, str) and value.startswith(UNKNOWN_PREFIX)
+
+
+def content_value(digest: str) -> str:
+    """A revision that is a digest of every byte it stands for; what has one is the same under every name."""
+    return CONTENT_PREFIX + digest
+
+
+def is_content(value: object) -> bool:
+    """True for what `content_value` returns."""
+    return isinstance(value, str) and value.startswith(CONTENT_PREFIX)
 
 
 def salt_digest(salt: str) -> str:
@@ -144,6 +158,9 @@ class CacheNamespace:
         values = self.to_dict()
         for rank in PARALLEL_RANKS:
             del values["tensor_parallel"][rank]
+        for name, revision in REVISION_OF.items():
+            if is_content(values[revision]):
+                del values[name]
         values["extra"].pop("tenant_key", None)
         values["extra"].setdefault("cache_salt", NO_SALT)
         return values

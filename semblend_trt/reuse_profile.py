@@ -1,10 +1,11 @@
 """ReuseProfile: what a calibration found safe for one model on the engines that it lists, as a JSON file.
 
-The profile holds for the namespace in which it was made and for no other. These fields bind: the model and its weights,
-the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, and the parallel
-layout's sizes. An engine with its cache layout has to be one of the listed: that in which the profile was made, and
-those in which it was confirmed. Not bound are block size, tenant, template and cache salt: they change who may share
-KV, not what the KV is. A field that either side does not know counts as a difference.
+The profile holds for the namespace in which it was made and for no other. These fields bind: the model's weights and
+configuration, the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, and the
+parallel layout's sizes; names of model and tokenizer only where no digest tells their content. An engine with its cache
+layout has to be one of the listed: that in which the profile was made, and those in which it was confirmed. Not bound
+are block size, tenant, template and cache salt: they change who may share KV, not what the KV is. A field that either
+side does not know counts as a difference.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
 from semblend_trt.files import write_bytes
-from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, CacheNamespace, is_unknown
+from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.span_check import SpanCheck
 
@@ -46,11 +47,13 @@ _BOUND = {
     "kv_dtype": "KV dtype",
     "cache_dtype": "cache dtype",
     "compute_dtype": "compute dtype",
+    "configuration": "configuration",
     "quantization": "quantisation",
     "adapter": "adapter",
     "rope_config": "RoPE",
     "tensor_parallel": "parallel layout",
 }
+_OF_EXTRA = ("compute_dtype", "configuration")
 _ENGINE = "engine and cache layout"
 _NONE_IS_KNOWN = ("quantization", "adapter")  # None there says that none is in use
 
@@ -111,7 +114,7 @@ class ReuseProfile(_Part):
             missing, unexpected = sorted(set(_BOUND) - set(value)), sorted(set(value) - set(_BOUND))
             raise ValueError(f"fields {missing} are missing and {unexpected} are not known")
         known: dict[str, Any] = dict(value)
-        extra = {"compute_dtype": known.pop("compute_dtype")}
+        extra = {name: known.pop(name) for name in _OF_EXTRA}
         try:
             unbound = {"block_size": 1, "backend_cache_layout": "any", "extra": extra}
             return _bound_fields(CacheNamespace.from_dict({**known, **unbound}))
@@ -217,6 +220,8 @@ class ReuseProfile(_Part):
             found.append(_difference("version", self.version, __version__))
         running = _bound_fields(namespace)
         for name, told in _BOUND.items():
+            if is_content(running.get(REVISION_OF.get(name, ""))):
+                continue
             ours, theirs = self.namespace[name], running[name]
             if _is_unknown(name, ours) or _is_unknown(name, theirs) or _canonical(ours) != _canonical(theirs):
                 found.append(_difference(told, _shown(name, ours), _shown(name, theirs)))
@@ -242,7 +247,7 @@ class ReuseProfile(_Part):
 def _bound_fields(namespace: CacheNamespace) -> dict[str, JsonValue]:
     fields = namespace.to_dict()
     sizes = {name: fields["tensor_parallel"][name] for name in PARALLEL_SIZES}
-    fields.update(tensor_parallel=sizes, compute_dtype=fields["extra"].get("compute_dtype"))
+    fields.update(tensor_parallel=sizes, **{name: fields["extra"].get(name) for name in _OF_EXTRA})
     return {name: fields[name] for name in _BOUND}
 
 

@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from semblend_trt.connector import digest_cache
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -90,6 +92,15 @@ def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """What the product keeps for its user, such as the key of donors' files, is not kept for whoever runs the tests."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's own cache keeps nothing of tests."""
+    folder = tmp_path_factory.mktemp("digests")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_cache, "user_folder", lambda: folder)
         yield
 
 

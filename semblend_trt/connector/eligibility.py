@@ -38,6 +38,9 @@ def engine_refusal(llm_args: Any) -> str | None:
         return "attention_window"
     if getattr(llm_args, "speculative_config", None) is not None:
         return "speculative_decoding"
+    # Fields of the model's configuration that its files do not tell.
+    if getattr(llm_args, "model_kwargs", None):
+        return "model_kwargs"
     if getattr(llm_args, "enable_attention_dp", False):
         return "attention_dp"
     for size in ("pipeline_parallel_size", "context_parallel_size"):
@@ -87,15 +90,6 @@ def cache_salt_of(request: Any) -> str | None:
             raise IneligibleRequest("salt_invalid")
         return str(salt)
     raise IneligibleRequest("salt_unknown")
-
-
-def adapter_of(request: Any) -> str | None:
-    """The LoRA identity of the request, None for the base model.
-
-    The task id names one adapter for the life of the engine, which is also the life of every donor.
-    """
-    task = getattr(request, "lora_task_id", None)
-    return None if task is None else f"lora:{task}"
 
 
 def _beam_width(request: Any) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.model_files import commit_of, snapshot, tokenizer_digest, weights_digest
+from semblend_trt.connector.adapters import Adapters
+from semblend_trt.connector.digest_cache import DigestCache
+from semblend_trt.connector.model_files import snapshot, tokenizer_digest, weights_digest
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.namespace import CacheNamespace, unknown_value
+from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
 if TYPE_CHECKING:
     import torch
@@ -17,22 +21,30 @@ if TYPE_CHECKING:
 
 
 def namespace_for(
-    llm_args: Any, facts: ModelFacts, settings: Settings, block_size: int, pool_dtype: torch.dtype | str
+    llm_args: Any,
+    facts: ModelFacts,
+    settings: Settings,
+    block_size: int,
+    pool_dtype: torch.dtype | str,
+    adapters: Adapters | None = None,
 ) -> CacheNamespace:
     """The namespace of an engine's KV, before a request's salt and adapter are bound.
 
     `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that nobody matches.
+    Reads the model's weights, all of them where the digest cache does not know them: call it at the engine's start.
     """
+    cache = DigestCache.from_setting(settings.digest_cache_path)
     tokenizer = _tokenizer_source(llm_args)
     cache_dtype = getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None)
     extra = {
         "compute_dtype": _text(getattr(llm_args, "dtype", None)),
+        "configuration": _configuration(llm_args, facts, adapters or Adapters(llm_args, settings.digest_cache_path)),
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
     return CacheNamespace(
         model=_name(llm_args.model),
-        model_revision=settings.model_revision or _model_revision(llm_args),
+        model_revision=settings.model_revision or _model_revision(llm_args, cache),
         tokenizer=unknown_value() if tokenizer is None else _name(tokenizer),
         tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(llm_args),
         kv_layout="HND",
@@ -61,15 +73,39 @@ def _joined_quantization(facts: ModelFacts, llm_args: Any) -> str | None:
     return f"{facts.quantization or 'none'}+{_text(algorithm)}"
 
 
-def _model_revision(llm_args: Any) -> str:
-    # Dummy weights are random: no digest of files describes them.
+def _configuration(llm_args: Any, facts: ModelFacts, adapters: Adapters) -> str:
+    """The model's configuration, with what the engine was told beside it: quantisation and adapters."""
+    asked = getattr(llm_args, "quant_config", None)
+    # An engine that quantises nothing may say so at length.
+    algorithms = [getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
+    is_quantised = any(algorithm is not None for algorithm in algorithms)
+    parts = [facts.configuration, _content(asked) if is_quantised else "none", *sorted(adapters.identities)]
+    if any(is_unknown(part) for part in parts):
+        return unknown_value()
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _content(options: Any) -> str:
+    """The options of an object in one text, the same for equal ones."""
+    dump = getattr(options, "model_dump", None)
+    values = dump(mode="json") if callable(dump) else getattr(options, "__dict__", options)
+    try:
+        return json.dumps(values, sort_keys=True)
+    except (TypeError, ValueError):
+        return unknown_value()
+
+
+def _model_revision(llm_args: Any, cache: DigestCache | None) -> str:
+    # Dummy weights are random, and a loader of one's own may read others: no digest of these files describes them.
     if "dummy" in str(getattr(llm_args, "load_format", "")).lower():
+        return unknown_value()
+    if getattr(llm_args, "checkpoint_loader", None) is not None:
         return unknown_value()
     try:
         directory = snapshot(llm_args.model, getattr(llm_args, "revision", None))
         if directory is None:
             return unknown_value()
-        return commit_of(directory) or weights_digest(directory)
+        return content_value(weights_digest(directory, cache))
     except ConfigurationError:
         return unknown_value()
 
@@ -100,7 +136,7 @@ def _tokenizer_revision(llm_args: Any) -> str:
         digest = None if directory is None else tokenizer_digest(directory)
     except (ConfigurationError, OSError):
         digest = None
-    return digest or unknown_value()
+    return unknown_value() if digest is None else content_value(digest)
 
 
 def _name(model: str | Path) -> str:

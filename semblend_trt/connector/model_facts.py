@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.model_files import is_local, snapshot, weights_digest
+from semblend_trt.connector.model_files import is_local, quantisation_digest, snapshot, weights_digest
 from semblend_trt.connector.rope_reading import partial_rotary_factor, rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernels.rope import RopeRotation
 
 __all__ = ["ModelFacts", "model_facts", "namespace_for", "weights_digest"]
@@ -42,9 +44,57 @@ _FAMILIES = {
 }
 
 
+# Of config.json: who made it and with what, and what a generation or a classification takes from it.
+HARMLESS_FIELDS = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "do_sample",
+        "early_stopping",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "problem_type",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "transformers_version",
+        "typical_p",
+        "use_cache",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights."""
+    """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights.
+
+    `configuration` is a digest of everything in its configuration that can change what it computes.
+    """
 
     model_type: str
     num_layers: int
@@ -55,6 +105,7 @@ class ModelFacts:
     rotation: RopeRotation
     rope_parameters: dict[str, Any]
     quantization: str | None
+    configuration: str
 
 
 def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
@@ -81,6 +132,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
             "be moved",
         )
+    directory = snapshot(model, revision)
     return ModelFacts(
         model_type=raw["model_type"],
         num_layers=config.num_hidden_layers,
@@ -90,8 +142,17 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         max_positions=config.max_position_embeddings,
         rotation=rope_rotation(rope, head_dim),
         rope_parameters=rope,
-        quantization=_quantization(raw, snapshot(model, revision)),
+        quantization=_quantization(raw, directory),
+        configuration=_configuration(raw, directory),
     )
+
+
+def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
+    """Digest of a model's configuration less `besides` and what is known to change no KV: names, versions, and how
+    tokens are generated. An unknown field counts. The order of fields, and 1 or 1.0, do not."""
+    harmless = HARMLESS_FIELDS | besides
+    kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any], Any]:
@@ -168,6 +229,22 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
     if kv_scheme:
         raise UnsupportedModelError("kv_quantized", f"the KV cache is quantised ({kv_scheme}); it cannot be moved")
     return _described(declared)
+
+
+def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
+    try:
+        files = None if directory is None else quantisation_digest(directory)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    return configuration_digest({**raw, "files of quantisation": files})
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _canonical(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _described(quantization: dict[str, Any]) -> str:

@@ -12,15 +12,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import load_settings
+from semblend_trt.connector.adapters import Adapters
 from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, version_of
-from semblend_trt.connector.eligibility import (
-    IneligibleRequest,
-    adapter_of,
-    cache_salt_of,
-    check_eligible,
-    tokens_of,
-)
+from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, tokens_of
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.connector.journal import Journal
 from semblend_trt.connector.kind_reader import kind_reader_for
@@ -78,6 +73,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
         self._namespace: CacheNamespace | None = None
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
+        self._adapters: Adapters | None = None
         self.library: Library | None = None
         self.outcomes = OutcomeLedger()
         self._journal.started(self._settings, self._refusal)
@@ -176,9 +172,10 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
         library, base, block_size = self._serving()
+        assert self._adapters is not None
         try:
             check_eligible(request)
-            namespace = base.for_request(salt := cache_salt_of(request), adapter_of(request))
+            namespace = base.for_request(salt := cache_salt_of(request), self._adapters.of(request))
         except IneligibleRequest as ineligible:
             return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
@@ -227,8 +224,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         assert self._runtime.pool is not None
         pool = self._runtime.pool
         if self.library is None or self._namespace is None:
+            self._adapters = Adapters(self._llm_args, self._settings.digest_cache_path)
             self._namespace = namespace_for(
-                self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype
+                self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype, self._adapters
             )
             self.library = Library(
                 self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -20,10 +21,21 @@ class IdentitySettings(SettingsGroup):
         description="Prompt template of this engine; others share no donors with it.",
     )
     model_revision: Annotated[str | None, Variable("MODEL_REVISION")] = Field(
-        None, min_length=1, max_length=256, description="Model revision; unset, a digest of the weights stands for it."
+        None,
+        min_length=1,
+        max_length=256,
+        description="Model revision; unset, a digest of every byte of the weights stands for it, under whatever name.",
+    )
+    digest_cache_path: Annotated[Path | None, Variable("DIGEST_CACHE")] = Field(
+        None,
+        description="Folder, of this user alone, in which digests of weights are kept for the next start; unset, "
+        "semblend-trt in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
     )
     tokenizer_revision: Annotated[str | None, Variable("TOKENIZER_REVISION")] = Field(
-        None, min_length=1, max_length=256, description="Tokenizer revision; unset, it is taken from the files."
+        None,
+        min_length=1,
+        max_length=256,
+        description="Tokenizer revision; unset, a digest of its files stands for it.",
     )
     adapter_id: Annotated[str | None, Variable("ADAPTER_ID")] = Field(
         None, min_length=1, max_length=256, description="Adapter that this engine applies to every request."

@@ -19,7 +19,9 @@ from semblend_trt.namespace import (
     MAX_REMEMBERED,
     MAX_TEXT,
     NO_SALT,
+    REVISION_OF,
     CacheNamespace,
+    content_value,
     is_unknown,
     salt_digest,
     tenant_key,
@@ -209,6 +211,17 @@ def test_namespaces_with_an_unknown_field_never_meet(name: str) -> None:
     assert first.key not in (namespace().key, second.for_request(None, None).key)
     assert first == first.from_dict(first.to_dict()) == copy.deepcopy(first)
     assert first.unknown_fields == (name,)
+
+
+def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content() -> None:
+    for name, revision in REVISION_OF.items():
+        named = {namespace(**{name: other}).key for other in ("one", "two")}
+        digested = {namespace(**{name: other, revision: content_value("0f")}).key for other in ("one", "two")}
+        assert (len(named), len(digested)) == (2, 1)
+        assert namespace(**{revision: content_value("1f")}).key not in digested
+        shown = namespace(**{name: "one", revision: content_value("0f")}).to_dict()
+        assert shown[name] == "one"
+        assert CacheNamespace.from_dict(shown).key in digested
 
 
 def test_unknown_values_inside_mappings_count() -> None:

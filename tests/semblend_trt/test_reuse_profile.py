@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kernels.layout import KvGeometry
 from semblend_trt import reuse_profile
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.namespace import CacheNamespace, unknown_value
+from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ReuseProfile
 from semblend_trt.span_check import SpanCheck
@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     "rope_config": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1},
     "backend_cache_layout": "engine/default/pool",
-    "extra": {"compute_dtype": "bfloat16"},
+    "extra": {"compute_dtype": "bfloat16", "configuration": "c0ff"},
 }
 CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
 # Field of the namespace, another value, and what the sentence must name.
@@ -57,7 +57,8 @@ OTHERS: list[tuple[str, Any, str]] = [
         "engine and cache layout engine/default/pool; this engine runs other, which `python -m validation confirm` can "
         "add.",
     ),
-    ("extra", {"compute_dtype": "float16"}, "compute dtype"),
+    ("extra", {"compute_dtype": "float16", "configuration": "c0ff"}, "compute dtype"),
+    ("extra", {"compute_dtype": "bfloat16", "configuration": "eeee"}, "configuration c0ff; this engine runs eeee"),
 ]
 
 
@@ -93,7 +94,7 @@ def test_it_holds_where_it_was_made() -> None:
     "changes",
     [
         {"block_size": 64},
-        {"extra": {"compute_dtype": "bfloat16", "tenant": "acme", "template": "support"}},
+        {"extra": {**FIELDS["extra"], "tenant": "acme", "template": "support"}},
         {"rope_config": {"rope_theta": 1_000_000, "rope_type": "default"}},
         {"tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1, "tp_rank": 0}},
     ],
@@ -109,7 +110,7 @@ def test_salted_requests_may_use_it_and_their_adapters_bind() -> None:
     assert "adapter none; this engine runs legal" in sentence
 
 
-@pytest.mark.parametrize(("field", "value", "told"), OTHERS, ids=[field for field, _, _ in OTHERS])
+@pytest.mark.parametrize(("field", "value", "told"), OTHERS, ids=[told for _, _, told in OTHERS])
 def test_every_other_field_binds_and_is_named(field: str, value: Any, told: str) -> None:
     (sentence,) = profile().differences(namespace(**{field: value}), GEOMETRY)
     assert sentence.startswith("The profile was made for ")
@@ -134,8 +135,18 @@ def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
 
 
 def test_a_compute_dtype_that_nobody_tells_differs() -> None:
-    (sentence,) = profile().differences(namespace(extra={}), GEOMETRY)
+    (sentence,) = profile().differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)
     assert sentence == "The profile was made for compute dtype bfloat16; this engine runs what is not known."
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer"])
+def test_a_name_binds_only_where_no_digest_tells_the_content(name: str) -> None:
+    digested = {f"{name}_revision": content_value("0f")}
+    made = ReuseProfile.made_for(namespace(**digested), GEOMETRY, policy="position_fix")
+    assert made.differences(namespace(**digested, **{name: "other"}), GEOMETRY) == []
+    (sentence,) = made.differences(namespace(**{f"{name}_revision": content_value("1f"), name: "other"}), GEOMETRY)
+    assert "semblend:content:1f" in sentence
+    assert len(made.differences(namespace(**{name: "other"}), GEOMETRY)) == 2
 
 
 def test_unknown_on_both_sides_is_no_match(tmp_path: Path) -> None:
@@ -144,7 +155,7 @@ def test_unknown_on_both_sides_is_no_match(tmp_path: Path) -> None:
     (sentence,) = read.differences(namespace(model_revision=unknown), GEOMETRY)
     assert sentence == "The profile was made for weights what is not known; this engine runs what is not known."
     read = ReuseProfile.read(stored(tmp_path / "profile.json", namespace__compute_dtype=None))
-    assert len(read.differences(namespace(extra={}), GEOMETRY)) == 1
+    assert len(read.differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)) == 1
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 13}, {"kv_heads": 4}, {"head_dim": 128}])
@@ -188,9 +199,9 @@ def test_another_version_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(changed=st.sets(st.sampled_from(range(len(OTHERS)))))
 def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
-    changes = {OTHERS[index][0]: OTHERS[index][1] for index in changed}
+    changes = {OTHERS[index][0]: OTHERS[index][1] for index in changed}  # two of them change `extra`
     sentences = profile().differences(namespace(**changes), GEOMETRY)
-    assert len(sentences) == len(set(sentences)) == len(changed)
+    assert len(sentences) == len(set(sentences)) == len(changes)
 
 
 # -- what it says -------------------------------------------------------------------------------------------------

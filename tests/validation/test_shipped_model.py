@@ -2,7 +2,9 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import validation
+from kernels.layout import KvGeometry
+from semblend_trt.config import Settings
+from semblend_trt.connector.model_facts import model_facts, namespace_for
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import documents, prompts
 from validation.assets.recipe import evaluate
@@ -91,3 +96,18 @@ def test_log_names_its_run_and_its_figures() -> None:
     assert lines[-1]["questions_per_suite"] >= 200
     for suite in ("stock_1k", "stock_2k", "stock_4k"):
         assert lines[-1]["exact_match"][suite] >= 0.90
+
+
+def test_its_profile_holds_for_it_under_whatever_name(tmp_path: Path) -> None:
+    renamed = tmp_path / "another-name"
+    renamed.symlink_to(MODEL)
+    facts, profile = model_facts(renamed), ReuseProfile.read(MODEL / PROFILE_NAME)
+    kinds: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_config": SimpleNamespace(dtype="auto"),
+        "attn_backend": "TRTLLM",
+    }
+    sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"), 1)
+    namespace = namespace_for(SimpleNamespace(model=str(renamed), **kinds, **sizes), facts, Settings(), 32, "float32")
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)
+    assert profile.differences(replace(namespace, backend_cache_layout=profile.engines[0]), geometry) == []

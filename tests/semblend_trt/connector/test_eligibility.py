@@ -6,7 +6,6 @@ import pytest
 
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
-    adapter_of,
     cache_salt_of,
     check_eligible,
     engine_refusal,
@@ -55,11 +54,6 @@ def test_engine_without_salt_attribute_is_refused():
     assert refusal.value.reason == "salt_unknown"
 
 
-def test_adapter_identity():
-    assert adapter_of(request(lora_task_id=None)) is None
-    assert adapter_of(request(lora_task_id=3)) != adapter_of(request(lora_task_id=4))
-
-
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
@@ -70,6 +64,8 @@ def test_adapter_identity():
         ({"kv_cache_config": SimpleNamespace(max_attention_window=[4096])}, "attention_window"),
         ({"speculative_config": object()}, "speculative_decoding"),
         ({"enable_attention_dp": True}, "attention_dp"),
+        ({"model_kwargs": {"rms_norm_eps": 0.05}}, "model_kwargs"),
+        ({"model_kwargs": {}}, None),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
         ({"context_parallel_size": 4}, "context_parallel"),
         ({"pipeline_parallel_size": None, "context_parallel_size": 1}, None),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from semblend_trt.config import Settings
@@ -56,10 +58,22 @@ def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_p
     assert first.rope_config["rope_type"] == "default"
 
 
-def test_a_copy_at_another_place_is_the_same_model(tiny_qwen2_path: Path, tmp_path: Path) -> None:
-    copy = tmp_path / tiny_qwen2_path.name
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path: Path, tmp_path: Path, renamed: bool) -> None:
+    copy = tmp_path / ("renamed" if renamed else tiny_qwen2_path.name)
     shutil.copytree(tiny_qwen2_path, copy)
-    assert namespace_of(copy).key == namespace_of(tiny_qwen2_path).key
+    there = namespace_of(copy)
+    assert there.key == namespace_of(tiny_qwen2_path).key
+    assert (there.model, there.tokenizer) == (copy.name, copy.name)
+
+
+@pytest.mark.parametrize("setting", ["model_revision", "tokenizer_revision"])
+def test_a_name_binds_what_only_a_setting_tells_the_revision_of(
+    tiny_qwen2_path: Path, tmp_path: Path, setting: str
+) -> None:
+    shutil.copytree(tiny_qwen2_path, tmp_path / "renamed")
+    keys = {namespace_of(path, {setting: "v2"}).key for path in (tiny_qwen2_path, tmp_path / "renamed")}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,7 @@ def test_a_copy_at_another_place_is_the_same_model(tiny_qwen2_path: Path, tmp_pa
         {"context_parallel_size": 2},
         {"kv_cache_config": SimpleNamespace(dtype="fp8")},
         {"quant_config": SimpleNamespace(quant_algo="FP8")},
+        {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo="FP8")},
     ],
     ids=str,
 )
@@ -86,6 +101,13 @@ def test_each_field_makes_another_namespace(tiny_qwen2_path: Path, changes: dict
     base, other = namespace_of(tiny_qwen2_path), namespace_of(tiny_qwen2_path, **changes)
     assert other.unknown_fields == ()
     assert other.key != base.key
+
+
+def test_quantisation_binds_in_full_and_none_at_all_is_none_however_it_is_said(tiny_qwen2_path: Path) -> None:
+    said = [SimpleNamespace(quant_algo=algorithm, group_size=size) for algorithm in ("FP8", None) for size in (64, 128)]
+    keys = [namespace_of(tiny_qwen2_path, quant_config=asked).key for asked in said]
+    assert len(set(keys)) == 3
+    assert keys[2] == keys[3] == namespace_of(tiny_qwen2_path).key
 
 
 def test_other_weights_or_another_tokenizer_make_another_namespace(tiny_qwen2_path: Path, tmp_path: Path) -> None:
@@ -103,10 +125,65 @@ def test_other_weights_or_another_tokenizer_make_another_namespace(tiny_qwen2_pa
     assert namespace_of(tuned).tokenizer_revision != base.tokenizer_revision
 
 
+def test_each_single_tensor_makes_another_namespace(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    tuned = tmp_path / tiny_qwen2_path.name
+    shutil.copytree(tiny_qwen2_path, tuned)
+    tensors = load_file(tuned / "model.safetensors")
+    keys = {namespace_of(tiny_qwen2_path).key}
+    for name, tensor in tensors.items():
+        changed = tensor.clone()
+        changed.view(-1)[-1] += 1e-6 + changed.view(-1)[-1].abs()
+        save_file({**tensors, name: changed}, tuned / "model.safetensors", metadata={"format": "pt"})
+        keys.add(namespace_of(tuned).key)
+    assert len(tensors) > 30
+    assert len(keys) == len(tensors) + 1
+
+
+def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / tiny_qwen2_path.name
+    shutil.copytree(tiny_qwen2_path, copy)
+    base, config = namespace_of(copy), json.loads((copy / "config.json").read_text())
+
+    def key_with(**changes: Any) -> str:
+        (copy / "config.json").write_text(json.dumps(dict(reversed({**config, **changes}.items()))))
+        return namespace_of(copy).key
+
+    assert key_with() == base.key
+    binding: list[dict[str, Any]] = [
+        {"rms_norm_eps": 0.05},
+        {"hidden_act": "gelu"},
+        {"initializer_range": 0.5},
+        {"a_field_of_the_future": {"nested": [1, {"deep": 2}]}},
+        {"a_field_of_the_future": {"nested": [1, {"deep": 3}]}},
+    ]
+    assert len({key_with(**changes) for changes in binding} - {base.key}) == len(binding)
+    harmless = {"eos_token_id": 7, "transformers_version": "9.9.9", "use_cache": False, "_name_or_path": "elsewhere"}
+    assert key_with(**harmless) == base.key
+    (copy / "generation_config.json").write_text('{"temperature": 0.1}')
+    assert key_with() == base.key
+    (copy / "quantize_config.json").write_text('{"bits": 4}')
+    assert key_with() != base.key
+
+
+def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "legal"
+    adapter.mkdir()
+    seen = {namespace_of(tiny_qwen2_path).key}
+    lora_config = SimpleNamespace(lora_dir=[str(adapter)])
+    for content in (b"a", b"b"):
+        (adapter / "adapter_model.safetensors").write_bytes(content)
+        seen.add(namespace_of(tiny_qwen2_path, lora_config=lora_config).key)
+    assert len(seen) == 3
+    (adapter / "adapter_model.safetensors").unlink()
+    assert namespace_of(tiny_qwen2_path, lora_config=lora_config).unknown_fields == ("extra",)
+
+
 @pytest.mark.parametrize(
     ("changes", "unknown"),
     [
         ({"load_format": "dummy"}, "model_revision"),
+        ({"checkpoint_loader": object()}, "model_revision"),
+        ({"quant_config": SimpleNamespace(quant_algo="FP8", kind=object())}, "extra"),
         ({"tokenizer": object()}, "tokenizer"),
         ({"tokenizer": "/no/such/tokenizer"}, "tokenizer_revision"),
         ({"tokenizer": "semblend-test-org/no-such-model-on-this-machine"}, "tokenizer_revision"),

@@ -35,7 +35,7 @@ def namespace(**changes: Any) -> CacheNamespace:
         "rope_config": {"rope_type": "default"},
         "tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1},
         "backend_cache_layout": "engine",
-        "extra": {"compute_dtype": "bfloat16"},
+        "extra": {"compute_dtype": "bfloat16", "configuration": "c"},
     }
     return CacheNamespace(**{**fields, **changes})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float) -> No
 
 def test_a_file_with_both_forms_that_agree(tmp_path: Path) -> None:
     both = facts_of(tmp_path / "both", {**OLD["yarn"], **new_form(OLD["yarn"])})
-    assert both == facts_of(tmp_path / "old", OLD["yarn"])
+    assert replace(both, configuration="") == replace(facts_of(tmp_path / "old", OLD["yarn"]), configuration="")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
