@@ -45,8 +45,8 @@ _IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can r
 class LLM:
     """One engine and its requests.
 
-    Takes every field of `LlmArgs` by name. `runner` lends the weights of a model loaded before, so that several
-    engines of one model share them. Use it as a context manager, or call `shutdown`.
+    Takes every field of `LlmArgs` by name. `runner` lends the weights of `model`, loaded before and left as they were,
+    so that several engines share them. Use it as a context manager, or call `shutdown`.
 
     With `tensor_parallel_size` N, N processes that have joined one `torch.distributed` group build it alike and make
     the same calls in the same order; each holds its part of the model and of the KV, and all have the same outputs.
@@ -70,8 +70,9 @@ class LLM:
                 f"tensor_parallel_size is {asked.tensor_parallel_size}, and the runner holds one of "
                 f"{runner.ranks.size} parts of its model; both must be the same"
             )
-        # The connector binds KV to the dtype that runs, whatever "auto" or a lent runner made of the one asked for.
-        self.llm_args = args = asked.model_copy(update={"dtype": str(runner.dtype).removeprefix("torch.")})
+        # The connector binds KV to what runs, whatever "auto" or a lent runner made of what was asked for.
+        running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
+        self.llm_args = args = asked.model_copy(update=running)
         self._runner = runner
         self._executor = Executor(args, runner)
         self._ids = count(1)

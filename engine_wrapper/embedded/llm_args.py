@@ -56,8 +56,9 @@ class KvCacheConnectorConfig(StrictModel):
 class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
-    `model` and `tokenizer` are local folders or hub ids, `revision` belongs to `model`. `max_seq_len` is the most
-    tokens of a sequence, by default the model's context. `max_num_tokens` bounds the rows of one forward.
+    `model` and `tokenizer` are local folders or hub ids, `revision` belongs to `model`. `load_format` dummy says that
+    no file tells the weights, as of a runner of a model in memory. `max_seq_len` is the most tokens of a sequence, by
+    default the model's context. `max_num_tokens` bounds the rows of one forward.
     `lora_config` maps adapter names to task ids: the engine holds no adapter weights, a name only keeps the KV of its
     requests apart. `layer_hooks` off behaves as CUDA-graph replay does, which skips the connector's layer hooks;
     short iterations on a card run as CUDA graphs then, or when the connector says that its hooks do nothing.
@@ -73,6 +74,7 @@ class LlmArgs(StrictModel):
     model: str = Field(min_length=1)
     tokenizer: str | None = Field(default=None, min_length=1)
     revision: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_seq_len: int | None = Field(default=None, ge=2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
+from engine_wrapper.embedded.models import LoadedModel, ModelSource, adopt_model, load_model
 from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
 from engine_wrapper.lowest_layers import settled
 from engine_wrapper.portions import portions
@@ -62,7 +62,8 @@ class ModelRunner:
         """A runner of a model in memory, as it is: on its device, in its dtype.
 
         `config_path` is a folder with the model's config.json, which engine and connector read again; without a
-        `tokenizer`, prompts are token ids. Raises UnsupportedModelError and ConfigurationError as loading does.
+        `tokenizer`, prompts are token ids. No file tells its weights: their KV is shared with no other engine, unless
+        SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
         """
         runner = cls.__new__(cls)
         runner._own(adopt_model(model, config_path, tokenizer, ranks))
@@ -95,6 +96,10 @@ class ModelRunner:
     @property
     def facts(self) -> ModelFacts:
         return self._loaded.facts
+
+    @property
+    def source(self) -> ModelSource:
+        return self._loaded.source
 
     @property
     def ranks(self) -> Ranks:

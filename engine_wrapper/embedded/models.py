@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_shard import keep_shard
-from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.connector.model_facts import configuration_digest, model_facts
+from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of
 from semblend_trt.ranks import Ranks
@@ -18,11 +19,45 @@ from semblend_trt.transformers_version import embedded_engine_refusal
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_wrapper.embedded.llm_args import LlmArgs
+    from semblend_trt.connector.file_digests import FileState
     from semblend_trt.connector.model_facts import ModelFacts
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a model was loaded from, as `LlmArgs` name it. `files` are the states of its files when they were read; None
+    says that no files tell what its weights are."""
+
+    model: str
+    revision: str | None
+    tokenizer: str | None
+    files: dict[str, FileState] | None
+
+    def arguments_for(self, asked: LlmArgs) -> dict[str, Any]:
+        """What `LlmArgs` have to say of the identity of this model, for what is bound to them is bound to what runs.
+
+        Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since.
+        """
+        folder = _place(self.model, self.revision)
+        if _place(asked.model, asked.revision) != folder:
+            raise ConfigurationError(
+                f"model is {asked.model}, and the runner holds {self.model}; lend a runner of the same model, or none"
+            )
+        words = folder if self.tokenizer is None else _place(self.tokenizer)
+        if asked.tokenizer is not None and _place(asked.tokenizer) != words:
+            raise ConfigurationError(
+                f"tokenizer is {asked.tokenizer}, and the runner has that of {self.tokenizer or self.model}; make a "
+                "runner with the tokenizer"
+            )
+        if self.files is not None and _states(self.model, self.revision) != self.files:
+            raise ConfigurationError(f"the files of model {self.model} have changed since they were loaded; load again")
+        load_format = "dummy" if self.files is None else asked.load_format
+        return {"revision": self.revision, "tokenizer": self.tokenizer, "load_format": load_format}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +72,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks
+    source: ModelSource
 
 
 def load_model(
@@ -56,11 +92,14 @@ def load_model(
     """
     target_dtype, target_device, ranks = resolve_dtype(dtype), resolve_device(device), ranks or Ranks()
     facts = _supported_facts(model, revision)
+    files = _states(str(model), revision)
     words = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
     weights = _load_weights(str(model), target_dtype, revision)
     keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
-    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device, ranks)
+    files = files or _states(str(model), revision)  # of a model that was downloaded just now
+    source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
+    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device, ranks, source)
 
 
 def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks | None = None) -> LoadedModel:
@@ -77,10 +116,36 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
             f"{config_path} describes {described}, the model is {given} (type, layers, query heads, KV heads); "
             "save its own configuration there"
         )
+    read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
+    if _digest(read) != _digest(config):
+        raise ConfigurationError(
+            f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
+            "configuration there"
+        )
     ranks = ranks or Ranks()
     keep_shard(model, ranks)
     model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device, ranks)
+    source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
+    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device, ranks, source)
+
+
+def _digest(config: Any) -> str:
+    """Of what the model's class computes with; the weights have a dtype of their own."""
+    return configuration_digest(config.to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"}))
+
+
+def _place(name: str, revision: str | None = None) -> Path | str:
+    folder = snapshot(name, revision)
+    return name if folder is None else folder.resolve()
+
+
+def _states(model: str, revision: str | None) -> dict[str, FileState] | None:
+    """The states of the model's files, None when there are none or they cannot be read."""
+    try:
+        folder = snapshot(model, revision)
+        return None if folder is None else file_states(folder)
+    except (OSError, ConfigurationError):
+        return None
 
 
 def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:

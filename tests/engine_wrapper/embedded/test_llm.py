@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.llm import (
     LLM,
@@ -309,3 +311,56 @@ def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():
     assert DEFAULT_POOL_BYTES - block_bytes < blocks * block_bytes <= DEFAULT_POOL_BYTES
     asked = LlmArgs(model="m", kv_cache_config=KvCacheConfig(max_tokens=100))
     assert pool_blocks(asked, 1000, small, torch.float32) == 3
+
+
+# -- a runner that is lent --------------------------------------------------------------------------------------------
+
+
+def test_a_runner_of_another_model_is_refused(runner, tiny_llama_path, tiny_qwen2_path, tmp_path):
+    copy = shutil.copytree(tiny_qwen2_path, tmp_path / tiny_qwen2_path.name)
+    for other in (tiny_llama_path, copy):
+        with pytest.raises(ConfigurationError, match="and the runner holds"):
+            LLM(model=other, runner=runner)
+    with pytest.raises(ConfigurationError, match=r"tokenizer is .* make a runner with the tokenizer"):
+        LLM(model=tiny_qwen2_path, tokenizer=copy, runner=runner)
+    link = tmp_path / "link"
+    link.symlink_to(tiny_qwen2_path)
+    LLM(model=link, tokenizer=link, runner=runner).shutdown()
+
+
+def test_the_tokenizer_of_the_runner_is_what_the_connector_hears_of(tiny_qwen2_path, tmp_path):
+    copy = shutil.copytree(tiny_qwen2_path, tmp_path / "words")
+    runner = ModelRunner(tiny_qwen2_path, device="cpu", tokenizer=copy)
+    for asked in (None, copy):
+        with LLM(model=tiny_qwen2_path, tokenizer=asked, runner=runner) as llm:
+            assert llm.llm_args.tokenizer == str(copy)
+
+
+def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_path):
+    folder = shutil.copytree(tiny_qwen2_path, tmp_path / "model")
+    runner = ModelRunner(folder, device="cpu")
+    LLM(model=folder, runner=runner).shutdown()
+    shutil.copy(folder / "model.safetensors", folder / "tuned")
+    (folder / "tuned").replace(folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match="have changed since they were loaded"):
+        LLM(model=folder, runner=runner)
+
+
+def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(tiny_qwen2_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_path)
+    connector = KvCacheConnectorConfig(
+        connector_module="engine_wrapper.connector",
+        connector_scheduler_class="SemBlendKvConnectorScheduler",
+        connector_worker_class="SemBlendKvConnectorWorker",
+    )
+
+    def namespace_of(runner):
+        with LLM(model=tiny_qwen2_path, runner=runner, device="cpu", kv_connector_config=connector) as llm:
+            return llm.connector_scheduler.namespace
+
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1000000")
+    loaded, adopted = ModelRunner(tiny_qwen2_path, device="cpu"), ModelRunner.from_model(model, tiny_qwen2_path)
+    assert namespace_of(loaded).unknown_fields == ()
+    assert namespace_of(adopted).unknown_fields == ("model_revision",)
+    monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")
+    assert namespace_of(adopted).unknown_fields == ()

@@ -270,3 +270,10 @@ def test_a_model_that_is_not_the_one_described_is_refused(model_folder: Path) ->
     change_config(model_folder, num_hidden_layers=2, layer_types=None)
     with pytest.raises(ConfigurationError, match="describes"):
         ModelRunner.from_model(model, model_folder)
+
+
+def test_a_model_that_computes_otherwise_than_the_one_described_is_refused(model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    change_config(model_folder, rms_norm_eps=0.05)
+    with pytest.raises(ConfigurationError, match="computes otherwise"):
+        ModelRunner.from_model(model, model_folder)
