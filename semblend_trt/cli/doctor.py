@@ -29,7 +29,9 @@ KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds what the doctor is to look at."""
-    parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served")
+    parser.add_argument(
+        "--model", type=named, metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served"
+    )
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
@@ -78,11 +80,11 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any) -> Iterator[Findin
     if llm_args is not None:
         yield from Chapter("options").told(options.options(llm_args, settings))
         kv_dtype = options.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
-    yield from Chapter("model").told(_of_model(name, kv_dtype, settings))
+    yield from Chapter("model").told(_of_model(name, kv_dtype, settings, llm_args))
 
 
-def _of_model(name: str | None, kv_dtype: str, settings: Settings | None) -> Iterator[Finding]:
-    from semblend_trt.doctor import model, profile
+def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any) -> Iterator[Finding]:
+    from semblend_trt.doctor import machine, model, profile
     from semblend_trt.doctor.finding import Finding
 
     known = None if name is None else model.known_model(name, kv_dtype)
@@ -91,6 +93,7 @@ def _of_model(name: str | None, kv_dtype: str, settings: Settings | None) -> Ite
         return
     if known is not None:
         yield from model.model(known, settings)
+        yield from machine.pool(llm_args, known)
     if settings is not None:
         yield from profile.profile(settings, known)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.doctor.finding import Chapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from semblend_trt.config import Settings
     from semblend_trt.doctor.finding import Finding
+    from semblend_trt.doctor.model import KnownModel
 
 _chapter = Chapter("machine")
 _GIB = 1 << 30
+# Of control groups, version 2 and version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def machine(settings: Settings | None) -> Iterator[Finding]:
@@ -34,7 +38,7 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
         yield _chapter.note("no CUDA device; models and kernels run on the CPU")
     yield _kernels(cards > 0)
     if settings is not None:
-        yield from _memory(settings, [torch.cuda.get_device_properties(index).total_memory for index in range(cards)])
+        yield from _memory(settings)
 
 
 def _kernels(has_card: bool) -> Finding:
@@ -50,15 +54,57 @@ def _kernels(has_card: bool) -> Finding:
     return _chapter.ok("kernels run as PyTorch", kernels="torch")
 
 
-def _memory(settings: Settings, cards: list[int]) -> Iterator[Finding]:
-    """Host memory is page-locked at the start where there is a card, and then has to be there at once."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if settings.host_bytes > memory:
-        told = f"SEMBLEND_HOST_BYTES is {settings.host_bytes}, and this machine has {memory} bytes of memory; lower it"
+def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
+    """Whether the KV pool that the engine's options ask for fits into a card, or without one into host memory."""
+    tokens = getattr(getattr(llm_args, "kv_cache_config", None), "max_tokens", None)
+    ranks = getattr(llm_args, "tensor_parallel_size", None) or 1
+    if tokens is None or known.dtype is None or not isinstance(ranks, int):
+        return
+    if not isinstance(tokens, int) or tokens < 1:
+        yield _chapter.failed(f"kv_cache_config.max_tokens is {tokens!r}; give a whole number from 1 on")
+        return
+    size, cards = tokens * known.geometry(ranks).bytes_per_token(known.dtype), _cards()
+    memory = min(cards, default=_host_memory())
+    if size > memory:
+        place = "a card here" if cards else "this machine"
+        told = f"kv_cache_config.max_tokens {tokens} are {size} bytes of KV a rank, and {place} has {memory}; lower it"
         yield _chapter.failed(told) if cards else _chapter.note(told)
-    on_card = settings.device_bytes + settings.staging_bytes + settings.snapshot_bytes
-    if cards and on_card > min(cards):
-        yield _chapter.failed(
-            f"SEMBLEND_DEVICE_BYTES, SEMBLEND_STAGING_BYTES and SEMBLEND_SNAPSHOT_BYTES are {on_card} together, and a "
-            f"card here has {min(cards)} bytes; lower them"
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    """Host memory is page-locked at the start where there is a card, and then has to be there at once. Without one, the
+    other tiers are host memory as well."""
+    cards, memory = _cards(), _host_memory()
+    on_host = {"HOST_BYTES": settings.host_bytes}
+    on_card = {"DEVICE_BYTES": settings.device_bytes, "SNAPSHOT_BYTES": settings.snapshot_bytes}
+    if cards:
+        yield from _too_much(
+            on_card | {"STAGING_BYTES": settings.staging_bytes}, min(cards), "a card here", _chapter.failed
         )
+        yield from _too_much(on_host, memory, "this machine", _chapter.failed)
+    else:
+        yield from _too_much(on_host | on_card, memory, "this machine", _chapter.note)
+
+
+def _too_much(sizes: dict[str, int], memory: int, place: str, told: Callable[[str], Finding]) -> Iterator[Finding]:
+    total, given = sum(sizes.values()), {name: size for name, size in sizes.items() if size}
+    if total > memory:
+        names = ", ".join(f"SEMBLEND_{name} ({size})" for name, size in given.items())
+        yield told(f"{place} has {memory} bytes of memory, and {total} are asked for by {names}; lower them")
+
+
+def _cards() -> list[int]:
+    """Memory of each card, in bytes."""
+    import torch
+
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [int(torch.cuda.get_device_properties(index).total_memory) for index in range(cards)]
+
+
+def _host_memory() -> int:
+    """In bytes: what is built in, or less where the container may have less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for none
+            found.append(int(limit.read_text()))
+    return min(found)

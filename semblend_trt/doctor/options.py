@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ _DEFAULTS: dict[str, Any] = {
 # The only capacity policy with which TensorRT-LLM lets a connector in.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
+# A value that YAML names again is one more each time: a small file can stand for more than any memory holds.
+MAX_VALUES = 100_000
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 _chapter = Chapter("options")
 
@@ -44,11 +47,18 @@ def read_options(path: str | Path) -> SimpleNamespace:
         options = None if len(content) > MAX_BYTES else yaml.safe_load(content)
     except OSError as error:
         raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise _too_deep(path) from None
+    except Exception as error:  # whatever the file makes its parser raise, it holds no options
         raise ConfigurationError(f"engine options {path} are not YAML: {error}".replace("\n", " ")) from error
     if not isinstance(options, dict):
         raise ConfigurationError(f"engine options {path} are not names with values; give the YAML file of the engine")
-    attributes: SimpleNamespace = _attributes(options)
+    try:
+        attributes: SimpleNamespace = _attributes(options, count(1))
+    except RecursionError:
+        raise _too_deep(path) from None
+    except OverflowError as error:
+        raise ConfigurationError(f"engine options {path} {error}; give the YAML file of the engine") from None
     return attributes
 
 
@@ -114,7 +124,13 @@ def _wrapper(llm_args: Any) -> Iterator[Finding]:
         )
 
 
-def _attributes(value: Any) -> Any:
+def _too_deep(path: str | Path) -> ConfigurationError:
+    return ConfigurationError(f"engine options {path} are nested too deeply; give the YAML file of the engine")
+
+
+def _attributes(value: Any, seen: count[int]) -> Any:
+    if next(seen) > MAX_VALUES:
+        raise OverflowError(f"hold more than {MAX_VALUES} values")
     if isinstance(value, dict):
-        return SimpleNamespace(**{str(name): _attributes(item) for name, item in value.items()})
-    return [_attributes(item) for item in value] if isinstance(value, list) else value
+        return SimpleNamespace(**{str(name): _attributes(item, seen) for name, item in value.items()})
+    return [_attributes(item, seen) for item in value] if isinstance(value, list) else value

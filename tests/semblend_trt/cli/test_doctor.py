@@ -82,3 +82,22 @@ def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path: Path, tmp_path
 def test_options_that_cannot_be_read_are_bad_usage(tmp_path: Path, capsys) -> None:
     assert main(["doctor", "--engine-options", str(tmp_path / "nowhere.yaml")]) == 2
     assert "nowhere.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_what_a_file_holds_is_shown_and_does_nothing(tiny_qwen2_path: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        '{scheduler_config: {capacity_scheduler_policy: "x\\e[2J\\u202e"}, kv_cache_config: {max_tokens: 0}}'
+    )
+    assert main(["doctor", "--model", str(tiny_qwen2_path), "--engine-options", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    assert r"no connector in with x\x1b[2J\u202e" in shown
+    assert "kv_cache_config.max_tokens is 0; give a whole number" in shown
+
+
+def test_a_model_without_a_name_is_bad_usage(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--model", ""])
+    assert ended.value.code == 2
+    assert "the name is empty" in capsys.readouterr().err

@@ -117,7 +117,17 @@ def test_the_dtype_of_the_cache(tmp_path: Path) -> None:
         assert kv_dtype_of(read_options(file)) == dtype
 
 
-@pytest.mark.parametrize("content", [b"- a list", b"", b"a: [", b"a: \xff", b"a" * (MAX_BYTES + 1)])
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9)).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"- a list", b"", b"a: [", b"a: \xff", b"a" * (MAX_BYTES + 1)),
+        *(b"a: " + b"[" * 20_000 + b"]" * 20_000, b"a: " + b'{"a":' * 20_000 + b"1" + b"}" * 20_000),
+        *(b"a: &a [*a]", BOMB, b"a: 2001-99-99", b"a: !!bool maybe", b"a: !!timestamp never", b"? [a]\n: 1"),
+    ],
+)
 def test_a_file_that_holds_no_options(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "options.yaml").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"options\.yaml"):
