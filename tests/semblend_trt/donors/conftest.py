@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -43,3 +44,28 @@ def make_host_kv() -> Callable[..., HostKv]:
 @pytest.fixture
 def make_text() -> Callable[[int], DonorText]:
     return lambda tokens: DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32), bytes(range(16)))
+
+
+def _at_once(call: Callable[[], Any]) -> Any:
+    """What the call gives or raises; one that waits for another side fails here and keeps no process from ending."""
+    ended = []
+
+    def run():
+        try:
+            ended.append((call(), None))
+        except Exception as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended, "the call waits"
+    given, error = ended[0]
+    if error is not None:
+        raise error
+    return given
+
+
+@pytest.fixture
+def at_once() -> Callable[[Callable[[], Any]], Any]:
+    return _at_once

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -32,26 +31,6 @@ def fail(*arguments, **keywords):
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-def at_once(call):
-    """What the call gives or raises; one that waits for another side fails here and keeps no process from ending."""
-    ended = []
-
-    def run():
-        try:
-            ended.append((call(), None))
-        except Exception as error:
-            ended.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert ended, "the call waits"
-    given, error = ended[0]
-    if error is not None:
-        raise error
-    return given
-
-
 def names(tier):
     return sorted(path.name for path in tier._folder.glob("*.donor.*"))
 
@@ -66,13 +45,13 @@ def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path, form):
     DiskTier(tmp_path, form).close()
 
 
-def test_the_second_engine_of_a_folder_is_refused(tmp_path, form, tier):
+def test_the_second_engine_of_a_folder_is_refused(at_once, tmp_path, form, tier):
     for _ in range(2):
         with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
             at_once(lambda: DiskTier(tmp_path, form))
 
 
-def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path, form):
+def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(at_once, tmp_path, form):
     holds = (
         "import sys, pathlib, torch\n"
         "from semblend_trt.donors.disk import DiskTier\n"
@@ -255,7 +234,7 @@ def assert_target_is_as_it_was(tmp_path):
 
 @THINGS
 def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(
-    tmp_path, form, tier, make_text, make_host_kv, thing
+    at_once, tmp_path, form, tier, make_text, make_host_kv, thing
 ):
     tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
     thing(tmp_path / FOLDER / "planted.donor.safetensors")
@@ -267,7 +246,7 @@ def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(
 
 
 @THINGS
-def test_what_came_in_place_of_a_donors_file_is_not_read(tmp_path, tier, make_text, make_host_kv, thing):
+def test_what_came_in_place_of_a_donors_file_is_not_read(at_once, tmp_path, tier, make_text, make_host_kv, thing):
     tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
     path = tmp_path / FOLDER / "donor.donor.safetensors"
     path.unlink()
@@ -283,7 +262,9 @@ def test_what_came_in_place_of_a_donors_file_is_not_read(tmp_path, tier, make_te
 
 @THINGS
 @pytest.mark.parametrize("suffix", [".donor.unfinished", ".donor.safetensors"])
-def test_a_donor_is_never_written_through_what_is_no_file(tmp_path, tier, make_text, make_host_kv, thing, suffix):
+def test_a_donor_is_never_written_through_what_is_no_file(
+    at_once, tmp_path, tier, make_text, make_host_kv, thing, suffix
+):
     thing(tmp_path / FOLDER / ("donor" + suffix))
     try:
         at_once(lambda: tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS)))
@@ -295,7 +276,7 @@ def test_a_donor_is_never_written_through_what_is_no_file(tmp_path, tier, make_t
 
 
 @THINGS
-def test_what_is_no_file_is_no_lock(tmp_path, form, thing):
+def test_what_is_no_file_is_no_lock(at_once, tmp_path, form, thing):
     (tmp_path / FOLDER).mkdir()
     thing(tmp_path / FOLDER / "lock")
     with pytest.raises(OSError):  # noqa: PT011
