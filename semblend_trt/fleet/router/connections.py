@@ -207,7 +207,7 @@ async def accept(listener: socket.socket, server: web.Server, connections: Conne
 async def json_object(request: web.Request, bounds: ServerBounds) -> Body:
     """The body of a request, a JSON object.
 
-    Raises RequestRefusedError for any other, one that is too long, is not encoded as it says, or comes too slowly.
+    Raises RequestRefusedError for any other, one that is too long, is not encoded as it says, or does not come in time.
     """
     try:
         text = await asyncio.wait_for(_read(request, bounds.max_body_bytes), bounds.body_seconds)
@@ -217,6 +217,8 @@ async def json_object(request: web.Request, bounds: ServerBounds) -> Body:
     except web.RequestPayloadError:
         message = "the body is not encoded as its header says; send plain JSON"
         raise RequestRefusedError(400, "bad_encoding", message) from None
+    except ConnectionError:
+        raise RequestRefusedError(400, "body_cut", "the connection ended within the body") from None
     if isinstance(request.protocol, Connection):
         request.protocol.request_arrived()
     try:

@@ -137,7 +137,7 @@ def test_who_takes_no_answer_is_left() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, WITHOUT_BODY])
-def test_the_oldest_that_is_waited_for_makes_room(sent: bytes) -> None:
+def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def test(served: Served) -> None:
         streams = [await served.open(STAY)]
         await streams[0].readuntil(b"\r\n\r\n")
@@ -151,6 +151,7 @@ def test_the_oldest_that_is_waited_for_makes_room(sent: bytes) -> None:
         assert await streams[0].readexactly(4096)
 
     run(test, ServerBounds(3600, 3600, max_connections=4))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_peer_makes_room_for_itself_alone() -> None:
