@@ -14,19 +14,35 @@ DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 # Fields that would change the answer and that this engine does not know, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
     "best_of": (1,),
+    "early_stopping": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
+    "lora_request": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "n": (1,),
+    "no_repeat_ngram_size": (0,),
     "presence_penalty": (0,),
+    "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "structured_outputs": (),
     "suffix": ("",),
     "tools": ([],),
     "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
@@ -89,7 +105,7 @@ def read_body(body: dict[str, Any]) -> CompletionBody:
     """Checks a body's fields. Raises RequestRefusedError for wrong values, and for what this engine cannot do."""
     for name, neutral in _UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(_is_same(value, each) for each in neutral):
             raise RequestRefusedError(400, "unsupported_field", f"{name} is not supported by this engine; leave it out")
     try:
         return CompletionBody.model_validate(body)
@@ -97,3 +113,8 @@ def read_body(body: dict[str, Any]) -> CompletionBody:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise RequestRefusedError(400, "bad_field", f"{place}: {first['msg']}") from None
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal, and a truth value where that is one: `logprobs` 0 asks for the tokens' own, and false for none."""
+    return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)

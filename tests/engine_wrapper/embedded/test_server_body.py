@@ -10,9 +10,12 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.embedded.server_body import read_body
 from semblend_trt.fleet.router.refusals import RequestRefusedError
 
+# As clients send them that know of these fields and want nothing of them.
+NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p": 0.0, "min_tokens": 0, "echo": False}
+
 
 def test_where_nothing_is_said_the_apis_defaults_hold() -> None:
-    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "somebody"})
+    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "somebody", **NEUTRAL})
     assert fields.sampling_params(16) == SamplingParams(max_tokens=16, temperature=1.0)
     assert not fields.stream
     assert not fields.includes_usage
@@ -36,6 +39,13 @@ def test_a_chat_may_call_its_bound_otherwise() -> None:
     [
         ({"n": 2}, "unsupported_field", "n is not supported by this engine; leave it out"),
         ({"logprobs": 5}, "unsupported_field", "logprobs is not supported"),
+        ({"logprobs": 0}, "unsupported_field", "logprobs is not supported"),
+        ({"n": True}, "unsupported_field", "n is not supported"),
+        ({"prompt_logprobs": 0}, "unsupported_field", "prompt_logprobs is not supported"),
+        ({"min_p": 0.1}, "unsupported_field", "min_p is not supported"),
+        ({"min_tokens": 1}, "unsupported_field", "min_tokens is not supported"),
+        ({"lora_request": {"lora_name": "red"}}, "unsupported_field", "lora_request is not supported"),
+        ({"guided_json": {}}, "unsupported_field", "guided_json is not supported"),
         ({"response_format": {"type": "json_object"}}, "unsupported_field", "response_format is not supported"),
         ({"temperature": "hot"}, "bad_field", "temperature: Input should be a valid number"),
         ({"temperature": -1}, "bad_field", "temperature is -1.0; it must be a number >= 0"),
