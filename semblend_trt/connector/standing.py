@@ -26,7 +26,7 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
         return None, refusal
     try:
-        facts = model_facts(llm_args.model)
+        facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
         terms_of(settings.policy, settings, facts.num_layers)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)

@@ -89,7 +89,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.keeper: DiskKeeper | None = None
         try:
-            self._facts = model_facts(llm_args.model)
+            self._facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:

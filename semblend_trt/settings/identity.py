@@ -29,7 +29,7 @@ class IdentitySettings(SettingsGroup):
     digest_cache_path: Annotated[Path | None, Variable("DIGEST_CACHE")] = Field(
         None,
         description="Folder, of this user alone, in which digests of weights are kept for the next start; unset, "
-        "semblend-trt in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
+        "`semblend-trt` in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
     )
     tokenizer_revision: Annotated[str | None, Variable("TOKENIZER_REVISION")] = Field(
         None,

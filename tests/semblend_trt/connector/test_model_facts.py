@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.connector.model_facts import HARMLESS_FIELDS, model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -242,3 +243,9 @@ def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, conte
         model_facts(tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_page_names_every_field_that_is_left_out() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "failure-modes.md").read_text("utf-8")
+    told = page[page.index("Left out of `config.json`") :].split("\n\n", 1)[0]
+    assert set(re.findall(r"`(\w+)`", told)) == HARMLESS_FIELDS
