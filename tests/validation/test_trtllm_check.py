@@ -189,8 +189,22 @@ def test_where_tensorrt_llm_is_missing_one_sentence_says_so(
     assert check.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("tensorrt_llm cannot be imported here")
+    assert said.err.startswith("trtllm-check: tensorrt_llm cannot be imported here")
     assert said.err.count("\n") == 1
+
+
+def test_what_keeps_it_from_an_answer_is_no_failed_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(["--output", "/dev/full"]) == 2
+    assert "/dev/full cannot be written" in capsys.readouterr().err
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "trtllm_api", interrupted)
+    assert check.main([]) == 130
+    assert capsys.readouterr().err == "trtllm-check: interrupted\n"
 
 
 def test_a_model_that_cannot_be_read_is_one_sentence_before_any_engine_starts(

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import jsonl, machine, models
+from validation.arguments import check_integers
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.engine_identity import identity_of
 from validation.calibration.figures import PROMPT_OPTIONS, figures_of
@@ -45,9 +47,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     Raises SemBlendError and OSError.
     """
     check_writable(options.output)
-    for name in ("screening_groups", "max_tries"):
-        if getattr(options, name) < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    check_integers(options, screening_groups=1, max_tries=1)
     settings, asked = batch_settings(options), bound_families(family_request(options))
     own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
     torch.manual_seed(options.seed)
@@ -89,7 +89,7 @@ def teller() -> Callable[[str], None]:
     began = time.perf_counter()
 
     def tell(sentence: str) -> None:
-        sys.stdout.write(f"{time.perf_counter() - began:6.0f} s  {sentence}\n")
+        sys.stdout.write(printable(f"{time.perf_counter() - began:6.0f} s  {sentence}") + "\n")
         sys.stdout.flush()
 
     return tell

@@ -16,8 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semblend_trt.command_line import ended, named
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.errors import SemBlendError
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.files import check_writable
+from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.trtllm_api import STOCK_CONNECTOR, WRAPPER, trtllm_api
 from validation.trtllm_check.crowd import serve_crowd
@@ -49,21 +52,24 @@ _ROUNDS, _BEGINNINGS = 3, 8
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        trtllm_api()
-        if arguments.profile is not None:
-            ReuseProfile.read(arguments.profile)
-    except SemBlendError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    return ended("trtllm-check", lambda: _status(arguments))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        check_writable(arguments.output)
+    trtllm_api()
+    if arguments.profile is not None:
+        ReuseProfile.read(arguments.profile)
     try:
         layers = model_facts(arguments.model).num_layers
     except SemBlendError as error:
-        sys.stderr.write(f"{error}. A folder is named by its full path: make leaves its own.\n")
-        return 2
+        raise ConfigurationError(f"{error}. A folder is named by its full path: make leaves its own.") from error
     holds = True
     for finding in _findings(arguments, layers):
-        sys.stdout.write(f"{finding.name:<12} {'holds' if finding.holds else 'FAILS'}  {finding.what}\n")
+        sys.stdout.write(
+            printable(f"{finding.name:<12} {'holds' if finding.holds else 'FAILS'}  {finding.what}") + "\n"
+        )
         holds = holds and finding.holds
     return 0 if holds else 1
 
@@ -140,7 +146,7 @@ def _dtype(arguments: argparse.Namespace) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m validation.trtllm_check", description=__doc__)
     parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="a folder (full path) or a hub id (default: %(default)s)"
+        "--model", type=named, default=DEFAULT_MODEL, help="a folder (full path) or a hub id (default: %(default)s)"
     )
     parser.add_argument("--groups", type=int, default=24, help="prompts of each kind (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=24, help="rows of each stock list (default: %(default)s)")

@@ -75,6 +75,8 @@ def test_own_prompts_need_references_and_donors(
     [
         (["--screening-groups", "0"], "--screening-groups is 0"),
         (["--max-tries", "0"], "--max-tries is 0"),
+        (["--seed", "9" * 30], "it must be at most 4294967295"),
+        (["--model", ""], "Argument --model: the name is empty"),
         (["--families", "unrelated"], "has neither a harmless family nor a trap"),
         (["--families", "lucky"], "The family 'lucky' is unknown"),
         (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read"),
