@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import ssl
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from semblend_trt.config import Settings
     from semblend_trt.fleet.outbox import Notice
     from semblend_trt.fleet.wire import Emitter
+
+logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
@@ -37,7 +40,11 @@ class ConnectionLostError(SemBlendError):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Where events go and as whom. Its representation shows no secret."""
+    """Where events go and as whom. Its representation shows no secret.
+
+    With `per_worker` each worker's events go to a subject of its own, the id behind `subject`, and readers believe an
+    event from its worker's subject only: the server's permissions then say who may speak for which worker.
+    """
 
     servers: tuple[str, ...] = field(repr=False)
     subject: str
@@ -47,6 +54,7 @@ class ConnectionOptions:
     tls_key: Path | None = None
     creds: Path | None = None
     token: str | None = field(default=None, repr=False)
+    per_worker: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> ConnectionOptions | None:
@@ -63,7 +71,17 @@ class ConnectionOptions:
             tls_key=settings.nats_tls_key,
             creds=settings.nats_creds,
             token=None if settings.nats_token is None else settings.nats_token.get_secret_value(),
+            per_worker=settings.nats_subject_per_worker,
         )
+
+    def subject_of(self, worker_id: int) -> str:
+        """Where the events of a worker go."""
+        return f"{self.subject}.{worker_id}" if self.per_worker else self.subject
+
+    @property
+    def subjects(self) -> str:
+        """Where the events of all workers come from, and with `per_worker` requests for a resync too."""
+        return f"{self.subject}.*" if self.per_worker else self.subject
 
     def tls_context(self) -> ssl.SSLContext | None:
         """What the server's certificate is checked with; None where no TLS setting is given. Raises OSError."""
@@ -100,13 +118,30 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
     except ImportError as error:
         raise ConfigurationError("events need nats-py; install semblend-trt[nats]") from error
 
-    async def ignored(_: Exception) -> None:
-        """The exception that ends an attempt says it all; the client would log each one."""
+    is_told = False
 
-    attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": ignored} | arguments)))
+    async def erred(error: Exception) -> None:
+        """The exception that ends an attempt says it all; but what is not permitted ends none, and shows nowhere."""
+        nonlocal is_told
+        if not is_told and "permissions violation" in str(error).lower():
+            is_told = True
+            logger.warning("NATS does not permit what this process needs, so that events are lost: %s", error)
+
+    attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": erred} | arguments)))
     # Nobody asks an attempt that was given up how it ended.
     attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
+
+
+async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes, str | None], Awaitable[None]]) -> None:
+    """Subscribes: `take` gets each message, and the worker id that its subject names, None where all share one."""
+
+    async def read(message: Any) -> None:
+        sender = message.subject.rpartition(".")[2] if options.per_worker else None
+        if message.subject != options.subject + RESYNC_SUFFIX:
+            await take(message.data, sender)
+
+    await client.subscribe(options.subjects, cb=read)
 
 
 class Connection:
@@ -114,6 +149,7 @@ class Connection:
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
         self._options, self._emitter = options, emitter
+        self._subject = options.subject_of(emitter.worker_id)
         self._client: Any = None
         self._jetstream: Any = None
         self._acks: list[asyncio.Future[Any]] = []
@@ -143,7 +179,7 @@ class Connection:
         fit = [notice for notice in notices if len(notice.payload) <= self._client.max_payload]
         if self._jetstream is None:
             for notice in fit:
-                await self._client.publish(self._options.subject, notice.payload)
+                await self._client.publish(self._subject, notice.payload)
             await self._client.flush(timeout=ANSWER_SECONDS)
         else:
             unsure = await self._store(fit)
@@ -167,7 +203,7 @@ class Connection:
             message_id = f"{emitter.worker_id}.{emitter.dp_rank}.{emitter.generation}.{notice.event_id}"
             acks.append(
                 await self._jetstream.publish_async(
-                    self._options.subject,
+                    self._subject,
                     notice.payload,
                     wait_stall=ANSWER_SECONDS,
                     stream=self._options.stream,
@@ -187,7 +223,7 @@ class Connection:
         except NotFoundError:
             config = StreamConfig(
                 name=name,
-                subjects=[self._options.subject],
+                subjects=[self._options.subjects],
                 retention=RetentionPolicy.LIMITS,
                 max_age=STREAM_SECONDS,
                 max_bytes=STREAM_BYTES,

@@ -2,8 +2,8 @@
 
 Whatever comes in is checked, bounded and counted; a wrong or forged event can misplace requests for a while and
 nothing else. Only this reader's own clocks are used: a worker is gone when nothing that follows was heard of it for
-some of its heartbeats, and then any generation is believed, so that no forged one blinds a reader for longer than it
-is kept up.
+some of its heartbeats, or when as many heartbeats in its name were not believed. Then any generation is, so that
+whatever was forged blinds a reader for those heartbeats and no longer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
-# Missed heartbeats after which a worker is gone, and the bounds of what it may say that a heartbeat's interval is.
+# Heartbeats missed, or not believed, after which a worker is gone; bounds of what it may say that their interval is.
 HEARTBEATS_MISSED = 3
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.1, 60.0
 # A generation is a time in microseconds. One that lies further ahead of this reader's own time replaces no other.
@@ -86,14 +86,19 @@ class Directory:
         self._expire_at = float("-inf")
         self.counts: Counter[str] = Counter()
 
-    def observe(self, payload: bytes) -> Verdict | None:
-        """Takes one message; None for one that is no event."""
+    def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
+        """Takes one message; None for one that is no event. An event of another worker than `sender` is refused, where
+        it is given."""
         try:
             event = decode(payload)
         except EventError as error:
             with self._lock:
                 self.counts[error.reason] += 1
             return None
+        if sender is not None and str(event.worker_id) != sender:
+            with self._lock:
+                self.counts["wrong_subject"] += 1
+            return Verdict.REFUSED
         return self.apply(event)
 
     def apply(self, event: SemanticKvEvent) -> Verdict:
@@ -102,6 +107,8 @@ class Directory:
             now = self._clock()
             self._expire(now)
             verdict = self._judged(event)
+            if not verdict.is_to_apply and self._is_given_up(event):
+                verdict = self._judged(event)
             self.counts[verdict.value] += 1
             if verdict.is_to_apply:
                 self._take(event, verdict, now)
@@ -140,14 +147,15 @@ class Directory:
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
     def resyncs_due(self) -> tuple[Worker, ...]:
-        """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most."""
+        """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most, or in a
+        heartbeat where those come more often."""
         with self._lock:
             now = self._clock()
             self._expire(now)
             due = []
             for worker, followed in self._workers.items():
                 is_needed = followed.wants_resync or not self._continuity.is_synced(worker)
-                if is_needed and now - followed.asked_at >= self._resync_seconds:
+                if is_needed and now - followed.asked_at >= min(self._resync_seconds, followed.interval):
                     followed.asked_at, followed.wants_resync = now, False
                     due.append(worker)
             return tuple(due)
@@ -192,15 +200,31 @@ class Directory:
                 return Verdict.REFUSED
         return self._continuity.observe(event)
 
+    def _is_given_up(self, event: SemanticKvEvent) -> bool:
+        """Counts a heartbeat that is not believed; True when there were so many that what was believed is forgotten.
+
+        A live worker's own heartbeats end in this way what somebody else said in its name, whatever that was.
+        """
+        worker = (event.worker_id, event.dp_rank)
+        followed = self._workers.get(worker)
+        if followed is None or not isinstance(event.data, ProviderHeartbeat):
+            return False
+        followed.unheeded += 1
+        if followed.unheeded < HEARTBEATS_MISSED:
+            return False
+        self._forget(worker)
+        return True
+
     def _take(self, event: SemanticKvEvent, verdict: Verdict, now: float) -> None:
         worker, data = (event.worker_id, event.dp_rank), event.data
         followed = self._workers.get(worker)
         if followed is None:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker), now)
-        followed.seen_at = now
+        followed.seen_at, followed.unheeded = now, 0
         if isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(followed)
-            followed.is_partial &= verdict is not Verdict.RESET
+            if verdict is Verdict.RESET:
+                followed.is_partial = followed.is_unplaced = False
         elif isinstance(data, DonorRegistered):
             self._register(followed, data)
         elif isinstance(data, DonorEvicted):
@@ -226,6 +250,7 @@ class Directory:
             donor.namespace = self._namespaces.enter(data.namespace)
         except (NamespaceError, RecursionError):
             self.counts["bad_namespace"] += 1
+            followed.is_unplaced |= self._namespaces.is_full
         except ValueError:
             self.counts["no_sketch"] += 1
         else:
@@ -248,12 +273,11 @@ class Directory:
 
     def _check(self, worker: Worker, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
-        known = (len(followed.donors), followed.digest)
-        if (
-            self._continuity.is_synced(worker)
-            and not followed.is_partial
-            and known != (heartbeat.donor_count, heartbeat.state_digest)
-        ):
+        lacking, room = heartbeat.donor_count - len(followed.donors), self._max_donors - self._donors
+        is_comparable = not followed.is_partial or lacking <= room
+        is_known = (lacking, heartbeat.state_digest) == (0, followed.digest)
+        is_placed = not followed.is_unplaced or self._namespaces.is_full
+        if self._continuity.is_synced(worker) and ((is_comparable and not is_known) or not is_placed):
             self.counts["wrong_state"] += 1
             self._continuity.distrust(worker)
 
@@ -294,8 +318,11 @@ class Directory:
         self._expire_at = now + _LOOK_SECONDS
         for worker, followed in list(self._workers.items()):
             if now - followed.seen_at > HEARTBEATS_MISSED * followed.interval:
-                self._clear(followed)
-                self._by_number[followed.number] = None
-                self._continuity.forget(worker)
-                del self._workers[worker]
-                self.counts["expired"] += 1
+                self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        followed = self._workers.pop(worker)
+        self._clear(followed)
+        self._by_number[followed.number] = None
+        self._continuity.forget(worker)
+        self.counts["expired"] += 1

@@ -7,10 +7,10 @@ import contextlib
 import json
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client
+from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, listen
 from semblend_trt.fleet.publisher import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ END_SECONDS = 1.0
 
 
 class DirectoryReader:
-    """Reads `options.subject` into `directory` from `start` to `stop`, in the event loop that calls them.
+    """Reads `options.subjects` into `directory` from `start` to `stop`, in the event loop that calls them.
 
     A server that is out of reach is tried again for ever. Whatever stands in a message, nothing is raised. After each
     message other tasks of the loop have their turn.
@@ -76,7 +76,7 @@ class DirectoryReader:
 
         client = await connect_client(self._options, closed_cb=closed, name="semblend-trt directory")
         try:
-            await client.subscribe(self._options.subject, cb=self._read)
+            await listen(client, self._options, self._read)
             # Whatever was said before this subscription is unknown; all workers are asked.
             await client.publish(self._options.subject + RESYNC_SUFFIX, b"")
             await client.flush()
@@ -91,9 +91,9 @@ class DirectoryReader:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), LAST_RETRY_SECONDS)
 
-    async def _read(self, message: Any) -> None:
+    async def _read(self, payload: bytes, sender: str | None) -> None:
         try:
-            self._directory.observe(message.data)
+            self._directory.observe(payload, sender)
         except Exception:
             self.failures += 1
             if self.failures == 1:  # what fails once may fail with every message

@@ -65,6 +65,11 @@ def asyncapi() -> dict[str, Any]:
         "defaultContentType": "application/json",
         "channels": {
             "events": _channel(SUBJECT, KIND_NAMES),
+            "eventsOfOneWorker": {
+                **_channel(SUBJECT + ".{worker_id}", KIND_NAMES),
+                "description": "In place of events, where each worker has a subject of its own.",
+                "parameters": {"worker_id": {"description": "The worker_id of each message there."}},
+            },
             "resync": _channel(SUBJECT + RESYNC_SUFFIX, ("resync_request",)),
         },
         "operations": {

@@ -26,7 +26,9 @@ class FollowedDonor:
 class FollowedWorker:
     """A worker: its number in the index, when it was believed last, and its donors with their `state_digest`.
 
-    `is_partial` when donors were left out for want of room: heartbeats then cannot be compared.
+    `is_partial` when donors were left out for want of room: heartbeats are compared again when there is some.
+    `is_unplaced` when donors could not be placed for want of a namespace. `unheeded` heartbeats came in its name and
+    were not believed since one event was.
     """
 
     number: int
@@ -37,3 +39,5 @@ class FollowedWorker:
     asked_at: float = float("-inf")
     wants_resync: bool = False
     is_partial: bool = False
+    is_unplaced: bool = False
+    unheeded: int = 0

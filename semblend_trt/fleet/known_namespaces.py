@@ -42,6 +42,10 @@ class KnownNamespaces:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._by_key) >= self._max_namespaces
+
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
         """Counts one more donor in the namespace of these `values`.
 
@@ -50,7 +54,7 @@ class KnownNamespaces:
         namespace = self._read(values)
         known = self._by_key.get(namespace.key)
         if known is None:
-            if len(self._by_key) >= self._max_namespaces:
+            if self.is_full:
                 raise NamespaceError(f"donors stand in more than {self._max_namespaces} namespaces; no more are kept")
             salt = str(namespace.extra.get("cache_salt", NO_SALT))
             known = KnownNamespace(self._next_number, namespace.key, namespace.model, salt)

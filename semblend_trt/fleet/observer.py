@@ -53,8 +53,10 @@ class FleetObserver:
         self._continuity = Continuity()
         self._donors = 0
 
-    def observe(self, payload: bytes) -> SemanticKvEvent | None:
-        """Reads one message; None for one that is no event. Raises nothing."""
+    def observe(self, payload: bytes, sender: str | None = None) -> SemanticKvEvent | None:
+        """Reads one message; None for one that is no event. `sender` is the worker id that its subject names, None
+        where none does; an event of another worker is a problem, and nothing of it is believed. Raises nothing.
+        """
         self.messages += 1
         self.bytes += len(payload)
         try:
@@ -63,9 +65,12 @@ class FleetObserver:
             self._problem(error.reason, str(error))
             return None
         stream = (event.worker_id, event.dp_rank)
+        name = f"worker {event.worker_id}.{event.dp_rank}, event {event.event_id}"
+        if sender is not None and str(event.worker_id) != sender:
+            self._problem("wrong_subject", f"{name}: came on the subject of worker {sender}")
+            return event
         was_followed = self._continuity.generation(stream) is not None
         verdict = self._continuity.observe(event)
-        name = f"worker {event.worker_id}.{event.dp_rank}, event {event.event_id}"
         if verdict is Verdict.REFUSED:
             self._problem("refused", f"{name}: more workers than are followed")
             return event

@@ -60,6 +60,11 @@ class FleetSettings(SettingsGroup):
         max_length=256,
         description="Subject of donor events; requests for all donors anew are read from the same with .resync behind.",
     )
+    nats_subject_per_worker: Annotated[bool, Variable("NATS_SUBJECT_PER_WORKER")] = Field(
+        False,
+        description="Donor events go to the subject with .<worker id> behind it, and readers believe a worker's from "
+        "there only, so that NATS permissions can keep one worker from speaking for another.",
+    )
     nats_stream: Annotated[str | None, AfterValidator(_checked_stream), Variable("NATS_STREAM")] = Field(
         None,
         min_length=1,

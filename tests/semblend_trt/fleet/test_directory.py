@@ -230,6 +230,119 @@ def test_a_forged_event_blinds_for_some_heartbeats_at_most(directory, make_telle
     assert directory.workers()[0].is_synced
 
 
+@pytest.mark.parametrize("forged", ["generation", "event_id", "interval", "endless_first", "donors"])
+def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(
+    directory, make_teller, clock, text, forged
+) -> None:
+    """A heartbeat a second, and behind each of the first ten a forgery; nothing but heartbeats ends what it did."""
+    teller, document = make_teller(WORKER), text(1, 1000)
+    teller.add("a", document)
+    forger = make_teller(WORKER, generation=int(NOW_S * 1e6))
+    forger.add("forged", text(2, 1000))
+    forger_news = [changed(each, event_id=1 << 40 | number) for number, each in enumerate(forger.news(heartbeat=True))]
+
+    def beat() -> None:
+        clock.now += 1.0
+        if directory.resyncs_due():
+            teller.resync()
+        feed(directory, teller.news())
+        feed(directory, [changed(*teller.news(heartbeat=True), interval_seconds=1.0)])
+
+    def forge(last: bytes) -> None:
+        number = json.loads(last)["event_id"]
+        if forged == "generation":
+            feed(directory, forger_news)
+        elif forged == "event_id":
+            directory.observe(changed(last, event_id=number + (1 << 40)))
+        elif forged == "interval":
+            directory.observe(changed(last, event_id=number + (1 << 40), interval_seconds=86400.0))
+        elif forged == "endless_first":  # whenever the worker was forgotten, the forger speaks first
+            feed(directory, forger_news[::-1])
+        else:
+            directory.observe(changed(forger_news[1], event_id=number + 1, provider_generation=teller.generation))
+
+    beat()
+    for _ in range(10):
+        beat()
+        (last,) = teller.news(heartbeat=True)
+        forge(last)
+    for _ in range(HEARTBEATS_MISSED + 1):  # and one whose answer to a request for a resync it carries
+        beat()
+    assert directory.holders(document) == (Holder(WORKER, 1000),)
+    assert directory.holders(text(2, 1000)) == ()
+    assert directory.workers()[0].is_synced
+
+
+def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(
+    directory, make_teller, clock, text
+) -> None:
+    live, older = make_teller(WORKER, generation=9), make_teller(WORKER, generation=8)
+    live.add("a", text(1, 1000))
+    feed(directory, live.news())
+    for _ in range(3 * HEARTBEATS_MISSED):
+        clock.now += 10
+        feed(directory, [*older.news(heartbeat=True), *live.news(heartbeat=True)])
+    assert directory.donors_of(WORKER) == live.held
+    assert not directory.counts["expired"]
+
+
+def test_what_was_left_out_for_want_of_room_is_asked_for_when_there_is_some(make_teller, clock, text) -> None:
+    directory = Directory(max_donors=4, clock=clock)
+    crowd, teller = make_teller(OTHER), make_teller(WORKER)
+    for name in range(4):
+        crowd.add(f"forged-{name}", text(name, 200))
+    teller.add("a", text(9, 1000))
+    feed(directory, crowd.news(heartbeat=True) + teller.news(heartbeat=True))
+    assert directory.donors_of(WORKER) == {}
+    assert directory.resyncs_due() == ()
+    crowd.remove("forged-0")
+    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    assert directory.resyncs_due() == (WORKER,)
+    teller.resync()
+    feed(directory, teller.news(heartbeat=True))
+    assert directory.holders(text(9, 1000)) == (Holder(WORKER, 1000),)
+    assert directory.resyncs_due() == ()
+
+
+def test_donors_without_a_namespace_are_asked_for_when_there_is_one(directory, make_teller, text, monkeypatch) -> None:
+    monkeypatch.setattr(directory._namespaces, "_max_namespaces", 1)
+    crowd, teller = make_teller(OTHER), make_teller(WORKER)
+    crowd.add("forged", text(1, 200), "another tenant")
+    teller.add("a", text(9, 1000))
+    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    assert directory.holders(text(9, 1000)) == ()
+    assert directory.resyncs_due() == ()
+    crowd.remove("forged")
+    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    assert directory.resyncs_due() == (WORKER,)
+    teller.resync()
+    feed(directory, teller.news(heartbeat=True))
+    assert directory.holders(text(9, 1000)) == (Holder(WORKER, 1000),)
+
+
+def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, make_teller, clock, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 100))
+    feed(directory, teller.news()[1:])  # its reset was lost
+    feed(directory, [changed(*teller.news(heartbeat=True), interval_seconds=1.0)])
+    assert directory.resyncs_due() == (WORKER,)
+    clock.now += 0.5
+    assert directory.resyncs_due() == ()
+    clock.now += 0.5
+    assert directory.resyncs_due() == (WORKER,)
+
+
+def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory, make_teller, text) -> None:
+    teller = make_teller(WORKER)
+    teller.add("a", text(1, 1000))
+    news = teller.news()
+    for sender in ("4", "03", "3.0", "", "resync"):
+        assert {directory.observe(each, sender) for each in news} == {Verdict.REFUSED}
+    assert directory.counts["wrong_subject"] == 5 * len(news)
+    assert directory.workers() == ()
+    assert directory.observe(news[0], "3") is Verdict.RESET
+
+
 def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, make_teller, text) -> None:
     teller = make_teller(WORKER)
     teller.add("a", text(1, 100))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.directory_reader import DirectoryReader
 from semblend_trt.fleet.identity import generation
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 WORKERS = [(3, 0), (4, 0)]
 SUBJECT = "semantic-kv-events"
@@ -21,18 +23,18 @@ SUBJECT = "semantic-kv-events"
 class WatchedDirectory(Directory):
     """A directory that tests can wait on, and that loses a share of its messages until it is told not to."""
 
-    def __init__(self, loss: float = 0.0) -> None:
-        super().__init__(resync_seconds=0.3)
+    def __init__(self, loss: float = 0.0, **keywords: Any) -> None:
+        super().__init__(**({"resync_seconds": 0.3} | keywords))
         self.news, self.loss, self._rng = asyncio.Event(), loss, np.random.default_rng(0)
         self._held_back: bytes | None = None
 
-    def observe(self, payload: bytes):
+    def observe(self, payload: bytes, sender: str | None = None):
         self.news.set()
         if self._rng.random() < self.loss:
             return None
         if self._rng.random() < self.loss:  # it comes after the next one
             payload, self._held_back = self._held_back or payload, payload
-        return super().observe(payload)
+        return super().observe(payload, sender)
 
     async def until(self, condition) -> None:
         async def holds() -> None:
@@ -56,7 +58,7 @@ def reading(server, check, **options) -> None:
     """Runs `check(directory, reader)` while a directory reads the server's events."""
 
     async def run() -> None:
-        directory = WatchedDirectory(options.pop("loss", 0.0))
+        directory = WatchedDirectory(options.pop("loss", 0.0), **options.pop("directory", {}))
         reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT, **options), directory)
         await reader.start()
         try:
@@ -125,6 +127,22 @@ def test_a_worker_that_comes_back_with_a_wrong_clock_is_learnt(
     reading(nats_server, check)
 
 
+def test_forged_donors_are_forgotten_by_the_workers_own_heartbeats(nats_server, make_worker, make_reader) -> None:
+    """The directory's clock stands still, so that no silence ends what was forged."""
+    worker, forger = make_worker(nats_server, worker=WORKERS[0]), make_reader(nats_server.url)
+    worker.add("a")
+    writer = EventWriter(Emitter(*WORKERS[0], generation()), EventFormat.JSON)
+
+    async def check(directory, reader) -> None:
+        await directory.until(lambda: directory.equals({WORKERS[0]: worker}))
+        for payload in (writer.reset(), writer.heartbeat(86400.0, 0, 0)):
+            await asyncio.to_thread(forger.publish, payload)
+        await directory.until(lambda: directory.counts["stale"])
+        await directory.until(lambda: directory.equals({WORKERS[0]: worker}))
+
+    reading(nats_server, check, directory={"clock": lambda: 0.0, "resync_seconds": 0.0})
+
+
 def test_garbage_on_the_subject_is_counted_and_nothing_more(nats_server, make_workers, make_reader) -> None:
     workers = make_workers(nats_server)
     stranger = make_reader(nats_server.url)
@@ -157,7 +175,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(make_nats_server, make_wor
 
 def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog) -> None:
     async def check(directory, reader) -> None:
-        def fails(_: bytes) -> None:
+        def fails(*_: object) -> None:
             directory.news.set()
             raise RuntimeError("a message that cannot be taken")
 
