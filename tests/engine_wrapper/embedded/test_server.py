@@ -239,12 +239,13 @@ def test_bodies_and_prompts_that_are_too_long_are_refused_unread(make_worker):
 
 def test_a_short_request_waits_for_no_long_prompt(make_worker, monkeypatch):
     _, worker = make_worker()
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     real = PromptReader.completion
 
     def slow(reader, body):
         if "user" in body:
-            go_on.wait(60)
+            begun.set()
+            go_on.wait(10)
         return real(reader, body)
 
     monkeypatch.setattr(PromptReader, "completion", slow)
@@ -252,6 +253,8 @@ def test_a_short_request_waits_for_no_long_prompt(make_worker, monkeypatch):
     async def ask(client):
         body = {"prompt": "a", "user": "a" * SHORT_BODY_BYTES, "max_tokens": 1}
         long = asyncio.ensure_future(answer_of(client, "/v1/completions", body))
+        while not begun.is_set():
+            await asyncio.sleep(0)
         short = await answer_of(client, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         is_over = long.done()
         go_on.set()

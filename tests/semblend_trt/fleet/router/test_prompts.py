@@ -123,11 +123,17 @@ def test_what_cannot_fit_is_not_read(size: int) -> None:
 
 
 def test_short_prompts_wait_for_no_long_one(tokenizer: Any) -> None:
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(_: PromptReader) -> bool:
+        begun.set()
+        return go_on.wait(10)
 
     async def read() -> Any:
         threads = ReadingThreads(tokenizer)
-        long = asyncio.ensure_future(threads.read(SHORT_BODY_BYTES + 1, lambda _: go_on.wait(60)))
+        long = asyncio.ensure_future(threads.read(SHORT_BODY_BYTES + 1, wait))
+        while not begun.is_set():
+            await asyncio.sleep(0)
         short = await threads.read(SHORT_BODY_BYTES, lambda reader: reader.completion({"prompt": "abc"}))
         is_over = long.done()
         go_on.set()
