@@ -139,6 +139,9 @@ def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first
         # For a synchronous load the position is that of the first token to load, not the one behind the last.
         begin = max(position, tracked.plan.prefix_end)
     before = begin if is_first else tracked.written_tokens
+    if begin == before + 1 and scheduled == 1 and before >= len(tracked.prompt):
+        # The overlap scheduler tells a position one token late, and catches up where it leaves the request out once.
+        before = begin
     # A request goes on where it stood: with its prompt, and behind that with one token at a time.
     most = len(tracked.prompt) if is_first else max(len(tracked.prompt), before + 1)
     written = begin + scheduled

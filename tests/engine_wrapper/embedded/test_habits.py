@@ -152,3 +152,21 @@ def test_an_offer_that_nobody_applies_is_no_fault(make_ours, make_llm, contract)
     if contract == "main":
         assert donors(llm) == 2  # both were computed
         check_nothing_is_held(llm)
+
+
+def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
+    llm = make_ours("main", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
+    with saves_wait(llm):
+        # The save of the first holds the blocks that the second is to grow into; its position is told without the lag
+        # of the overlap scheduler behind the iterations that it was left out of.
+        first, second = (
+            llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))
+            for seed, count in ((1, 3), (2, 12))
+        )
+        for _ in range(8):
+            llm.executor.step()
+    list(first), list(second)
+    llm.settle()
+    assert not llm.connector_scheduler._runtime.faults
+    assert donors(llm) == 2
