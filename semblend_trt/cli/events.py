@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     observer = FleetObserver()
     is_tail = arguments.action == "tail"
 
-    def show(payload: bytes) -> None:
-        event = observer.observe(payload)
+    def show(payload: bytes, sender: str | None) -> None:
+        event = observer.observe(payload, sender)
         if is_tail:
             _say(_line(event, payload, observer, as_json=arguments.json))
 
@@ -86,20 +86,24 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
 
 
 async def _listen(
-    options: ConnectionOptions, show: Callable[[bytes], None], seconds: float | None, limit: int | None, asks: bool
+    options: ConnectionOptions,
+    show: Callable[[bytes, str | None], None],
+    seconds: float | None,
+    limit: int | None,
+    asks: bool,
 ) -> None:
-    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client
+    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, listen
     from semblend_trt.settings.in_use import masked
 
     ended = asyncio.Event()
     lost: list[bool] = []
     seen = 0
 
-    async def take(message: Any) -> None:
+    async def take(payload: bytes, sender: str | None) -> None:
         nonlocal seen
         if not ended.is_set():
             seen += 1
-            show(message.data)
+            show(payload, sender)
             if limit is not None and seen >= limit:
                 ended.set()
 
@@ -117,11 +121,11 @@ async def _listen(
             f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"
         ) from None
     try:
-        await client.subscribe(options.subject, cb=take)
+        await listen(client, options, take)
         if asks:
             await client.publish(options.subject + RESYNC_SUFFIX, b"")
         await client.flush()
-        sys.stderr.write(f"listening on {options.subject}\n")
+        sys.stderr.write(f"listening on {options.subjects}\n")
         sys.stderr.flush()
         try:
             await asyncio.wait_for(ended.wait(), seconds)

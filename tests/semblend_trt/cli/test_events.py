@@ -25,14 +25,15 @@ COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 class Listening:
     """`semblend-trt events ACTION` as a process that listens already."""
 
-    def __init__(self, url: str, action: str, *arguments: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    def __init__(self, url: str, action: str, *arguments: str, **variables: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name} | variables
         command = [sys.executable, "-c", COMMAND, "events", action, "--url", url, *arguments]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         assert self._process.stderr is not None
-        assert self._process.stderr.readline() == "listening on semantic-kv-events\n"
+        self.told = self._process.stderr.readline()
+        assert self.told.startswith("listening on semantic-kv-events")
 
     def end(self) -> tuple[int, str]:
         output, _ = self._process.communicate(timeout=120)
@@ -68,6 +69,20 @@ def test_tail_prints_a_line_an_event(listen) -> None:
     assert lines[2].startswith("3.0 #3 donors_purged")
     assert lines[3].startswith("not an event (7 bytes): malformed")
     assert len(lines) == 4
+
+
+def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_reader) -> None:
+    arguments = ("--limit", "2", "--no-resync", "--json")
+    listening = Listening(nats_server.url, "check", *arguments, SEMBLEND_NATS_SUBJECT_PER_WORKER="1")
+    assert listening.told == "listening on semantic-kv-events.*\n"
+    reader = make_reader(nats_server.url)
+    for number in (3, 4):
+        reader.publish(events()[0], f"semantic-kv-events.{number}")
+        reader.publish(b"", "semantic-kv-events.resync")  # others ask meanwhile
+    status, output = listening.end()
+    assert status == 1
+    report = json.loads(output)
+    assert (report["messages"], report["workers"], report["problems"]) == (2, 1, {"wrong_subject": 1})
 
 
 def test_tail_prints_json(listen) -> None:
