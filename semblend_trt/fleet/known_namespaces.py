@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import NamespaceError
@@ -16,16 +16,19 @@ MAX_NAMESPACES = 16384
 _MAX_SPELLINGS = 1024
 # A request meets the namespaces of one tenant and model: more than one only where adapters or engines differ.
 _MAX_MET = 8
+# One model is one namespace in folders of any name.
+_MAX_NAMES = 16
 
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace's number, never given twice, its key and model, its salt's digest, and its donors' number."""
+    """A namespace's number, never given twice, its key, its salt's digest, the names that its model was announced with,
+    and its donors' number."""
 
     number: int
     key: str
-    model: str
     salt: str
+    models: set[str] = field(default_factory=set)
     donors: int = 0
 
 
@@ -57,10 +60,12 @@ class KnownNamespaces:
             if self.is_full:
                 raise NamespaceError(f"donors stand in more than {self._max_namespaces} namespaces; no more are kept")
             salt = str(namespace.extra.get("cache_salt", NO_SALT))
-            known = KnownNamespace(self._next_number, namespace.key, namespace.model, salt)
+            known = KnownNamespace(self._next_number, namespace.key, salt)
             self._next_number += 1
             self._by_key[known.key] = known
             self._by_salt.setdefault(salt, {})[known.number] = known
+        if len(known.models) < _MAX_NAMES:
+            known.models.add(namespace.model)
         known.donors += 1
         return known
 
@@ -80,7 +85,7 @@ class KnownNamespaces:
         `model` None stands for all models. Raises NamespaceError for a salt that no request may have.
         """
         digest = NO_SALT if salt is None else salt_digest(salt)
-        met = [each for each in self._by_salt.get(digest, {}).values() if model is None or each.model == model]
+        met = [each for each in self._by_salt.get(digest, {}).values() if model is None or model in each.models]
         return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
 
     def _read(self, values: Mapping[str, Any]) -> CacheNamespace:

@@ -8,6 +8,7 @@ import pytest
 
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.known_namespaces import KnownNamespaces
+from semblend_trt.namespace import content_value
 
 
 @pytest.fixture
@@ -46,6 +47,16 @@ def test_a_request_meets_its_own_salt_and_model_only(known, base_namespace) -> N
     assert known.met_by("Acme", None) == []
     assert known.met_by(None, None) == [other, none]
     assert known.met_by(None, "tiny") == [none]
+
+
+def test_one_model_under_two_names_is_met_under_both(known, base_namespace) -> None:
+    revisions = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
+    names = ("one", "two")
+    first, second = (
+        known.enter(dataclasses.replace(base_namespace, model=name, **revisions).to_dict()) for name in names
+    )
+    assert first is second
+    assert [known.met_by(None, name) for name in (*names, "three")] == [[first], [first], []]
 
 
 def test_a_namespace_with_another_tenants_key_is_refused(known, base_namespace) -> None:
