@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.config import Settings
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from semblend_trt.settings.in_use import masked, settings_in_use
 from semblend_trt.settings.problems import unknown_variables
 
@@ -121,10 +122,14 @@ def audit(settings: Settings) -> Iterator[Finding]:
     path = settings.audit_path
     if path is None:
         return
-    if path.exists():
-        problem = None if path.is_file() and os.access(path, os.W_OK) else f"{path} is no file that can be written"
-    else:
-        problem = _unwritable(path.parent)
+    problem = None
+    try:
+        if path.is_file() and not os.access(path, os.W_OK):
+            problem = f"{path} is no file that can be written"
+        elif not path.is_file():
+            check_writable(path)
+    except (ConfigurationError, OSError) as error:
+        problem = str(error).rstrip(".")
     if problem is None:
         yield _files.ok(f"audit events can be appended to {path}")
     else:

@@ -158,4 +158,9 @@ def test_the_audit_log(tmp_path: Path) -> None:
     (failed,) = audit(load_settings(audit_path=str(tmp_path)))
     assert (fine.status, failed.status) == (Status.OK, Status.FAILED)
     assert list(tmp_path.iterdir()) == []
+    for path, told in ((tmp_path / ("n" * 256), "File name too long"), ("/dev/full", "No space left")):
+        (failed,) = audit(load_settings(audit_path=str(path)))
+        assert (failed.status, told in failed.text) == (Status.FAILED, True)
+    (fine,) = audit(load_settings(audit_path="/dev/null"))
+    assert fine.status is Status.OK
     assert list(audit(load_settings())) == []
