@@ -83,6 +83,7 @@ class RequestTable:
         self._requests: OrderedDict[int, TrackedRequest] = OrderedDict()
         self._iteration = 0
         self._loading: list[TrackedRequest] = []
+        self._holder_of_block: dict[int, TrackedRequest] = {}
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
         request.last_heard = self._iteration
@@ -118,6 +119,17 @@ class RequestTable:
             if loads:
                 self._loading.append(request)
         return request
+
+    def holds(self, request: TrackedRequest, block_ids: Iterable[int]) -> None:
+        """The engine says that the request has these blocks, its own or shared ones."""
+        self._holder_of_block.update(dict.fromkeys(block_ids, request))
+
+    def displaced(self, block_ids: Iterable[int], by: TrackedRequest) -> list[TrackedRequest]:
+        """Returns, and forgets, requests that had one of these blocks, which are `by`'s own now: they have ended."""
+        holders = {id(each): each for each in map(self._holder_of_block.get, block_ids) if each is not None}
+        return self._give_up(
+            each for each in holders.values() if each is not by and self._requests.get(each.request_id) is each
+        )
 
     def is_running(self, request: TrackedRequest) -> bool:
         """Whether the request is part of the iteration that was begun last."""

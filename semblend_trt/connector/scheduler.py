@@ -106,8 +106,8 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Learns the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
-        if tracked is not None:
-            self._watch_copy(tracked, block_ids)
+        if tracked is not None and self.library is not None:
+            self._take_over(tracked, block_ids, self.library)
         if tracked is not None and tracked.plan is not None:
             settle_allocation(tracked, request, block_ids)
             self._journal.allocated(tracked.request_id, len(block_ids))
@@ -296,6 +296,8 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             tracked = self._requests.scheduled(data.request_id, loads=is_first)
             if tracked is not None:
                 iteration.add(tracked, data, is_first=is_first)
+                if len(data.new_block_ids):
+                    self._requests.holds(tracked, data.new_block_ids)
                 if is_first and tracked.plan is not None and tracked.matched_tokens:
                     self._journal.dispatched(tracked.plan, data)
         except Exception:
@@ -304,14 +306,18 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             if tracked is not None:
                 tracked.is_followed = False
 
-    def _watch_copy(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
-        """An engine that has a part of a block copies it into a fresh one, beside the stream of its forwards. One that
-        does not hold what is saved may take a block for it from which a save still reads."""
-        if self.library is None or self._holds_saved_blocks:
-            return
-        block, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
-        if copied and block < len(block_ids):
-            self.library.copied_into(block_ids[block])
+    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], library: Library) -> None:
+        """Blocks behind the engine's own prefix are the request's alone: whoever had them before has ended, told of or
+        not.
+
+        Into the first of them the engine copies what it has of its tokens, beside the stream of its forwards. One that
+        does not hold what is saved may take a block for that from which a save still reads.
+        """
+        shared, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
+        for ended in self._requests.displaced(block_ids[shared:], tracked):
+            self._settle(ended)
+        if copied and not self._holds_saved_blocks and shared < len(block_ids):
+            library.copied_into(block_ids[shared])
 
     # -- the end of a request --------------------------------------------------------------------------------------
 

@@ -80,3 +80,19 @@ def test_a_failed_forward_ends_the_requests_that_were_in_it():
     ended = table.begin_iteration(last_failed=True)
     assert [(request.request_id, request.forward_failed) for request in ended] == [(1, True)]
     assert [table.get(each) is None for each in (1, 2, 3)] == [True, False, False]
+
+
+def test_whose_blocks_are_anothers_now_has_ended():
+    table = RequestTable()
+    first, second, third = tracked(1), tracked(2), tracked(3)
+    for request, blocks in ((first, [5, 6, 7]), (second, [5, 8])):
+        table.add(request)
+        table.holds(request, blocks)
+    table.add(third)
+    assert table.displaced([9], third) == []
+    assert table.displaced([6, 7, -1], third) == [first]
+    table.holds(third, [6, 7])
+    assert table.displaced([6, 7], third) == []
+    table.pop(2)
+    assert table.displaced([5, 8], third) == []  # it has ended, and was told of
+    assert ids([table.get(3)]) == [3]
