@@ -122,16 +122,16 @@ class LossyDirectory(Directory):
         self._rng = np.random.default_rng(1)
         self._late: bytes | None = None
 
-    def observe(self, payload: bytes) -> Verdict | None:
+    def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
         if self.faults_left and self._rng.random() < FAULT_SHARE:
             self.faults_left -= 1
             if self._rng.random() < 0.5:
                 return None
             payload, self._late = self._late or payload, payload
-        verdict = super().observe(payload)
+        verdict = super().observe(payload, sender)
         if self._late is not None and payload is not self._late:
             late, self._late = self._late, None
-            super().observe(late)
+            super().observe(late, sender)
         return verdict
 
 
