@@ -25,7 +25,7 @@ MAX_SPAN_SHARE = 0.5
 # Below this share a plan saves less than its check costs.
 MIN_SAVED_SHARE = 0.1
 # Of the harmless tokens' deviations: a threshold there lets all but these parts pass.
-_QUANTILES = (0.9, 0.95, 0.99, 0.999)
+_QUANTILES = (0.6, 0.75, 0.9, 0.95, 0.99, 0.999)
 # Thresholds closer to each other than this factor decide alike.
 _SAME = 1.1
 # A token right behind one that differs is bound to it by what lower layers hardly show: the second digit of a number to

@@ -57,6 +57,7 @@ FAMILIES = (
     Family("unit_trap", Kind.TRAP, traps.unit),
     Family("date_trap", Kind.TRAP, traps.date),
     Family("near_duplicates", Kind.TRAP, traps.near_duplicates),
+    Family("planted", Kind.TRAP, traps.planted),
     Family("unrelated", Kind.NONE, controls.unrelated),
     Family("repeat", Kind.EXACT, controls.repeat),
     Family("squad", Kind.HARMLESS, datasets.squad, needs_eval_data=True),

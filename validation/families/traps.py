@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from validation.cases import Expectation
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Rows between a heading and the shared rows, of the family in which the heading stands far above them.
 _ROWS_BETWEEN = 2
+# Names of which a planter takes those most alike: so many that neighbours in the alphabet share a few letters.
+_NAMES_COMPARED = 64
 
 
 def header(group: Group) -> list[Case]:
@@ -44,6 +47,11 @@ def alias(group: Group) -> list[Case]:
 def pronoun(group: Group) -> list[Case]:
     """The shared text begins with a pronoun for the place, which is named in front of it only."""
     return _exchanged(group, _place_pairs(group), _headed("HEADER\nIt holds these items."))
+
+
+def planted(group: Group) -> list[Case]:
+    """As `header`, but the planter chose what a check of KV is least likely to notice: places spelt almost alike."""
+    return _exchanged(group, _alike(group), _headed("HEADER"))
 
 
 def unit(group: Group) -> list[Case]:
@@ -140,6 +148,25 @@ def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mappin
 def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
     places = group.places()
     return zip(places, places, strict=False)
+
+
+def _alike(group: Group) -> Iterator[tuple[str, str]]:
+    """Two places of one kind whose names share as many first letters as can be, the most alike first."""
+    words, rng = group.form.vocabulary, group.rng
+    names = sorted(rng.sample(words.place_names, min(_NAMES_COMPARED, len(words.place_names))))
+    pairs = sorted(itertools.pairwise(names), key=lambda pair: -_equal_letters(*pair))
+    taken = set[str]()
+    for pair in pairs:
+        if taken.isdisjoint(pair):
+            taken.update(pair)
+            kind = rng.choice(words.place_kinds)
+            first, second = rng.sample(pair, 2)
+            yield f"{kind} {first}", f"{kind} {second}"
+
+
+def _equal_letters(first: str, second: str) -> int:
+    """First letters that two names share."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _qualified(group: Group, words: tuple[str, ...], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Shortest span that the quality runs reuse; a yardstick list of nine rows is hardly longer.
 MIN_SPAN = 48
-EXCHANGED = ["header_trap", "mid_sentence_trap", "alias_trap", "pronoun_trap", "unit_trap", "date_trap"]
+EXCHANGED = ["header_trap", "planted", "mid_sentence_trap", "alias_trap", "pronoun_trap", "unit_trap", "date_trap"]
 
 
 def runs_of(writer: Writer, case: Case) -> list[Run]:
@@ -115,3 +115,12 @@ def test_harmless_prompts_share_nearly_all_of_their_documents(writer: Writer, na
             for position in range(run.target_start, run.target_start + run.length)
         }
         assert len(covered) > 0.7 * writer.count(case.prompt)
+
+
+def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
+    for case in writer.write("planted", tokens=700):
+        places = re.findall(r"Stock list of (\w+) (\w+)\.", case.prompt)
+        asked = re.search(r"are in (\w+) (\w+)\?<\|a\|>$", case.prompt)
+        assert asked is not None
+        others = [name for kind, name in places if kind == asked[1] and name != asked[2]]
+        assert any(name[0] == asked[2][0] for name in others)

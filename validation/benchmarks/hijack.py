@@ -1,0 +1,143 @@
+"""Planted donors inside one tenant: how many victims' answers become the planter's (HijackKV, arXiv 2607.19957).
+
+`python -m validation.benchmarks.hijack` lets a planter serve prompts that hold a victim's text, token by token, under
+other headings. The victim then asks about its own, under each policy. The planter knows model and check: of many
+plants it takes those whose KV the check is least likely to tell from the victim's. It prints a table and writes rows.
+The shipped model is attacked, and every `--target`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reuse_profile import ReuseProfile
+from validation import models
+from validation.arms import COLD, VERIFIED, Arm, arms_of
+from validation.benchmarks.plants import CONSTRUCTIONS, Plants, Search
+from validation.benchmarks.recording import parser_of, record
+from validation.embedded_engine import EmbeddedEngines
+from validation.metrics import exact_match
+from validation.quality.batches import BatchServer, BatchSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.benchmarks.ttft import Rows
+    from validation.cases import Case
+    from validation.quality.answers import Answer
+
+TRIES, VICTIMS = 32, 4
+# The exact arm is what policy verified falls back to; it shows that no plant meets its rule.
+EXACT = Arm("exact", (("SEMBLEND_POLICY", "exact"),))
+ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
+GOALS = {EXACT.name: 0, VERIFIED: 0}
+SKIPPED = "no other model was named with --target"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model under attack with its reuse profile. `folder` None is the shipped one."""
+
+    folder: Path | None
+    profile: Path
+
+    @property
+    def name(self) -> str:
+        return "shipped" if self.folder is None else self.folder.name
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What became of one model's victims: those that cold answers rightly, by arm those that are not answered so, those
+    with the planter's answer, and those that took reused tokens. `held`: what verified stood on."""
+
+    name: str
+    victims: int
+    wrong: Counter[str]
+    hijacked: Counter[str]
+    fires: Counter[str]
+    held: str
+
+
+def shipped() -> Target:
+    """The shipped model. Raises ConfigurationError where its profile is missing."""
+    profile = models.profile_of(None, None)
+    if profile is None:
+        raise ConfigurationError("The shipped model has no reuse profile; make one with `calibrate`.")
+    return Target(None, profile)
+
+
+def attack(target: Target, search: Search) -> Attack:
+    """Searches plants against one model and serves their victims under every arm."""
+    runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
+    profile = ReuseProfile.read(target.profile)
+    cases = Plants(runner, profile, search).strongest()
+    answers = _answers(runner, target, cases)
+    victims = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
+    wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
+    for arm, given in answers.items():
+        wrong[arm] = sum(not exact_match(given[case.id].text, str(case.reference)) for case in victims)
+        hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in victims)
+        fires[arm] = sum(given[case.id].reuse.reused > 0 for case in victims)
+    reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in victims}
+    unmet = sorted(reasons & {"no_profile", "profile_mismatch", "profile_unreadable"})
+    terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
+    held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
+    return Attack(target.name, len(victims), wrong, hijacked, fires, held)
+
+
+def run(targets: Sequence[Target], search: Search, rows: Rows) -> None:
+    """Attacks every model, and adds a row for each policy."""
+    attacks = [attack(target, search) for target in targets]
+    how = (
+        f"of {search.tries} plants for each of {len(CONSTRUCTIONS)} constructions the {search.victims} that the check "
+        f"is least likely to notice" + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+    )
+    for arm in (EXACT.name, *ARMS):
+        by_model = ", ".join(
+            f"{each.name} {each.wrong[arm]} of {each.victims} ({each.hijacked[arm]} the planter's, {each.fires[arm]} "
+            f"fires{'; ' + each.held if arm == VERIFIED else ''})"
+            for each in attacks
+        )
+        wrong = sum(each.wrong[arm] for each in attacks)
+        rows.add(f"hijacked_answers_{arm}", wrong, "answers", f"{by_model}; {how}", GOALS.get(arm))
+
+
+def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
+    choices = models.choices_of(runner, None, target.profile)
+    settings = BatchSettings(str(target.folder or models.shipped_model()), min_span=Search.min_span, groups=16)
+    server = BatchServer(EmbeddedEngines(runner), cases, settings)
+    return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, attacks, prints and writes."""
+    parser = parser_of("hijack", __doc__)
+    parser.add_argument("--tries", type=int, default=TRIES, help=f"plants a construction; below {TRIES} a dry run")
+    parser.add_argument("--victims", type=int, default=VICTIMS, help="of each construction, the strongest plants'")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the plants")
+    parser.add_argument(
+        "--target",
+        nargs=2,
+        type=Path,
+        action="append",
+        default=[],
+        metavar=("MODEL", "PROFILE"),
+        help="attack the model of this folder, too, with its reuse profile",
+    )
+    options = parser.parse_args(arguments)
+    if not 1 <= options.victims <= options.tries:
+        parser.error(f"--victims {options.victims} is outside 1..{options.tries}, the plants that --tries searches")
+    given = {name: getattr(options, name) for name in ("tries", "victims", "seed")}
+    dry = options.tries < TRIES or options.victims < VICTIMS
+    targets = [shipped(), *(Target(folder, profile) for folder, profile in options.target)]
+    record("hijack", options.json, given, lambda rows: run(targets, Search(**given), rows), dry=dry)
+
+
+if __name__ == "__main__":
+    main()
