@@ -53,6 +53,10 @@ class ServerProcess:
         return found[0].split(" on ")[1].strip()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def log_bytes(self) -> int:
         """How much it said so far."""
         return sum(map(len, self._said))
@@ -75,10 +79,10 @@ class ServerProcess:
         self._listens.set()
 
 
-def worker(*arguments: str, descriptors: int | None = None) -> ServerProcess:
+def worker(*arguments: str, descriptors: int | None = None, **variables: str) -> ServerProcess:
     """An embedded engine with the shipped model, at a free port."""
     command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
-    return ServerProcess(*command, *arguments, descriptors=descriptors)
+    return ServerProcess(*command, *arguments, descriptors=descriptors, **variables)
 
 
 def router(config: Path, descriptors: int | None = None, **variables: str) -> ServerProcess:
