@@ -11,12 +11,18 @@ from semblend_trt.files import check_writable, write_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["check_writable", "write_bytes", "write_json", "write_text"]
+__all__ = ["beside", "check_writable", "write_bytes", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` in UTF-8 as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def beside(path: Path, suffix: str) -> Path | None:
+    """Where a document with another suffix goes by default; None where `path` is a device or a pipe, which has no
+    place beside it."""
+    return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,11 +22,13 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server_answers import STREAM_END, AnswerForm, TextSoFar, event
 from engine_wrapper.embedded.server_body import DEFAULT_MAX_TOKENS, CompletionBody, read_body
 from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
-from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from semblend_trt.command_line import ended, named
+from semblend_trt.errors import CapacityError, ConfigurationError
 from semblend_trt.fleet.router.connections import Connections, ServerBounds, json_object
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, refusing
 from semblend_trt.fleet.router.serving import metrics_page, serve
+from semblend_trt.printable import printable
 from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
@@ -171,8 +173,12 @@ async def _metrics(_: web.Request) -> web.Response:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until the process is told to end. Returns 2 when it cannot."""
+    """Serves until the process is told to end. Returns 0, or the status of `command_line.ended`."""
     arguments = _parser().parse_args(argv)
+    return ended("semblend-trt worker", lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     for name, value in (
         ("WORKER_ID", arguments.worker_id),
         ("NATS_URL", arguments.nats),
@@ -180,23 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         if value is not None:
             os.environ[PREFIXES[0] + name] = str(value)
+    bounds = ServerBounds(
+        arguments.header_seconds,
+        arguments.body_seconds,
+        arguments.max_connections,
+        arguments.max_connections,  # a router is one peer
+        arguments.max_body_bytes,
+    )
+    worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name, bounds)
+    what = f"serving {printable(worker.name)}"
     try:
-        bounds = ServerBounds(
-            arguments.header_seconds,
-            arguments.body_seconds,
-            arguments.max_connections,
-            arguments.max_connections,  # a router is one peer
-            arguments.max_body_bytes,
-        )
-        worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name, bounds)
-        connections = Connections(bounds)
-        try:
-            asyncio.run(serve(worker.app(), arguments.host, arguments.port, f"serving {worker.name}", connections))
-        finally:
-            worker.close()
-    except SemBlendError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        asyncio.run(serve(worker.app(), arguments.host, arguments.port, what, Connections(bounds)))
+    finally:
+        worker.close()
     return 0
 
 
@@ -217,8 +219,8 @@ def _llm(arguments: argparse.Namespace) -> LLM:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m engine_wrapper.embedded.server", description=__doc__)
-    parser.add_argument("--model", required=True, help="folder or hub id of the model")
-    parser.add_argument("--name", help="what requests call the model (default: the last part of --model)")
+    parser.add_argument("--model", type=named, required=True, help="folder or hub id of the model")
+    parser.add_argument("--name", type=named, help="what requests call the model (default: the last part of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8001, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
@@ -233,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
         default = getattr(BOUNDS, name[2:].replace("-", "_"))
         parser.add_argument(name, type=_positive(type(default)), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--worker-id", type=int, help="number in the fleet, in place of SEMBLEND_WORKER_ID")
-    parser.add_argument("--nats", help="NATS server for donor events, in place of SEMBLEND_NATS_URL")
-    parser.add_argument("--profile", help="reuse profile of the model, in place of SEMBLEND_PROFILE")
+    parser.add_argument("--nats", type=named, help="NATS server for donor events, in place of SEMBLEND_NATS_URL")
+    parser.add_argument("--profile", type=named, help="reuse profile of the model, in place of SEMBLEND_PROFILE")
     return parser
 
 

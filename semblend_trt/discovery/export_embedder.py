@@ -7,28 +7,33 @@ import shutil
 import sys
 from pathlib import Path
 
+from semblend_trt.command_line import ended, named
 from semblend_trt.discovery.embedders.onnx import GRAPH_FILE
 from semblend_trt.discovery.embedders.onnx_export import export
 from semblend_trt.discovery.embedders.sentence_model import WEIGHTS_FILE, sentence_model
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.printable import printable
+
+PROGRAM = "python -m semblend_trt.discovery.export_embedder"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes a folder that serves as the embedder's model; 0, or 2 with a sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m semblend_trt.discovery.export_embedder", description=__doc__)
+    """Writes a folder that serves as the embedder's model. Returns 0, or the status of `command_line.ended`."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to write: the ONNX graph, the weights and the tokenizer")
-    parser.add_argument("--model", help="folder or cached hub id of a sentence model; all-MiniLM-L6-v2 by default")
+    parser.add_argument(
+        "--model", type=named, help="folder or cached hub id of a sentence model; all-MiniLM-L6-v2 by default"
+    )
     given = parser.parse_args(arguments)
-    try:
-        model = sentence_model(given.model, "onnx", "onnx")
-        export(model, given.folder / GRAPH_FILE)
-        for name in (WEIGHTS_FILE, "config.json", "tokenizer.json"):
-            if (model.folder / name).resolve() != (given.folder / name).resolve():
-                shutil.copyfile(model.folder / name, given.folder / name)
-    except (ConfigurationError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{given.folder}\n")
+    return ended(PROGRAM, lambda: _export(given.model, given.folder))
+
+
+def _export(source: str | None, folder: Path) -> int:
+    model = sentence_model(source, "onnx", "onnx")
+    export(model, folder / GRAPH_FILE)
+    for name in (WEIGHTS_FILE, "config.json", "tokenizer.json"):
+        if (model.folder / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(model.folder / name, folder / name)
+    sys.stdout.write(f"{printable(folder)}\n")
     return 0
 
 

@@ -6,15 +6,13 @@ that. Namespaces stand there as their keys, which are digests: no salt can be re
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,7 +34,7 @@ class ShelfRecord:
 
 
 def write_index(path: Path, identity: str, dim: int, records: list[ShelfRecord]) -> None:
-    """Writes the file and puts it in the place of an earlier one in one step, on disk before that.
+    """Writes the file in the place of an earlier one in one step, on disk before that. Symlinks are followed.
 
     Raises ConfigurationError naming the path when it cannot be written; an earlier file is then untouched.
     """
@@ -47,22 +45,12 @@ def write_index(path: Path, identity: str, dim: int, records: list[ShelfRecord])
     header = json.dumps({"version": VERSION, "identity": identity, "dim": dim, "shelves": shelves}).encode()
     parts = [MAGIC, len(header).to_bytes(8, "little"), header, *(record.vectors for record in records)]
     digest = hashlib.sha256()
-    temporary = None
+    for part in parts:
+        digest.update(part)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = file.name
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        # Vectors tell of texts: the file is for its owner only.
+        write_bytes(path, *parts, digest.digest(), mode=0o600, is_durable=True)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise ConfigurationError(f"the index {path} cannot be written: {error.strerror or error}") from error
 
 

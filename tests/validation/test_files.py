@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from validation.files import write_json, write_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from validation.files import beside, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -20,6 +17,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_text(path, "new \ud800")
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_nothing_is_put_beside_what_is_no_file(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("/dev/null")
+    assert [beside(path, ".md") for path in (Path("/dev/null"), link)] == [None, None]
+    (tmp_path / "old.json").touch()
+    assert [beside(tmp_path / name, ".md") for name in ("old.json", "old")] == [tmp_path / "old.md"] * 2
 
 
 def test_json_has_no_values_that_json_lacks(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ _DESCRIPTION = f"""
 Finds the cheapest policy that is non-inferior to cold for one model in one dtype (margin {MARGIN:g} of the score,
 one-sided {CONFIDENCE:.0%}, paired bootstrap over groups) on harmless families, trap families and text perplexity, and
 writes it as the model's reuse profile. What is chosen on some prompts is confirmed on others. Exit status: 0 the
-profile allows reuse, 1 nothing is non-inferior and the profile allows exact spans only, 2 bad usage.
+profile allows reuse, 1 nothing is non-inferior and the profile allows exact spans only, 2 bad usage or an error, 130
+interrupted.
 """
 _PROMPTS = (
     'cases of your own beside the families: {"id": str, "donors": [str, ...], "prompt": str, "reference": str} a line; '
@@ -33,7 +34,7 @@ Adds an engine to a reuse profile that was made in another one: serves the profi
 under policy verified with the profile's terms, on prompts that it was not made with, and adds the engine only when
 every family is non-inferior to cold there, by a calibration's own rule (margin {MARGIN:g}, one-sided {CONFIDENCE:.0%}).
 Everything else that the profile binds has to be the same already. Exit status: 0 the engine is in the profile, 1 it is
-not shown to be as good as cold there (the profile stays as it is), 2 bad usage.
+not shown to be as good as cold there (the profile stays as it is), 2 bad usage or an error, 130 interrupted.
 """
 _ENGINES = (
     "where the prompts are served: embedded, or trtllm, which is TensorRT-LLM with the wrapper through its LLM API "

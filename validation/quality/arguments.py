@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again (the noise floor) and under other arms, and compares
 their answers with cold's by a paired bootstrap. Measures no times. Exit status: 0 the run is complete, 1 the arm
-verified is inferior to cold somewhere, 2 bad usage.
+verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
 """
 
 

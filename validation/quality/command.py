@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from semblend_trt.printable import printable
 from validation import machine, models, results
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
 from validation.embedded_engine import EmbeddedEngines
-from validation.files import check_writable, write_bytes, write_json, write_text
+from validation.files import beside, check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
 from validation.quality.arguments import batch_settings, family_request
 from validation.quality.batches import BatchServer
@@ -89,22 +90,24 @@ def _serve(
     return samples, seconds
 
 
-def _paths(options: argparse.Namespace) -> tuple[Path, Path, Path]:
-    page = options.page or options.output.with_suffix(".md")
-    return options.output, page, options.plot or page.with_suffix(".png")
+def _paths(options: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
+    page = options.page or beside(options.output, ".md")
+    return options.output, page, options.plot or (page and beside(page, ".png"))
 
 
-def _write(report: QualityReport, paths: tuple[Path, Path, Path], record: Path | None) -> None:
+def _write(report: QualityReport, paths: tuple[Path, Path | None, Path | None], record: Path | None) -> None:
     document, page, plot = paths
     write_json(document, report.to_dict())
-    write_bytes(plot, draw(report.panels(), f"{report.model}, {report.machine['name']}, {report.date}"))
-    write_text(page, report.page(plot.name))
+    if plot is not None:
+        write_bytes(plot, draw(report.panels(), f"{report.model}, {report.machine['name']}, {report.date}"))
+    if page is not None:
+        write_text(page, report.page(None if plot is None else plot.name))
     if record is not None:
         common = results.Measured(report.command, report.machine, report.versions, report.date)
         results.write_rows(record / report.machine["name"] / FILE_NAME, quality_rows(report, common))
 
 
-def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
+def _show(report: QualityReport, paths: Sequence[Path | None]) -> bool:
     console = Console(soft_wrap=True)
     inferior = []
     for line in report.lines():
@@ -117,8 +120,8 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
         for arm, took in report.seconds.items()
     )
     console.print(f"prompts a second: {rates}", markup=False, highlight=False)
-    for path in paths:
-        console.print(str(path), markup=False, highlight=False)
+    for path in filter(None, paths):
+        console.print(printable(path), markup=False, highlight=False)
     if inferior:
         Console(stderr=True, soft_wrap=True).print(
             f"validation: {VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}",

@@ -82,8 +82,8 @@ class QualityReport:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def page(self, plot_name: str) -> str:
-        """The Markdown page, with the plot of that file name beside it."""
+    def page(self, plot_name: str | None) -> str:
+        """The Markdown page, with the plot of that file name beside it, if there is one."""
         head = [f"| {_HEADINGS} |", "|" + "---|" * len(_HEADINGS.split(" | "))]
         rows = [
             f"# Quality of reuse: {self.model}",
@@ -99,8 +99,7 @@ class QualityReport:
             "the noise floor. Donor's: share of the answers that are the wrong one of the donor's text. Computed: "
             "share of tokens times layers. Tokens are sums over the prompts.",
             "",
-            f"![exact match against computed share]({plot_name})",
-            "",
+            *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
             *head,
         ]
         rows += [self._row(line, self.kinds[line.family]) for line in self.lines()]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """
 Replays request telemetry through the eviction policies, for an exact prefix cache and for reuse of spans, and predicts
 the time to the first token by a fitted model; nothing is measured. Writes replay_results.json, replay_metrics.csv,
-replay_summary.md and replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage.
+replay_summary.md and replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage or an
+error, 130 interrupted.
 """
 LATENCY_PROFILE = Path("benchmarks/results/h200/ttft.json")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
@@ -58,7 +59,9 @@ class TraceLog:
         self._hasher, self._counters = hasher, counters
         self._maker = BlockMaker(prompts, hasher, config.block_tokens, config.text == "kept")
         try:
-            self._file = _TraceFile(config.path, maxBytes=config.max_bytes, backupCount=config.files, encoding="utf-8")
+            # Rotation renames a symlink's target and not the link; what is no regular file stays as it is.
+            target = os.path.realpath(config.path)
+            self._file = _TraceFile(target, maxBytes=config.max_bytes, backupCount=config.files, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"telemetry.path {config.path} cannot be written: {error.strerror}") from None
         self._lock = threading.Lock()

@@ -187,8 +187,35 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
-    assert main(["--model", str(tmp_path / "nothing"), "--port", "0"]) == 2
-    assert "nothing" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["--model", str(tmp_path / "nothing\x1b[2J"), "--port", "0"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("semblend-trt worker: ")
+    assert "nothing\\x1b[2J" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (KeyboardInterrupt(), 130, "semblend-trt worker: interrupted"),
+        (OSError(28, "No space left on device"), 2, "semblend-trt worker: [Errno 28] No space left on device"),
+        (RecursionError("too deep"), 2, "semblend-trt worker: it cannot go on: RecursionError: too deep"),
+    ],
+)
+def test_what_ends_a_worker_becomes_a_status(error, status, told, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("engine_wrapper.embedded.server.LLM", fail)
+    assert main(["--model", "any", "--port", "0"]) == status
+    assert capsys.readouterr().err.splitlines()[-1] == told
+
+
+@pytest.mark.parametrize("option", ["--model", "--name", "--nats", "--profile"])
+def test_an_empty_name_is_bad_usage(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "nothing", option, " "])
+    assert ended.value.code == 2
+    assert f"argument {option}: the name is empty" in capsys.readouterr().err
 
 
 def test_a_port_that_is_none_is_bad_usage(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -169,6 +170,33 @@ def test_a_failed_save_leaves_the_earlier_file(monkeypatch, tmp_path):
         filled(6)[0].save(path)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["index"]
+
+
+def test_a_symlink_is_followed_and_the_file_is_its_owners(tmp_path):
+    target, link = tmp_path / "far" / "index", tmp_path / "link"
+    link.symlink_to(target)
+    for count in (5, 6):
+        filled(count)[0].save(link)
+        assert link.is_symlink()
+        assert len(SemanticIndex.load(target, "test")) == count
+        assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    # Opened for both, so that nobody waits if the pipe is replaced.
+    descriptor = os.open(pipe, os.O_RDWR)
+    reader = threading.Thread(target=lambda: read.append(os.read(descriptor, 100)))
+    reader.start()
+    write_index(pipe, "test", DIM, [ShelfRecord("space", [], b"")])
+    is_pipe = pipe.is_fifo()
+    if not is_pipe:
+        os.write(descriptor, b"nothing came")
+    reader.join(60)
+    os.close(descriptor)
+    assert is_pipe
+    assert read[0].startswith(b"SBLNDVEC")
 
 
 @pytest.mark.parametrize(

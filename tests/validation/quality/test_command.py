@@ -44,6 +44,24 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
 
 
+def test_a_device_has_no_page_and_no_plot_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = tmp_path / "out.json"
+    link.symlink_to("/dev/null")
+    few = ["quality", "--groups", "1", "--questions", "1", "--tokens", "640", "--families", "prose", "--arms", "cold"]
+    assert main([*few, "--output", str(link)]) == 0
+    assert list(tmp_path.iterdir()) == [link]
+    assert capsys.readouterr().out.splitlines()[-1] == str(link)
+    assert main([*few, "--output", str(tmp_path / "\x1b[2J.json"), "--page", str(link)]) == 0
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["\x1b[2J.json", "out.json"]
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"{tmp_path}/\\x1b[2J.json", str(link)]
+
+
+@pytest.mark.parametrize("subcommand", ["quality", "calibrate", "confirm", "replay"])
+def test_help_names_the_status_of_an_interrupted_run(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([subcommand, "--help"]) == 0
+    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

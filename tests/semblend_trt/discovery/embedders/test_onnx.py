@@ -106,5 +106,25 @@ def test_without_cuda_onnx_gpu_names_its_extra():
 
 
 def test_the_command_says_what_is_missing(tmp_path, capsys):
-    assert export_embedder.main([str(tmp_path / "out"), "--model", str(tmp_path)]) == 2
-    assert "model.safetensors" in capsys.readouterr().err
+    (source := tmp_path / "\x1b[2J").mkdir()
+    assert export_embedder.main([str(tmp_path / "out"), "--model", str(source)]) == 2
+    told = capsys.readouterr().err
+    assert "model.safetensors" in told
+    assert told.startswith(export_embedder.PROGRAM)
+    assert told.count("\n") == 1
+    assert "\\x1b[2J" in told
+    with pytest.raises(SystemExit) as ended:
+        export_embedder.main(["folder", "--model", ""])
+    assert ended.value.code == 2
+
+
+def test_the_command_prints_its_folder_escaped_and_ends_with_130(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export_embedder, "export", lambda model, path: path.parent.mkdir())
+    assert export_embedder.main([str(tmp_path / "out\x1b[2J"), "--model", str(exported)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/out\\x1b[2J\n"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_embedder, "export", interrupted)
+    assert export_embedder.main([str(tmp_path / "out"), "--model", str(exported)]) == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,36 @@ def test_files_are_rotated_and_bounded(tokenizer: Any, tmp_path: Path) -> None:
     assert all(0 < file.stat().st_size <= 4096 for file in files)
     newest = [json.loads(line)["request_id"] for line in files[0].read_text().splitlines()]
     assert newest[-1] == "r199"
+
+
+def test_a_symlink_stays_and_its_target_is_rotated(tokenizer: Any, tmp_path: Path) -> None:
+    far, link = tmp_path / "far", tmp_path / "trace.jsonl"
+    far.mkdir()
+    link.symlink_to(far / "target")
+    log = Log(tokenizer, link, max_bytes=4096, files=2)
+    for number in range(100):
+        log.log.note(served(number))
+    log.log.close()
+    assert link.is_symlink()
+    assert sorted(each.name for each in far.iterdir()) == ["target", "target.1", "target.2"]
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["far", "trace.jsonl"]
+
+
+def test_a_pipe_is_written_to_and_never_rotated(tokenizer: Any, tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    log = Log(tokenizer, link, max_bytes=4096, files=2)
+    for number in range(100):
+        log.log.note(served(number))
+    log.log.close()
+    reader.join(60)
+    assert len(read[0].splitlines()) == 100
+    assert pipe.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_what_would_pile_up_is_dropped(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
