@@ -2,7 +2,7 @@
 
 `python -m validation.benchmarks.hijack` lets a planter serve prompts that hold a victim's text, token by token, under
 other headings. The victim then asks about its own, under each policy. The planter knows model and check: of many
-plants it takes those whose KV the check is least likely to tell from the victim's. It prints a table and writes rows.
+plants it takes those that change the victim's KV most of all that pass the check. It prints a table and writes rows.
 The shipped model is attacked, and every `--target`.
 """
 
@@ -17,7 +17,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.benchmarks.plants import CONSTRUCTIONS, Plants, Search
+from validation.benchmarks.plants import CONSTRUCTIONS, MORE_TRIES, MORE_VICTIMS, STRONGEST, Plants, Search
 from validation.benchmarks.recording import parser_of, record
 from validation.embedded_engine import EmbeddedEngines
 from validation.metrics import exact_match
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.quality.answers import Answer
 
-TRIES, VICTIMS = 32, 4
+TRIES, VICTIMS = 16, 4
 # The exact arm is what policy verified falls back to; it shows that no plant meets its rule.
 EXACT = Arm("exact", (("SEMBLEND_POLICY", "exact"),))
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
@@ -95,8 +95,9 @@ def run(targets: Sequence[Target], search: Search, rows: Rows) -> None:
     """Attacks every model, and adds a row for each policy."""
     attacks = [attack(target, search) for target in targets]
     how = (
-        f"of {search.tries} plants for each of {len(CONSTRUCTIONS)} constructions the {search.victims} that the check "
-        f"is least likely to notice" + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+        f"of {search.tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {search.victims}, and of "
+        f"{search.tries * MORE_TRIES} for {STRONGEST} the {search.victims * MORE_VICTIMS}, that change most of those "
+        f"that pass the check; seed {search.seed}" + (f"; {SKIPPED}" if len(attacks) == 1 else "")
     )
     for arm in (EXACT.name, *ARMS):
         by_model = ", ".join(

@@ -1,6 +1,7 @@
-"""Plants: prompts that give a victim's text another meaning, and those of them that a check is least likely to notice.
+"""Plants: prompts that give a victim's text another meaning, and those of them that do so under a check's threshold.
 
-The planter is a white box: it has the model and its reuse profile, and reads of every plant what the check would.
+The planter is a white box: it has the model and its reuse profile, and reads of every plant what the check would. Of
+those that pass it takes the ones that change most: what is nearer to the victim's own KV changes no answer.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ CONSTRUCTIONS = (
     "unit_trap",
     "date_trap",
 )
+# The strongest construction is searched so many times as hard, and has so many times the victims.
+STRONGEST, MORE_TRIES, MORE_VICTIMS = "planted", 16, 6
+# A plant of which more than this share is computed is noticed.
+_NOTICED = 0.1
 # As short as prompts can be: one pair of lists, so that all that is reused is planted.
 _TOKENS = 420
 _ANSWER_TOKENS = 8
@@ -58,27 +63,30 @@ class Plants:
         self._deviations = DeviationCollector(runner.model, runner.facts, search.min_span)
 
     def strongest(self) -> list[Case]:
-        """Of each construction the victims of the plants that the check is least likely to notice."""
+        """Of each construction the victims of the plants that pass the check with the largest deviation."""
         return [case for name in CONSTRUCTIONS for case in self._strongest_of(name)]
 
     def _strongest_of(self, construction: str) -> list[Case]:
         form, search = form_for(self._runner.tokenizer), self._search
-        cases = write_family(construction, form, self._count, search.seed, search.tries, 1, _TOKENS)
-        noticed = [(self._noticed(case), number) for number, case in enumerate(cases)]
-        return [cases[number] for _, number in sorted(noticed)[: search.victims]]
+        tries, victims = search.tries, search.victims
+        if construction == STRONGEST:
+            tries, victims = tries * MORE_TRIES, victims * MORE_VICTIMS
+        cases = write_family(construction, form, self._count, search.seed, tries, 1, _TOKENS)
+        return sorted(cases, key=self._weakness)[:victims]
 
     def _count(self, text: str) -> int:
         return len(self._runner.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _noticed(self, case: Case) -> tuple[float, float]:
-        """Share of the planted tokens that the profile's check computes, then their mean deviation there."""
+    def _weakness(self, case: Case) -> tuple[bool, float]:
+        """Whether the check notices the plant; then its mean deviation, for those that pass the larger the better."""
         found = self._deviations.collect([case], self._tokeniser.tokenise)
         behind = [each.behind(self._profile.head_tokens) for each in found]
         if not behind or not behind[0].lengths:
-            return 1.0, float("inf")
+            return True, float("inf")
         [prompt] = behind
         values = prompt.values[min(full_layers_of(self._profile), len(prompt.values) - 1)]
-        return self._computed_share(prompt), float(values.mean())
+        is_noticed, mean = self._computed_share(prompt) > _NOTICED, float(values.mean())
+        return is_noticed, mean if is_noticed else -mean
 
     def _computed_share(self, prompt: PromptDeviations) -> float:
         terms = self._profile.terms

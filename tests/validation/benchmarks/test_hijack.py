@@ -47,10 +47,15 @@ def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:
     assert found.wrong["exact"] == 0
 
 
-def test_the_planter_takes_what_the_check_is_least_likely_to_notice(shipped) -> None:
+def test_the_planter_takes_what_changes_most_of_what_passes(shipped) -> None:
     runner = models.load(None, "cpu", "float32")
     profile = ReuseProfile.read(shipped.profile)
-    found = plants.Plants(runner, profile, Search(tries=4, victims=4))
-    ordered = [found._noticed(case) for case in found._strongest_of("header_trap")]
-    assert ordered == sorted(ordered)
-    assert len(set(ordered)) == 4
+    assert profile.check is not None
+    half = profile.model_copy(update={"check": profile.check.model_copy(update={"threshold": 0.8})})
+    found = plants.Plants(runner, half, Search(tries=8, victims=8))
+    ordered = [found._weakness(case) for case in found._strongest_of("header_trap")]
+    passed, noticed = ([mean for is_noticed, mean in ordered if is_noticed is kind] for kind in (False, True))
+    assert ordered == [(False, mean) for mean in sorted(passed)] + [(True, mean) for mean in sorted(noticed)]
+    assert passed
+    assert noticed
+    assert max(passed) < 0 < min(noticed)
