@@ -22,8 +22,15 @@ comma := ,
 GPU_EXTRA := gpu$(comma)
 endif
 
+# The lock holds files for CI's platform alone; LOCK= goes without it, as any other machine does.
+LOCK := requirements-ci.txt
+PLATFORM := $(shell $(or $(wildcard $(RUN)),$(PYTHON)) -c 'import platform, sys; \
+	print(*sys.version_info[:2], platform.libc_ver()[0], platform.machine(), sep="-")' 2>/dev/null)
+LOCKED := $(and $(filter cpu,$(KIND)),$(filter 3-11-glibc-x86_64,$(PLATFORM)),$(LOCK))
+PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
+
 .DEFAULT_GOAL := help
-.PHONY: help env validate quality calibrate test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest validate quality calibrate test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,15 +43,30 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp for what the validation needs and one for the developers, whose set holds the other: a change of
-# pyproject.toml or of the machine's kind installs again, anything else is answered at once.
-$(VENV)/.installed-%-$(KIND): pyproject.toml constraints-cpu.txt | $(BIN)/python
+# pyproject.toml, of the pins or of the machine's kind installs again, anything else is answered at once.
+$(VENV)/.installed-%-$(KIND): pyproject.toml constraints-cpu.txt $(LOCK) | $(BIN)/python
 	@echo "Installing for $(KIND) into $(VENV)"
-	@$(RUN) -m pip install --disable-pip-version-check --progress-bar off --quiet $(CONSTRAINTS) -e '.[$(GPU_EXTRA)$*]' || \
+	@$(if $(and $(filter dev,$*),$(LOCKED)),$(RUN) $(PIP) --require-hashes -r $(LOCKED) || \
+	  { echo "Installing from $(LOCKED) failed. Where your package index has other files: make env LOCK=" >&2; exit 1; })
+	@$(RUN) $(PIP) $(if $(and $(filter dev,$*),$(LOCKED)),--no-deps --no-build-isolation) $(CONSTRAINTS) -e '.[$(GPU_EXTRA)$*]' || \
 	  { echo "Installing failed. If the reason above speaks of torch or cuda-toolkit: this machine has no GPU and your" >&2; \
 	    echo "package index offers torch with CUDA only. Point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-validation-$(KIND))
 
 env: $(VENV)/.installed-dev-$(KIND) ## make the environment
+
+# On CI's platform, with its index. Review the change, then run `make check` on it.
+lock: | $(BIN)/python ## pin what the developers' set is today, with hashes, in requirements-ci.txt
+	$(RUN) $(PIP) --dry-run --ignore-installed --report $(VENV)/lock.json -c constraints-cpu.txt '.[dev]'
+	$(RUN) .ci/lock.py < $(VENV)/lock.json > $(VENV)/lock.txt
+	mv $(VENV)/lock.txt requirements-ci.txt
+
+# Once a month. Without a GPU nothing is pinned either; CUDA alone is kept out.
+newest: ## run the tests with the newest of every package within its bounds, in an environment of its own
+	rm -rf $(VENV)-newest
+	mkdir $(VENV)-newest
+	grep '^cuda-toolkit' constraints-cpu.txt > $(VENV)-newest/constraints.txt
+	$(MAKE) test VENV=$(VENV)-newest LOCK= $(if $(CONSTRAINTS),CONSTRAINTS='-c $(VENV)-newest/constraints.txt') ARGS='$(ARGS)'
 
 validate: $(VENV)/.installed-validation-$(KIND) ## run the validation on the shipped model
 	$(RUN) -m validation $(ARGS)
@@ -107,5 +129,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation")  # lowest first
 MAX_LINES = 600
-PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "constraints-cpu.txt", ".ci/run")
+PINS = ("constraints-cpu.txt", "requirements-ci.txt")
+PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")
 URL_HOSTS = {
     "github.com",
     "arxiv.org",

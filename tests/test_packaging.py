@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import email
+import json
 import os
 import re
 import subprocess
@@ -10,9 +12,12 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
@@ -43,6 +48,15 @@ def wheel(built: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel_files(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel: Path) -> list[Requirement]:
+    """What the wheel's metadata asks for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = email.message_from_string(archive.read(metadata).decode())
+    return [Requirement(line) for line in headers.get_all("Requires-Dist", [])]
 
 
 class Environment:
@@ -139,7 +153,8 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
 def test_sdist_can_be_built_and_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {"Makefile", "constraints-cpu.txt", "LICENSE", "tests/test_packaging.py"} <= names
+    pins = {"constraints-cpu.txt", "requirements-ci.txt", ".ci/lock.py"}
+    assert {"Makefile", *pins, "LICENSE", "tests/test_packaging.py"} <= names
 
 
 def test_kernels_is_a_namespace_package(wheel_files: set[str]) -> None:
@@ -206,6 +221,93 @@ def test_a_machine_without_a_gpu_is_kept_free_of_cuda(tmp_path: Path, target: st
     assert "constraints-cpu.txt" not in with_gpu
     pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
     assert {"torch==2.13.0", "cuda-toolkit<0"} <= set(pins)
+
+
+def needs_of(requirements: list[Requirement], extra: str, **environment: str) -> dict[str, Requirement]:
+    """What an extra ("" for none) brings beyond our own packages, by name, where markers see `environment`."""
+    found: dict[str, Requirement] = {}
+    for need in requirements:
+        asked = need.marker is None or need.marker.evaluate({**environment, "extra": extra})
+        if asked and need.name == "semblend-trt":
+            for other in need.extras:
+                found |= needs_of(requirements, other, **environment)
+        elif asked:
+            found[canonicalize_name(need.name)] = need
+    return found
+
+
+def imports(folders: list[Path]) -> set[str]:
+    """Packages of others that modules import, at the top or later; benchmarks, which run from a checkout, aside."""
+    paths = {path for folder in folders for path in folder.rglob("*.py") if "benchmarks" not in path.parts}
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_used(requirements: list[Requirement]) -> None:
+    sold_as = packages_distributions()
+    used = {
+        canonicalize_name(sold_as.get(name, [name])[0]) for name in imports([ROOT / package for package in PACKAGES])
+    }
+    declared = {canonicalize_name(need.name) for need in requirements}
+    # Pydantic brings the one; type checkers alone read the other.
+    assert used - declared == {"pydantic-core", "typing-extensions"}
+    # Transformers reads chat templates with Jinja.
+    assert set(needs_of(requirements, "")) - used == {"jinja2"}
+
+
+@pytest.fixture(scope="module")
+def pins() -> dict[str, str]:
+    """The lock's version of every package."""
+    lines = [line for line in (ROOT / "requirements-ci.txt").read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found)
+    return {canonicalize_name(match[1]): match[2] for match in found if match is not None}
+
+
+def test_the_lock_holds_what_developers_need(requirements: list[Requirement], pins: dict[str, str]) -> None:
+    needs = needs_of(requirements, "dev", python_version="3.11", platform_system="Linux", platform_machine="x86_64")
+    assert {name: str(need) for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))} == {}
+    bounds = [Requirement(line) for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line[0] != "#"]
+    assert [str(each) for each in bounds if each.name in pins and not each.specifier.contains(pins[each.name])] == []
+    assert "cuda-toolkit" not in pins
+
+
+def test_the_lock_is_used_on_its_platform_alone(tmp_path: Path) -> None:
+    def installed(target: str, *variables: str) -> bool:
+        dry = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target, *variables, cwd=tmp_path)
+        assert dry.returncode == 0, dry.stderr
+        return "--require-hashes -r requirements-ci.txt" in dry.stdout
+
+    ours = "PLATFORM=3-11-glibc-x86_64"
+    assert installed("env", "GPU=", ours)
+    assert not installed("env", "GPU=", ours, "LOCK=")
+    assert not installed("env", "GPU=", "PLATFORM=3-12-glibc-x86_64")
+    assert not installed("env", "GPU=1", ours)
+    assert not installed("validate", "GPU=", ours)
+
+
+def test_a_lock_names_no_place_of_files() -> None:
+    def item(name: str, **info: object) -> dict[str, object]:
+        return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"url": "https://index/x", **info}}
+
+    hashed = {"hashes": {"sha256": "a" * 64}}
+    report = {"install": [item("Some_Thing", archive_info=hashed), item("ours", dir_info={})]}
+    command = [sys.executable, str(ROOT / ".ci/lock.py")]
+    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
+    assert [line for line in made.splitlines() if not line.startswith("#")] == [
+        f"some-thing==1.0 --hash=sha256:{'a' * 64}"
+    ]
+    assert "index" not in made
+
+
+def test_the_newest_packages_are_tried_in_an_environment_of_their_own(tmp_path: Path) -> None:
+    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "newest", "GPU=", cwd=tmp_path).stdout
+    assert f"-m venv {tmp_path}/venv-newest" in steps
+    assert f"-c {tmp_path}/venv-newest/constraints.txt -e '.[dev]'" in steps
+    assert "requirements-ci.txt" not in steps
+    assert "-m pytest" in steps
 
 
 @pytest.mark.parametrize("target", ["gpu-test", "bench"])
