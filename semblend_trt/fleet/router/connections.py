@@ -144,6 +144,13 @@ class Connection(web.RequestHandler):
         self._connections.remove(self)
         super().connection_lost(exc)
 
+    def log_exception(self, *args: Any, **keywords: Any) -> None:
+        """A body that cannot be decoded was refused already, when what is left of it is passed over."""
+        if isinstance(keywords.get("exc_info"), web.RequestPayloadError):
+            logger.warning("what was left of a refused body could not be decoded")
+        else:
+            super().log_exception(*args, **keywords)
+
     def request_arrived(self) -> None:
         """All of a request's body is there."""
         self._connections.serving(self)

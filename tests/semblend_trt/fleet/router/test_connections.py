@@ -262,6 +262,17 @@ def test_what_is_wrong_in_a_request_is_named(lines: str, body: bytes, status: in
     run(test, ServerBounds(header_seconds=0.2, max_body_bytes=2048))
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+def test_a_body_that_cannot_be_decoded_leaves_no_traceback(encoding: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        lines = f"Content-Length: 2\r\nContent-Encoding: {encoding}"
+        request = f"POST / HTTP/1.1\r\nHost: a\r\n{lines}\r\n\r\n".encode() + b"{}"
+        assert error_of(await answered(served.address, request))[0] == 400
+
+    run(test, ServerBounds(header_seconds=0.2))
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_no_malformed_request_is_an_error_of_the_routers(
     routed: Callable[..., Any], caplog: pytest.LogCaptureFixture, seed: int
