@@ -64,12 +64,14 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     what.add_argument(
         "--arms",
+        type=named,
         metavar="NAMES",
         help=f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all "
         "(default: those without a number)",
     )
     what.add_argument(
         "--policy",
+        type=named,
         metavar="ARM",
         help=f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})",
     )

@@ -122,6 +122,8 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--max-tokens", "9" * 30], "it must be at most 4294967295"),
         (["--model", ""], "Argument --model: the name is empty"),
         (["--ppl-model", " "], "Argument --ppl-model: the name is empty"),
+        (["--arms", ""], "Argument --arms: the name is empty"),
+        (["--policy", ""], "Argument --policy: the name is empty"),
         (["--output", "n" * 256], "cannot be written (File name too long)"),
         (["--audit-path", "/dev/full"], "/dev/full cannot be written (No space left on device)"),
         (["--no-such\x1b[2J\nflag"], r"Unrecognized arguments: --no-such\x1b[2J\nflag"),

@@ -32,6 +32,7 @@ def parse_quality(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="FILE", help=f"reuse profile for the arm {VERIFIED}")
     parser.add_argument(
         "--arms",
+        type=named,
         metavar="NAMES",
         help=f"arms, with commas between them: {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N, or all "
         f"(default: cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile)",
@@ -68,7 +69,10 @@ def add_families(parser: argparse.ArgumentParser, groups: int) -> None:
     """The options that say which prompts are written."""
     names = ", ".join(each.name for each in FAMILIES)
     parser.add_argument(
-        "--families", metavar="NAMES", help=f"with commas between them: {names} (default: all whose data is there)"
+        "--families",
+        type=named,
+        metavar="NAMES",
+        help=f"with commas between them: {names} (default: all whose data is there)",
     )
     parser.add_argument("--groups", type=int, default=groups, help="groups of questions on the same documents")
     parser.add_argument("--questions", type=int, default=4, help="questions in each group")
