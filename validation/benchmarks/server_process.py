@@ -57,6 +57,11 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def log(self) -> str:
+        """What it said so far."""
+        return "".join(self._said)
+
+    @property
     def log_bytes(self) -> int:
         """How much it said so far."""
         return sum(map(len, self._said))

@@ -250,7 +250,7 @@ def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
         nats = ending.enter_context(loopback_server()).url
         profile = str(MODEL / "reuse-profile.json")
         arguments = ("--worker-id", "1", "--nats", nats, "--profile", profile, "--max-batch-size", "2")
-        serving = worker(*arguments, **variables)
+        serving = worker(*arguments, descriptors=None, **variables)
         ending.callback(serving.kill)
         text = CONFIG.format(model=MODEL, nats=nats, worker=serving.address())
         for tenant in TENANTS:

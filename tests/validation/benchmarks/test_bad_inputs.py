@@ -1,0 +1,129 @@
+"""The benchmark of bad inputs: it tells refusals from faults at every door, and a short run is whole and dry."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.fleet.wire import EventFormat
+from validation.benchmarks import bad_commands, bad_events, bad_files, bad_inputs, bad_requests
+from validation.benchmarks.spoiling import Answer, TooLongError, spoiled_bytes, spoiled_value, within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the status that the path names."""
+
+    def do_GET(self) -> None:
+        self.send_response(int(self.path[1:]))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    with pytest.raises(TooLongError, match="longer than"), within(0.01):
+        threading.Event().wait(60)
+
+
+def test_spoiling_is_seeded_and_leaves_the_good_one_as_it_was() -> None:
+    good = {"a": [1, {"b": "c"}], "d": 2}
+    values = [[spoiled_value(random.Random(seed), good) for seed in range(20)] for _ in range(2)]
+    data = [[spoiled_bytes(random.Random(seed), b"some bytes") for seed in range(20)] for _ in range(2)]
+    assert repr(values[0]) == repr(values[1])
+    assert data[0] == data[1]
+    assert good == {"a": [1, {"b": "c"}], "d": 2}
+    assert all(each != good for each in values[0])
+
+
+@pytest.mark.parametrize(
+    ("status", "is_bad", "answer"),
+    [
+        (400, True, Answer.REFUSED),
+        (429, False, Answer.REFUSED),
+        (200, False, Answer.TAKEN),
+        (200, True, Answer.FAULT),
+        (500, False, Answer.FAULT),
+    ],
+)
+def test_statuses_are_judged(port: int, status: int, is_bad: bool, answer: Answer) -> None:
+    sent = f"GET /{status} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    assert bad_requests._tried("stub", port, ("what", sent, is_bad)).answer is answer
+
+
+def test_silence_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_requests, "PATIENCE", 0.2)
+    tried = bad_requests._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
+    assert (tried.answer, "no answer in time" in tried.told) == (Answer.FAULT, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "answer"),
+    [
+        (2, "--x is 7; give 8", Answer.REFUSED),
+        (2, "", Answer.FAULT),
+        (2, "Traceback (most recent call last)", Answer.FAULT),
+        (1, "a gate failed", Answer.FAULT),
+        (0, "fine", Answer.FAULT),
+    ],
+)
+def test_commands_are_judged(monkeypatch: pytest.MonkeyPatch, status: int, said: str, answer: Answer) -> None:
+    def command(_: Sequence[str]) -> int:
+        print(said)
+        return status
+
+    monkeypatch.setitem(bad_commands.PROGRAMS, "stub", ((), command))
+    assert bad_commands._in_this_process("stub", ["--x", "7"]).answer is answer
+
+
+def test_a_command_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bad_commands.PROGRAMS, "stub", ((), lambda words: int(words[0])))
+    assert "ValueError" in bad_commands._in_this_process("stub", ["x"]).told
+
+
+def test_forged_events_that_are_believed_are_faults() -> None:
+    reset, *_, purged = bad_events.messages(EventFormat.JSON)
+    answers = [
+        bad_events._tried("what", reset, None, is_bad=True).answer,  # it was said before
+        bad_events._tried("what", purged, None, is_bad=True).answer,
+        bad_events._tried("what", purged, None).answer,
+    ]
+    assert answers == [Answer.REFUSED, Answer.FAULT, Answer.TAKEN]
+
+
+def test_readers_that_raise_something_else_or_take_bad_files_are_faults(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    raising = bad_files._read("what", path, b"x", lambda path: int(path.read_bytes()), is_bad=False)
+    taking = bad_files._read("what", path, b"7", lambda path: int(path.read_bytes()), is_bad=True)
+    assert (raising.answer, taking.answer) == (Answer.FAULT, Answer.FAULT)
+
+
+def test_a_short_run_is_whole_and_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All doors are real ones; the longest lists are cut."""
+    monkeypatch.setattr(bad_commands, "_OPTIONS", bad_commands._OPTIONS[-2:])
+    monkeypatch.setattr(bad_commands, "settings_table", list)
+    monkeypatch.setattr(bad_requests, "_WRONG_FIELDS", {"prompt": (7,), "seed": ("x",)})
+    bad_inputs.main(["--spoiled", "4", "--processes", "1", "--json", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "bad_inputs.json").read_text())
+    assert (row["name"], row["goal"]) == ("bad_inputs_refused", None)
+    assert row["value"] > 150
+    assert "; 0 crashed, hung, ended in 500 or were taken" in row["baseline"]
+    assert all(door in row["baseline"] for door in ("router", "worker", "events", "files", "command line"))
