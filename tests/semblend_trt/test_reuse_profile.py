@@ -180,7 +180,7 @@ def test_it_holds_in_every_engine_of_its_list_and_in_no_other() -> None:
     assert "KV dtype" in other
 
 
-@pytest.mark.parametrize("word", [unknown_value(), "Unknown"])
+@pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
 def test_an_engine_that_is_not_known_is_in_no_list(tmp_path: Path, word: str) -> None:
     listed = ReuseProfile.read(stored(tmp_path / "profile.json", engines=["engine/default/pool", word]))
     assert listed.differences(namespace(), GEOMETRY) == []

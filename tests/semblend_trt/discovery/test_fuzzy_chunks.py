@@ -188,7 +188,7 @@ def test_under_policy_verified_pieces_are_checked_like_any_span() -> None:
         rope_config={"rope_type": "default"},
         tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
         backend_cache_layout="engine",
-        extra={"compute_dtype": "bfloat16"},
+        extra={"compute_dtype": "bfloat16", "configuration": "c"},
     )
     profile = ReuseProfile.made_for(
         namespace,

@@ -71,7 +71,7 @@ def profile(policy: str, **fields: Any) -> ReuseProfile:
         rope_config={"rope_type": "default"},
         tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
         backend_cache_layout="engine",
-        extra={"compute_dtype": "bfloat16"},
+        extra={"compute_dtype": "bfloat16", "configuration": "c"},
     )
     return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
 
