@@ -18,6 +18,8 @@ SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
 
 
 def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
+        (["--families", ""], "Argument --families: the name is empty"),
+        (["--arms", " "], "Argument --arms: the name is empty"),
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
