@@ -18,8 +18,6 @@ SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
 
 
 def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
-        (["--families", ""], "Argument --families: the name is empty"),
-        (["--arms", " "], "Argument --arms: the name is empty"),
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
@@ -69,6 +67,8 @@ def test_help_names_the_status_of_an_interrupted_run(subcommand: str, capsys: py
     [
         (["--groups", "0"], "--groups is 0; it must be at least 1"),
         (["--seed", "-1"], "--seed is -1"),
+        (["--families", ""], "Argument --families: the name is empty"),
+        (["--arms", " "], "Argument --arms: the name is empty"),
         (["--families", "reordered,lucky"], "The family 'lucky' is unknown"),
         (["--families", "squad"], "name their folder with --eval-data"),
         (["--arms", "lucky"], "--arms names 'lucky'"),
