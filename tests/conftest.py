@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ from semblend_trt.connector import digest_cache
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# A shell that starts the tests in the background has interrupts ignored, in every process that they start too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; how long they take on a busy machine says nothing about the code.
 settings.register_profile("seeded", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
