@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semblend_trt.donors.own_files import open_file, open_folder, refuse_others
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -79,9 +81,9 @@ class DigestCache:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """The folder's descriptor. Raises OSError, PermissionError where others could have written there."""
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = open_folder(self._folder)
         try:
-            _refuse_others(os.fstat(folder), self._folder)
+            refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
             yield folder
         finally:
             os.close(folder)
@@ -99,11 +101,10 @@ def _entry(state: FileState) -> str:
 
 
 def _own_content(name: str, folder: int) -> bytes:
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    file = open_file(name, folder=folder)
     try:
-        found = os.fstat(file)
-        _refuse_others(found, Path(name))
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        refuse_others(file, name, _WRITABLE_BY_OTHERS)
+        if os.fstat(file).st_nlink != 1:
             raise PermissionError(f"{name} is no file of the cache's own")
         return os.read(file, _MAX_BYTES)
     finally:
@@ -111,11 +112,5 @@ def _own_content(name: str, folder: int) -> bytes:
 
 
 def _write(name: str, content: bytes, folder: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
+    with os.fdopen(open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
         file.write(content)
-
-
-def _refuse_others(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
-        raise PermissionError(f"{path} belongs to another user, or others can write it")
