@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from semblend_trt.span_check import WINDOW_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -42,7 +44,11 @@ def choose(
     every threshold.
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
-    computed = _whole_spans(_deviating(check, deviations), lengths, check.max_span_share)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    deviating = _deviating(check, deviations)
+    if check.window_threshold is not None:
+        deviating |= _deviating_windows(deviations, tokens, check.window_threshold)
+    computed = _whole_spans(deviating, tokens, check.max_span_share)
     saved = exact_tokens + computed.size - np.count_nonzero(computed)
     is_dropped = bool(saved == 0 or saved < check.min_saved_share * promised)
     if is_dropped:
@@ -60,10 +66,20 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
     return deviating
 
 
-def _whole_spans(
-    deviating: npt.NDArray[np.bool_], lengths: Sequence[int], max_span_share: float
+def _deviating_windows(
+    deviations: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], threshold: float
 ) -> npt.NDArray[np.bool_]:
-    """`deviating`, with every token of a span of which too large a share is."""
-    tokens = np.asarray(lengths, dtype=np.int64)
+    """Every token of the windows whose mean deviation is above the threshold. `tokens`: int64 [spans]."""
+    within = np.arange(deviations.size) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+    starts = np.flatnonzero(within % WINDOW_TOKENS == 0)
+    sizes = np.diff(starts, append=deviations.size)
+    above = np.add.reduceat(deviations, starts, dtype=np.float64) > threshold * sizes
+    return np.repeat(above, sizes)
+
+
+def _whole_spans(
+    deviating: npt.NDArray[np.bool_], tokens: npt.NDArray[np.int64], max_span_share: float
+) -> npt.NDArray[np.bool_]:
+    """`deviating`, with every token of a span of which too large a share is. `tokens`: int64 [spans]."""
     counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
     return deviating | np.repeat(counts > max_span_share * tokens, tokens)

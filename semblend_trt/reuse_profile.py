@@ -70,6 +70,7 @@ class ProfileCheck(_Part):
     threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
     max_span_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     min_saved_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    window_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] | None = None
 
 
 class ProfileGeometry(_Part):

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from semblend_trt.errors import PlanError
 
+# Tokens of a window, counted from the first checked token of a span; its last window may be shorter.
+WINDOW_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class SpanCheck:
@@ -14,7 +17,8 @@ class SpanCheck:
 
     A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
     Tokens that deviate by more than `threshold` are computed in all layers; or, with `largest_share` instead, that
-    share of the checked tokens which deviates most (CacheBlend, arXiv 2405.16444).
+    share of the checked tokens which deviates most (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
+    above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
 
     A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
@@ -27,6 +31,7 @@ class SpanCheck:
     largest_share: float | None = None
     max_span_share: float = 1.0
     min_saved_share: float = 0.0
+    window_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.layer < 0:
@@ -36,10 +41,10 @@ class SpanCheck:
                 "check_incomplete",
                 f"a check has threshold {self.threshold} and largest_share {self.largest_share}; give exactly one",
             )
-        if self.threshold is not None and not 0 <= self.threshold < math.inf:
-            raise PlanError(
-                "check_threshold_range", f"check threshold is {self.threshold}; it must be finite and at least 0"
-            )
+        for name in ("threshold", "window_threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise PlanError("check_threshold_range", f"check {name} is {value}; it must be finite and at least 0")
         for name in ("largest_share", "max_span_share", "min_saved_share"):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:

@@ -10,6 +10,7 @@ from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.span_check import WINDOW_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,4 +75,6 @@ def _allowed(held: ReuseProfile) -> str:
     told = f"made on {held.date}: policy {held.policy}"
     if held.check is not None:
         told += f", tokens that deviate by more than {held.check.threshold:g} at layer {held.check.layer} are computed"
+        if held.check.window_threshold is not None:
+            told += f", and {WINDOW_TOKENS} in a row that do by more than {held.check.window_threshold:g} on average"
     return told + (f", the lowest {held.boundary} layers are computed for all" if held.boundary else "")

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.span_choice import choose
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.span_check import WINDOW_TOKENS, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 deviations = st.sampled_from([0.0, 0.05, 0.2, 0.21, 1.0, math.inf, math.nan])
 span_lists = st.lists(st.lists(deviations, min_size=1, max_size=8), min_size=1, max_size=5)
+# A value for each stretch of a span, so that spans are longer than a window.
+stretches = st.lists(st.tuples(deviations, st.integers(1, 40)), min_size=1, max_size=4)
+long_span_lists = st.lists(stretches.map(lambda found: [value for value, n in found for _ in range(n)]), min_size=1)
 
 
 def array(spans: list[list[float]]) -> np.ndarray:
@@ -26,21 +29,38 @@ def lengths(spans: list[list[float]]) -> list[int]:
 
 
 @given(
-    spans=span_lists,
+    spans=st.one_of(span_lists, long_span_lists),
     threshold=st.sampled_from([0.0, 0.1, 0.205, 2.0, 1e300]),
+    window_threshold=st.sampled_from([None, 0.0, 0.06, 0.2, 1.5]),
     max_span_share=shares,
     min_saved_share=shares,
     exact=st.integers(0, 10),
     holes=st.integers(0, 10),
 )
 def test_a_threshold_against_the_same_token_by_token(
-    spans: list[list[float]], threshold: float, max_span_share: float, min_saved_share: float, exact: int, holes: int
+    spans: list[list[float]],
+    threshold: float,
+    window_threshold: float | None,
+    max_span_share: float,
+    min_saved_share: float,
+    exact: int,
+    holes: int,
 ) -> None:
-    check = SpanCheck(1, threshold, max_span_share=max_span_share, min_saved_share=min_saved_share)
+    check = SpanCheck(
+        1,
+        threshold,
+        max_span_share=max_span_share,
+        min_saved_share=min_saved_share,
+        window_threshold=window_threshold,
+    )
     promised = sum(map(len, spans)) + exact + holes
     wanted: list[bool] = []
     for span in spans:
         deviating = [math.isnan(value) or value > threshold for value in span]
+        for first in range(0, len(span), WINDOW_TOKENS) if window_threshold is not None else ():
+            window = array([span[first : first + WINDOW_TOKENS]]).astype(np.float64)
+            if not window.sum() <= window_threshold * len(window):
+                deviating[first : first + WINDOW_TOKENS] = [True] * len(window)
         wanted += [True] * len(span) if sum(deviating) > max_span_share * len(span) else deviating
     saved = exact + wanted.count(False)
     is_dropped = saved == 0 or saved < min_saved_share * promised
@@ -51,6 +71,18 @@ def test_a_threshold_against_the_same_token_by_token(
     assert choice.kept_tokens == len(kept)
     assert choice.largest_kept == max(kept, default=0.0)
     assert choice.largest_kept <= threshold
+
+
+def test_many_tokens_that_deviate_by_little_are_computed_with_their_window() -> None:
+    check = SpanCheck(1, 0.5, window_threshold=0.1)
+    values = np.full(3 * WINDOW_TOKENS, 0.05, np.float32)
+    values[WINDOW_TOKENS : 2 * WINDOW_TOKENS] = 0.11
+    choice = choose(check, values, [values.size], 0, values.size)
+    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, 2 * WINDOW_TOKENS))
+    # Windows begin with their span, and its last one may be shorter.
+    half = WINDOW_TOKENS // 2
+    choice = choose(check, values, [WINDOW_TOKENS + half, 2 * WINDOW_TOKENS - half], 0, values.size)
+    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, WINDOW_TOKENS + half))
 
 
 @given(spans=span_lists, share=shares)

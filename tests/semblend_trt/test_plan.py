@@ -188,7 +188,13 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
     prompt_length = position + tail_hole + draw(st.integers(1, 10))
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else position + tail_hole - computed
     boundary = 0 if mode is EngineMode.STOCK else draw(st.integers(0, NUM_LAYERS))
-    checks = st.builds(SpanCheck, st.integers(0, NUM_LAYERS - 1), st.floats(0, 1), max_span_share=st.floats(0, 1))
+    checks = st.builds(
+        SpanCheck,
+        st.integers(0, NUM_LAYERS - 1),
+        st.floats(0, 1),
+        max_span_share=st.floats(0, 1),
+        window_threshold=st.none() | st.floats(0, 1),
+    )
     exact_kind = kind in (PlanKind.EXACT_PREFIX, PlanKind.DISCOVERY_ONLY)
     block_size = draw(st.integers(1, 16))
     blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None

@@ -37,7 +37,8 @@ FIELDS: dict[str, Any] = {
     "backend_cache_layout": "engine/default/pool",
     "extra": {"compute_dtype": "bfloat16", "configuration": "c0ff"},
 }
-CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1)
+CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
+SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 # Field of the namespace, another value, and what the sentence must name.
 OTHERS: list[tuple[str, Any, str]] = [
     ("model", "Qwen/Qwen2.5-1.5B", "model Qwen/Qwen2.5-0.5B; this engine runs Qwen/Qwen2.5-1.5B"),
@@ -213,10 +214,12 @@ def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
         ({"policy": "exact", "check": None}, None),
         ({"policy": "position_fix", "check": None}, ReuseTerms()),
         ({"policy": ReusePolicy.BOUNDARY, "check": None, "boundary": 12}, ReuseTerms(boundary=12)),
-        ({}, ReuseTerms(check=SpanCheck(2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1))),
+        ({}, ReuseTerms(check=SPAN_CHECK)),
         (
             {"head_tokens": 8},
-            ReuseTerms(check=SpanCheck(2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1), head_tokens=8),
+            ReuseTerms(
+                check=SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06), head_tokens=8
+            ),
         ),
     ],
 )

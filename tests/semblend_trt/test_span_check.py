@@ -20,6 +20,8 @@ from semblend_trt.span_check import SpanCheck
         ({"layer": 1, "threshold": -0.1}, "check_threshold_range"),
         ({"layer": 1, "threshold": math.inf}, "check_threshold_range"),
         ({"layer": 1, "threshold": math.nan}, "check_threshold_range"),
+        ({"layer": 1, "threshold": 0.1, "window_threshold": -0.1}, "check_threshold_range"),
+        ({"layer": 1, "threshold": 0.1, "window_threshold": math.inf}, "check_threshold_range"),
         ({"layer": 1, "largest_share": 1.01}, "check_share_range"),
         ({"layer": 1, "largest_share": math.nan}, "check_share_range"),
         ({"layer": 1, "threshold": 0.1, "max_span_share": -0.01}, "check_share_range"),
