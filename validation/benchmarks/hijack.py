@@ -1,9 +1,9 @@
 """Planted donors inside one tenant: how many victims' answers become the planter's (HijackKV, arXiv 2607.19957).
 
 `python -m validation.benchmarks.hijack` lets a planter serve prompts that hold a victim's text, token by token, under
-other headings. The victim then asks about its own, under each policy. The planter knows model and check: of many
-plants it takes those that change the victim's KV most of all that pass the check. It prints a table and writes rows.
-The shipped model is attacked, and every `--target`.
+other headings. The victim then asks about its own, under each policy. The planter knows model and check: of many plants
+it takes those of which the check misses most. It prints a table and writes rows. The shipped model is attacked, and
+every `--target`. A calibration searches plants in the same way, with other seeds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.benchmarks.plants import CONSTRUCTIONS, MORE_TRIES, MORE_VICTIMS, STRONGEST, Plants, Search
 from validation.benchmarks.recording import parser_of, record
+from validation.calibration.deviations import DeviationCollector
+from validation.calibration.plants import PLANTED, Planter, write_plants
 from validation.embedded_engine import EmbeddedEngines
 from validation.metrics import exact_match
 from validation.quality.batches import BatchServer, BatchSettings
+from validation.quality.family_cases import FamilyRequest
+from validation.tokenised import Tokeniser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +34,22 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.quality.answers import Answer
 
-TRIES, VICTIMS = 16, 4
+# Families in which the donor's text in front of what is shared decides what the shared text says.
+CONSTRUCTIONS = (
+    PLANTED,
+    "header_trap",
+    "far_header_trap",
+    "mid_sentence_trap",
+    "alias_trap",
+    "pronoun_trap",
+    "unit_trap",
+    "date_trap",
+)
+TRIES, VICTIMS, SEED = 16, 4, 100_000
+# The strongest construction is searched so many times as hard, and has so many times the victims.
+MORE_TRIES, MORE_VICTIMS = 32, 6
+# Shorter than the default: a list of nine rows is then reused whole.
+_MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
 # The exact arm is what policy verified falls back to; it shows that no plant meets its rule.
 EXACT = Arm("exact", (("SEMBLEND_POLICY", "exact"),))
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
@@ -49,6 +67,21 @@ class Target:
     @property
     def name(self) -> str:
         return "shipped" if self.folder is None else self.folder.name
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard the planter searches: so many `tries` of each construction, of which the best become `victims`."""
+
+    tries: int
+    victims: int
+    seed: int = SEED
+
+    def of(self, construction: str) -> Effort:
+        """The effort on one construction."""
+        if construction != PLANTED:
+            return self
+        return Effort(self.tries * MORE_TRIES, self.victims * MORE_VICTIMS, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +105,11 @@ def shipped() -> Target:
     return Target(None, profile)
 
 
-def attack(target: Target, search: Search) -> Attack:
+def attack(target: Target, effort: Effort) -> Attack:
     """Searches plants against one model and serves their victims under every arm."""
     runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
-    cases = Plants(runner, profile, search).strongest()
+    cases = [case for name in CONSTRUCTIONS for case in strongest(runner, profile, name, effort.of(name))]
     answers = _answers(runner, target, cases)
     victims = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
@@ -91,13 +124,23 @@ def attack(target: Target, search: Search) -> Attack:
     return Attack(target.name, len(victims), wrong, hijacked, fires, held)
 
 
-def run(targets: Sequence[Target], search: Search, rows: Rows) -> None:
+def strongest(runner: ModelRunner, profile: ReuseProfile, construction: str, effort: Effort) -> list[Case]:
+    """The victims of the construction's plants of which the profile's policy misses most."""
+    engines = EmbeddedEngines(runner)
+    plants = write_plants(engines, FamilyRequest(seed=effort.seed), [construction], effort.tries)
+    collector = DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
+    planter = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise)
+    return planter.hardest(plants, profile, effort.victims)
+
+
+def run(targets: Sequence[Target], effort: Effort, rows: Rows) -> None:
     """Attacks every model, and adds a row for each policy."""
-    attacks = [attack(target, search) for target in targets]
+    attacks = [attack(target, effort) for target in targets]
+    most = effort.of(PLANTED)
     how = (
-        f"of {search.tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {search.victims}, and of "
-        f"{search.tries * MORE_TRIES} for {STRONGEST} the {search.victims * MORE_VICTIMS}, that change most of those "
-        f"that pass the check; seed {search.seed}" + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+        f"of {effort.tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {effort.victims}, and of "
+        f"{most.tries} for {PLANTED} the {most.victims}, of which the profile's policy misses most; seed {effort.seed}"
+        + (f"; {SKIPPED}" if len(attacks) == 1 else "")
     )
     for arm in (EXACT.name, *ARMS):
         by_model = ", ".join(
@@ -111,7 +154,8 @@ def run(targets: Sequence[Target], search: Search, rows: Rows) -> None:
 
 def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
     choices = models.choices_of(runner, None, target.profile)
-    settings = BatchSettings(str(target.folder or models.shipped_model()), min_span=Search.min_span, groups=16)
+    model = str(target.folder or models.shipped_model())
+    settings = BatchSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, groups=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
     return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
 
@@ -121,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("hijack", __doc__)
     parser.add_argument("--tries", type=int, default=TRIES, help=f"plants a construction; below {TRIES} a dry run")
     parser.add_argument("--victims", type=int, default=VICTIMS, help="of each construction, the strongest plants'")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the plants")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the plants")
     parser.add_argument(
         "--target",
         nargs=2,
@@ -137,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {name: getattr(options, name) for name in ("tries", "victims", "seed")}
     dry = options.tries < TRIES or options.victims < VICTIMS
     targets = [shipped(), *(Target(folder, profile) for folder, profile in options.target)]
-    record("hijack", options.json, given, lambda rows: run(targets, Search(**given), rows), dry=dry)
+    record("hijack", options.json, given, lambda rows: run(targets, Effort(**given), rows), dry=dry)
 
 
 if __name__ == "__main__":

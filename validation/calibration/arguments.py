@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arguments import PROGRAM, Parser, add_defaults
 from validation.calibration.figures import prompts_of
+from validation.calibration.plants import PLANTED, TRIES
 from validation.engines import EMBEDDED, TRTLLM
 from validation.noninferiority import CONFIDENCE, MARGIN
 from validation.quality.arguments import add_families, add_model
@@ -40,6 +41,8 @@ _ENGINES = (
     "where the prompts are served: embedded, or trtllm, which is TensorRT-LLM with the wrapper through its LLM API "
     "(untested on a real one)"
 )
+# Plants that a check misses are few: one of some forty.
+PLANTS = 1_024
 # Far from the seeds with which a calibration confirms, which follow its own.
 _FRESH = 1_000
 
@@ -51,8 +54,9 @@ def parse_calibrate(arguments: Sequence[str]) -> argparse.Namespace:
     _add_engine(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     add_families(parser, groups=50)
+    _add_plants(parser)
     parser.add_argument("--screening-groups", type=int, default=8, help="groups of each family that choose candidates")
-    parser.add_argument("--max-tries", type=int, default=40, help="most candidates that are screened")
+    parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
     parser.add_argument("--output", type=Path, default=Path("reuse-profile.json"), help="the profile")
     add_defaults(parser)
     return parser.parse_args(arguments)
@@ -76,6 +80,7 @@ def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
     _add_engine(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     add_families(parser, groups=50)
+    _add_plants(parser)
     add_defaults(parser)
     options = parser.parse_args(arguments)
     made_with, families = prompts_of(ReuseProfile.read(options.profile).figures)
@@ -85,3 +90,8 @@ def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM), default=EMBEDDED, help=_ENGINES)
+
+
+def _add_plants(parser: argparse.ArgumentParser) -> None:
+    told = f"prompts of the family {PLANTED}; of {TRIES} the one that a candidate misses most of is served"
+    parser.add_argument("--plants", type=int, default=PLANTS, help=told)

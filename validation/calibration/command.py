@@ -20,6 +20,7 @@ from validation.calibration.deviations import DeviationCollector
 from validation.calibration.engine_identity import identity_of
 from validation.calibration.figures import PROMPT_OPTIONS, figures_of
 from validation.calibration.own_prompts import halves, scored_cases
+from validation.calibration.plants import PLANTED, write_plants
 from validation.calibration.search import Search
 from validation.calibration.trials import Trials
 from validation.families.catalog import Kind, family
@@ -47,7 +48,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     Raises SemBlendError and OSError.
     """
     check_writable(options.output)
-    check_integers(options, screening_groups=1, max_tries=1)
+    check_integers(options, screening_groups=1, max_tries=1, plants=1)
     settings, asked = batch_settings(options), bound_families(family_request(options))
     own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
     torch.manual_seed(options.seed)
@@ -107,6 +108,13 @@ def bound_families(asked: FamilyRequest) -> FamilyRequest:
     return replace(asked, names=tuple(names))
 
 
+def bound_cases(engines: Engines, asked: FamilyRequest, plants: int) -> list[Case]:
+    """The cases of the families, and of the planter's family so many `plants`."""
+    others = tuple(name for name in asked.names if name != PLANTED)
+    planted = write_plants(engines, asked, [PLANTED], plants) if PLANTED in asked.names else []
+    return [*(write_cases(engines, replace(asked, names=others)) if others else []), *planted]
+
+
 def kinds_of_families(asked: FamilyRequest, own: Sequence[Case]) -> dict[str, str]:
     """The kind of each family asked for; the user's own cases are harmless."""
     kinds = {name: family(name).kind.value for name in asked.names}
@@ -126,11 +134,10 @@ def _search(
     choosing, confirming = halves(own)
 
     def trials(seed: int, groups: int, extra: list[Case]) -> Trials:
-        cases = [*write_cases(engines, replace(asked, seed=seed, groups=groups)), *extra]
-        return Trials(engines, cases, settings, seed)
+        cases = bound_cases(engines, replace(asked, seed=seed, groups=groups), options.plants)
+        return Trials(engines, [*cases, *extra], settings, seed, collector)
 
     return Search(
-        collector=collector,
         num_layers=engines.facts.num_layers,
         kinds=kinds_of_families(asked, own),
         screening=trials(asked.seed, options.screening_groups, choosing),

@@ -11,7 +11,9 @@ import torch
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import jsonl, models
-from validation.calibration.command import bound_families, kinds_of_families, tell_lines, teller
+from validation.arguments import check_integers
+from validation.calibration.command import bound_cases, bound_families, kinds_of_families, tell_lines, teller
+from validation.calibration.deviations import DeviationCollector
 from validation.calibration.engine_identity import identity_of
 from validation.calibration.figures import PROMPT_OPTIONS, with_engine
 from validation.calibration.own_prompts import scored_cases
@@ -20,7 +22,6 @@ from validation.calibration.trials import Trials
 from validation.files import check_writable
 from validation.jsonl import read_cases
 from validation.quality.arguments import batch_settings, family_request
-from validation.quality.family_cases import write_cases
 
 if TYPE_CHECKING:
     import argparse
@@ -39,6 +40,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     output: Path = options.output or options.profile
     check_writable(output)
     profile = _confirmable(options.profile)
+    check_integers(options, plants=1)
     settings, asked, own = batch_settings(options), _families(options), _own_cases(options)
     # The engine has to run as the one in which the profile was made, whatever it makes of "auto".
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
@@ -50,14 +52,16 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     if differences := candidate.differences(namespace, geometry):
         raise ConfigurationError(f"{options.profile} cannot be confirmed here: {' '.join(differences)}")
     tell = teller()
-    trials = Trials(engines, [*write_cases(engines, asked), *own], settings, options.seed)
+    model = models.transformers_model(engines, options.model, options.device, dtype)
+    collector = DeviationCollector(model, engines.facts, settings.min_span)
+    cases = [*bound_cases(engines, asked, options.plants), *own]
+    trials = Trials(engines, cases, settings, options.seed, collector)
     with tempfile.TemporaryDirectory(prefix="confirmation-") as folder:
         path = Path(folder) / models.PROFILE_NAME
         candidate.write(path)  # until it is shown to hold, no other file lists the engine
         verdict = _judge(
             trials,
             path,
-            models.full_layers_of(profile),
             kinds_of_families(asked, own),
             tell,
             are_named=bool(options.families),
@@ -100,7 +104,6 @@ def _own_cases(options: argparse.Namespace) -> list[Case]:
 def _judge(
     trials: Trials,
     path: Path,
-    full_layers: int,
     kinds: Mapping[str, str],
     tell: Callable[[str], None],
     *,
@@ -117,7 +120,7 @@ def _judge(
     if problem is not None:
         tell(f"nothing can be shown, and the profile stays as it is: {problem}")
         return None
-    verdict = trials.judge(path, full_layers, families, strict=True)
+    verdict = trials.judge(path, families, strict=True)
     tell_lines(verdict.lines, tell)
     if not verdict.holds:
         tell(

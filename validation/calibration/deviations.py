@@ -6,12 +6,13 @@ cold runs, of the donor and of the prompt, show every layer at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from engine_wrapper.span_choice import choose
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -19,6 +20,7 @@ from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
+from semblend_trt.span_check import WINDOW_TOKENS
 from validation.cases import groups
 from validation.engines import environment
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.span_check import SpanCheck
     from validation.cases import Case
     from validation.tokenised import TokenisedCase
 
@@ -47,20 +50,29 @@ class PromptDeviations:
     exact_tokens: int
     promised: int
 
+    def window_means(self, layer: int) -> npt.NDArray[np.float64]:
+        """Mean deviation of each window of each span, float64 [windows]."""
+        return self._means(layer, np.concatenate([np.arange(length) % WINDOW_TOKENS == 0 for length in self.lengths]))
+
     def span_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each span, float64 [spans]."""
-        lengths = np.asarray(self.lengths, dtype=np.int64)
-        sums = np.add.reduceat(self.values[layer].astype(np.float64), np.cumsum(lengths) - lengths)
-        means: npt.NDArray[np.float64] = sums / lengths
-        return means
+        return self._means(layer, np.concatenate([np.arange(length) == 0 for length in self.lengths]))
 
-    def behind(self, head_tokens: int) -> PromptDeviations:
-        """The same plan when the first tokens of every span are computed and not checked."""
-        if not head_tokens:
-            return self
+    def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
+        """Which tokens keep the donor's KV, bool [checked tokens], under `check` with so many first tokens of every
+        span computed; without a check all but these do."""
         kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
-        lengths = tuple(length - head_tokens for length in self.lengths if length > head_tokens)
-        return replace(self, values=self.values[:, kept], lengths=lengths)
+        if check is not None and kept.any():
+            lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
+            choice = choose(check, self.values[check.layer, kept], lengths, self.exact_tokens, self.promised)
+            kept[kept] = ~choice.computed
+        return kept
+
+    def _means(self, layer: int, is_first: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        starts = np.flatnonzero(is_first)
+        sums = np.add.reduceat(self.values[layer].astype(np.float64), starts)
+        means: npt.NDArray[np.float64] = sums / np.diff(starts, append=is_first.size)
+        return means
 
 
 class DeviationCollector:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # Which prompts a calibration asks for, by the names of its options.
-PROMPT_OPTIONS = ("groups", "questions", "tokens", "seed", "max_tokens", "min_match_length")
+PROMPT_OPTIONS = ("groups", "questions", "tokens", "plants", "seed", "max_tokens", "min_match_length")
 # A figure of an engine in which a profile from elsewhere has been confirmed.
 _ENGINE = "engine_confirmed"
 

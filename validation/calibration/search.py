@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from validation.calibration.candidates import Candidate
-    from validation.calibration.deviations import DeviationCollector, PromptDeviations
+    from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Trials, Verdict
     from validation.quality.samples import QualityLine
 
@@ -43,13 +43,12 @@ class Found:
 class Search:
     """How candidates are tried.
 
-    The deviations that `collector` finds, in Transformers, nominate candidates, whatever engine serves the trials: what
-    is chosen is decided by the answers of that engine alone. `num_layers` are the model's.
+    The deviations of the screening prompts, from Transformers, nominate candidates, whatever engine serves the trials:
+    what is chosen is decided by the answers of that engine alone. `num_layers` are the model's.
     `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
     `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.
     """
 
-    collector: DeviationCollector
     num_layers: int
     kinds: Mapping[str, str]
     screening: Trials
@@ -65,36 +64,41 @@ class Search:
         found.problem = problem_of(families, self.kinds)
         if found.problem is not None:
             return found
-        found.deviations = self._deviations(families)
-        confirmations = 0
-        for candidate in self._candidates(found.deviations):
-            path, layers = self.written(candidate), candidate.full_layers
-            screened = self.screening.judge(path, layers, families, strict=False)
-            if not self._told(found, candidate, "screen", screened):
-                # What one candidate failed at, the next is likely to fail at too.
-                families.sort(key=lambda name: name != screened.inferior)
+        found.deviations = [prompt for name in families for prompt in self.screening.deviations(name)]
+        ordered = self._candidates(found.deviations)
+        # By layer the check that computes most: what it lets pass, every other one there does.
+        strictest = {each.full_layers: each for each in ordered if each.check is not None}
+        for candidate in ordered:
+            first = candidate if candidate.check is None else strictest[candidate.full_layers]
+            if not all(self._is_screened(found, each, families) for each in (first, candidate)):
                 continue
-            verdict = self.fresh(confirmations).judge(path, layers, families, strict=True)
-            confirmations += 1
+            confirmations = sum(each.stage == "confirm" for each in found.tried)
+            verdict = self.fresh(confirmations).judge(self.written(candidate), families, strict=True)
             if self._told(found, candidate, "confirm", verdict):
                 found.winner, found.lines = candidate, verdict.lines
                 return found
         return found
 
+    def _is_screened(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
+        """Whether the candidate holds on the screening prompts, which it is served once; False beyond `max_tries`."""
+        screened = [each for each in found.tried if each.stage == "screen"]
+        for each in screened:
+            if each.candidate is candidate:
+                return each.verdict.holds
+        if len(screened) == self.max_tries:
+            return False
+        verdict = self.screening.judge(self.written(candidate), families, strict=False)
+        # What one candidate failed at, the next is likely to fail at too.
+        families.sort(key=lambda name: name != verdict.inferior)
+        return self._told(found, candidate, "screen", verdict)
+
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
         harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
-        return candidates(harmless, traps, self.num_layers)[: self.max_tries]
+        return candidates(harmless, traps, self.num_layers)
 
     def _is_trap(self, family: str) -> bool:
         return self.kinds[family] == Kind.TRAP.value
-
-    def _deviations(self, families: Sequence[str]) -> list[PromptDeviations]:
-        return [
-            prompt
-            for name in families
-            for prompt in self.collector.collect(self.screening.cases([name]), self.screening.tokens_of)
-        ]
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
         """Notes and tells a verdict; True when it holds."""

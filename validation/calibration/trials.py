@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import SemBlendError
+from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
+from validation.calibration.plants import PLANTED, TRIES, Planter
+from validation.models import full_layers_of
 from validation.noninferiority import MARGIN
 from validation.quality.batches import BatchServer
 from validation.quality.samples import MIN_COLD_SCORE, line_of, samples_of
@@ -15,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from validation.calibration.deviations import DeviationCollector, PromptDeviations
     from validation.cases import Case
     from validation.engines import Engines
     from validation.quality.answers import Answer
     from validation.quality.batches import BatchSettings
     from validation.quality.samples import QualityLine, QualitySample
-    from validation.tokenised import TokenisedCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +51,34 @@ class Trials:
     """One set of prompts by family, with cold's answers, which are served once.
 
     Families come in the order in which a candidate is likely to fail them. An engine that starts slowly serves all of
-    them before the first is judged.
+    them before the first is judged. Of the plants a candidate is served those that it misses most of.
     """
 
-    def __init__(self, engines: Engines, cases: Iterable[Case], settings: BatchSettings, seed: int) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        cases: Iterable[Case],
+        settings: BatchSettings,
+        seed: int,
+        collector: DeviationCollector,
+    ) -> None:
         self._engines, self._seed = engines, seed
         self._cases: dict[str, list[Case]] = {}
         for case in cases:
             self._cases.setdefault(case.workload, []).append(case)
         self._server = BatchServer(engines, self.cases(self._cases), settings)
+        self._planter = Planter(collector, self._server.tokens_of)
+        self._collector = collector
         self._cold: dict[str, Answer] = {}
-
-    def tokens_of(self, case: Case) -> TokenisedCase:
-        return self._server.tokens_of(case)
 
     def cases(self, families: Iterable[str]) -> list[Case]:
         return [case for name in families for case in self._cases[name]]
+
+    def deviations(self, family: str) -> list[PromptDeviations]:
+        """Those of the first prompt of each group."""
+        if family == PLANTED:
+            return [found for plant in self._cases[family] for found in self._planter.deviations_of(plant)]
+        return self._collector.collect(self._cases[family], self._server.tokens_of)
 
     def cold_line(self, family: str) -> QualityLine:
         """Cold against itself: what the model can do."""
@@ -80,26 +96,33 @@ class Trials:
             known += [family] if is_known else []
         return known
 
-    def judge(self, profile: Path, full_layers: int, families: Sequence[str], *, strict: bool) -> Verdict:
-        """Serves the families under policy verified with this profile until one is inferior.
+    def judge(self, path: Path, families: Sequence[str], *, strict: bool) -> Verdict:
+        """Serves the families under policy verified with the profile of `path` until one is inferior.
 
-        With `strict` a family must be non-inferior; without, it must only have lost no more than the margin, which
-        few prompts can show. Raises SemBlendError when the engine does not take the profile.
+        With `strict` a family must be non-inferior, as the plants always must be; without, it must only have lost no
+        more than the margin, which few prompts can show. Raises SemBlendError when the engine does not take the
+        profile.
         """
-        num_layers = self._engines.facts.num_layers
-        choices = ArmChoices(num_layers, boundary=1, profile=profile, profile_layers=full_layers)
+        profile, num_layers = ReuseProfile.read(path), self._engines.facts.num_layers
+        choices = ArmChoices(num_layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
         [arm] = arms_of([VERIFIED], choices)
         lines: list[QualityLine] = []
         answers: dict[str, Answer] = {}
-        for family in families:
-            if self._cases[family][0].id not in answers:
-                answers |= self._server.answers(arm, self.cases(families if self._engines.starts_slowly else [family]))
-            samples = samples_of(arm, self._cases[family], answers, self._cold_answers(family), num_layers)
+        chosen = {family: self._chosen(family, profile) for family in families}
+        for family, cases in chosen.items():
+            if cases[0].id not in answers:
+                asked = itertools.chain(*chosen.values()) if self._engines.starts_slowly else cases
+                answers |= self._server.answers(arm, list(asked))
+            samples = samples_of(arm, cases, answers, self._cold_answers(family), num_layers)
             _check_profile_was_used(samples)
             lines.append(line_of(family, VERIFIED, samples, self._cold_samples(family), self._seed))
-            if not (lines[-1].holds if strict else _has_lost_little(lines[-1])):
+            if not (lines[-1].holds if strict or family == PLANTED else _has_lost_little(lines[-1])):
                 return Verdict(False, tuple(lines))
         return Verdict(True, tuple(lines))
+
+    def _chosen(self, family: str, profile: ReuseProfile) -> list[Case]:
+        cases = self._cases[family]
+        return cases if family != PLANTED else self._planter.hardest(cases, profile, -(-len(cases) // TRIES))
 
     def _cold_answers(self, family: str) -> dict[str, Answer]:
         if self._cases[family][0].id not in self._cold:

@@ -49,12 +49,11 @@ class Group:
     @property
     def room(self) -> int:
         """Tokens for documents. Raises ConfigurationError when too few are left beside the longest opening."""
-        openings = {*self.form.instructions, *self.form.system_prompts}
-        room = self.tokens - max(self.count(self.form.render(each, [], "")) for each in openings) - _QUESTION_TOKENS
+        least = least_tokens(self.form, self.count)
+        room = self.tokens - least + _SMALLEST_ROOM
         if room < _SMALLEST_ROOM:
             raise ConfigurationError(
-                f"Prompts of {self.tokens} tokens leave {max(room, 0)} for documents; "
-                f"ask for at least {self.tokens - room + _SMALLEST_ROOM} tokens."
+                f"Prompts of {self.tokens} tokens leave {max(room, 0)} for documents; ask for at least {least} tokens."
             )
         return room
 
@@ -122,3 +121,9 @@ class Group:
             )
             for index, each in enumerate(asked)
         ]
+
+
+def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
+    """Tokens of the shortest prompts that a family can be written in."""
+    openings = {*form.instructions, *form.system_prompts}
+    return max(count(form.render(each, [], "")) for each in openings) + _QUESTION_TOKENS + _SMALLEST_ROOM

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation.families.catalog import FAMILIES, Kind, family, write_family
+from validation.families.group import least_tokens
 from validation.prompt_form import form_for
 
 if TYPE_CHECKING:
@@ -44,16 +46,11 @@ class FamilyRequest:
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     """All cases, family by family. Raises ConfigurationError for what cannot be written."""
-    tokenizer = model.tokenizer
-    form = form_for(tokenizer, asked.form)
+    form, count = form_for(model.tokenizer, asked.form), partial(_count, model)
     if asked.tokens > model.facts.max_positions:
         raise ConfigurationError(
             f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
         )
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
     cases: list[Case] = []
     for name in asked.family_names():
         is_control = family(name).kind is Kind.NONE
@@ -65,3 +62,12 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
 def kinds_of(cases: list[Case]) -> dict[str, str]:
     """The kind of each family that occurs."""
     return {name: family(name).kind.value for name in dict.fromkeys(case.workload for case in cases)}
+
+
+def shortest_prompts(model: ServedModel, form: str | None) -> int:
+    """Tokens of the shortest prompts of a family in the model's form, or in the one named."""
+    return least_tokens(form_for(model.tokenizer, form), partial(_count, model))
+
+
+def _count(model: ServedModel, text: str) -> int:
+    return len(model.tokenizer.encode(text, add_special_tokens=False))

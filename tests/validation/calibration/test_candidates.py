@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from semblend_trt.reuse_profile import ProfileCheck
-from validation.calibration.candidates import Candidate, candidates, computed_share, thresholds
+from semblend_trt.span_check import WINDOW_TOKENS, SpanCheck
+from validation.calibration.candidates import Candidate, candidates, computed_share, thresholds, window_thresholds
 from validation.calibration.deviations import PromptDeviations
 
 LAYERS = 4
@@ -63,16 +64,28 @@ def test_heads_of_spans_are_computed_whatever_the_check_finds() -> None:
     assert computed_share(check, 100, HARMLESS, LAYERS) == 1.0
 
 
-def test_what_lies_behind_the_heads_keeps_its_spans() -> None:
-    values = np.arange(6, dtype=np.float32)[None]
-    behind = PromptDeviations("f", values, (1, 2, 3), 4, 9).behind(1)
-    assert (behind.values.tolist(), behind.lengths) == ([[2.0, 4.0, 5.0]], (1, 2))
-    assert (behind.exact_tokens, behind.promised) == (4, 9)
+def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() -> None:
+    values = np.array([[0.0] * 6, [9.0, 9.0, 0.1, 9.0, 0.3, 0.1]], dtype=np.float32)
+    prompt = PromptDeviations("f", values, (1, 2, 3), 4, 10)
+    assert prompt.kept(None, 1).tolist() == [False, False, True, False, True, True]
+    assert prompt.kept(SpanCheck(1, 0.2), 1).tolist() == [False, False, True, False, False, True]
+    assert prompt.kept(SpanCheck(1, 0.2, max_span_share=0.4), 1).tolist() == [False, False, True, False, False, False]
+    assert not prompt.kept(SpanCheck(1, 0.2), 3).any()
+
+
+def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens() -> None:
+    found = window_thresholds(HARMLESS, 1)
+    assert found == sorted(found)
+    assert all(0.03 < value < 0.06 for value in found)
+    assert window_thresholds([], 1) == []
+    checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is not None]
+    assert {check.window_threshold for check in checks if check.layer == 1} == {None, *found}
+    assert all(check.window_threshold is None or check.window_threshold < check.threshold for check in checks)
 
 
 def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
     found = candidates(HARMLESS, TRAPS, LAYERS)
-    assert found[0] == Candidate("position_fix", 0.0, 0.0)
+    assert found[0] == Candidate("position_fix", 0.0)
     shares = [each.computed_share for each in found]
     assert shares == sorted(shares)
     assert shares[-1] < 1.0
@@ -83,6 +96,8 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
     assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
 
 
-def test_span_means_are_of_each_span() -> None:
-    values = np.array([[1.0, 3.0, 5.0]], dtype=np.float32)
-    assert PromptDeviations("f", values, (2, 1), 0, 3).span_means(0).tolist() == [2.0, 5.0]
+def test_means_are_of_each_span_and_of_its_windows() -> None:
+    values = np.array([[1.0, 3.0, *[5.0] * WINDOW_TOKENS, 7.0]], dtype=np.float32)
+    prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
+    assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
+    assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]

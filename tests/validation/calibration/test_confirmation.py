@@ -87,7 +87,8 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made: 
     assert [line["family"] for line in told["families"]] == ["header_trap", "reordered"]
     assert all(line["exact_match_vs_cold"]["lower"] >= -0.01 for line in told["families"])
     assert told["prompts"] == {**{name: MADE_WITH[name] for name in MADE_WITH if name != "what"}, "seed": 1003} | {
-        "min_match_length": 64
+        "min_match_length": 64,
+        "plants": 1_024,
     }
     after = reuse_in(trtllm, path)
     assert all(each.reused > 100 for each in after)
