@@ -1,11 +1,12 @@
-"""How KV lies in memory: TensorRT-LLM's paged pool and a donor's contiguous tensor.
+"""How KV lies in memory: paged pools, TensorRT-LLM's in one tensor and vLLM's layer by layer, and a donor's tensor.
 
-The pool's inner order is HND, offset = (head * block_size + slot) * head_dim + channel, as in TensorRT-LLM's
+The inner order of TensorRT-LLM's is HND, offset = (head * block_size + slot) * head_dim + channel, as in TensorRT-LLM's
 `getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,15 +50,49 @@ class KvGeometry:
         return -(-tokens // self.block_size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayeredPool:
+    """A pool whose layers lie apart, as vLLM's do: K and V of each layer, [blocks, kv_heads, block_size, head_dim] with
+    any strides. It has a tensor's `device`, `dtype` and `shape`, that of the pool in one tensor."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys[0].dtype
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.keys[0].is_cuda
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        blocks, *row = self.keys[0].shape
+        return blocks, len(self.keys), 2, math.prod(row)
+
+    def layers(self, first: int, end: int) -> LayeredPool:
+        """Layers `first .. end - 1`, without a copy."""
+        return LayeredPool(self.keys[first:end], self.values[first:end])
+
+
+Pool = torch.Tensor | LayeredPool
+
+
 @dataclass(frozen=True, slots=True)
 class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
-    `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V; `block_ids`: int64 [n]. Keep
-    `block_ids` on the host: they are checked there before every write; reading them from a device would wait for it.
+    `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
+    int64 [n]. Keep `block_ids` on the host: they are checked there before every write; reading them from a device would
+    wait for it.
     """
 
-    pool: torch.Tensor
+    pool: Pool
     block_ids: torch.Tensor
     geometry: KvGeometry
 
@@ -68,7 +103,8 @@ class PagedKv:
 
     def layers(self, first: int, end: int) -> PagedKv:
         """Layers `first .. end - 1`, without a copy."""
-        return replace(self, pool=self.pool[:, first:end], geometry=replace(self.geometry, num_layers=end - first))
+        pool = self.pool.layers(first, end) if isinstance(self.pool, LayeredPool) else self.pool[:, first:end]
+        return replace(self, pool=pool, geometry=replace(self.geometry, num_layers=end - first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +132,23 @@ def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
     return pool.view(*pool.shape[:3], geometry.kv_heads, geometry.block_size, geometry.head_dim)
 
 
+def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch.Tensor:
+    """Views K (kind 0) or V (kind 1) of one layer as [blocks, kv_heads, block_size, head_dim], without a copy."""
+    if isinstance(pool, LayeredPool):
+        return (pool.values if kind else pool.keys)[layer]
+    return pool_view(pool, geometry)[:, layer, kind]
+
+
 def check_pool(
-    pool: torch.Tensor,
+    pool: Pool,
     geometry: KvGeometry,
     name: str = "pool",
     dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES,
 ) -> None:
     """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
+    if isinstance(pool, LayeredPool):
+        _check_layers(pool, geometry, name, dtypes)
+        return
     expected = (geometry.num_layers, geometry.kv_factor, geometry.row_elements)
     if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
         raise ValueError(
@@ -111,6 +157,19 @@ def check_pool(
     check_dtype(pool.dtype, name, dtypes)
     if pool.stride(3) != 1:
         raise ValueError(f"{name} has stride {pool.stride(3)} in its last dimension; it must be 1")
+
+
+def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_dtype(pool.dtype, name, dtypes)
+    blocks = pool.shape[0]
+    row = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_dim)
+    found = {(tuple(each.shape), each.dtype, each.device) for each in (*pool.keys, *pool.values)}
+    counts = {len(pool.keys), len(pool.values)}
+    if found != {(row, pool.dtype, pool.device)} or counts != {geometry.num_layers} or geometry.kv_factor != 2:
+        raise ValueError(
+            f"{name} has {sorted(counts)} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)}, "
+            f"all of one dtype on one device, are needed for {geometry}"
+        )
 
 
 def check_dtype(dtype: torch.dtype, name: str, dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:

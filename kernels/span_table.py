@@ -72,6 +72,7 @@ def memory_of(kv: PagedKv | ContiguousKv) -> Memory:
         layer, kind, head, token, _ = kv.tensor.stride()
         return Memory(kv.tensor, (0, layer, kind, head, token), max(1, kv.capacity), np.zeros(1, np.int64))
     geometry = kv.geometry
+    assert isinstance(kv.pool, torch.Tensor)
     block, layer, kind, _ = kv.pool.stride()
     strides = (block, layer, kind, geometry.block_size * geometry.head_dim, geometry.head_dim)
     return Memory(kv.pool, strides, geometry.block_size, kv.block_ids.cpu().numpy())

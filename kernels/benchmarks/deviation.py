@@ -47,14 +47,14 @@ def _bytes_read(tokens: int) -> int:
 def _kernel_ms(donor: ContiguousKv, fresh: PagedKv, tokens: int, tiling: object = None) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.deviation import triton_deviation
-    from kernels.kv_move.move import sizes_of
+    from kernels.kv_move.move import sizes_of, tensor_of
     from kernels.triton_spans import Tiling
 
     chosen = tiling if isinstance(tiling, Tiling) else triton_deviation.DEFAULT
     table = triton_deviation.table_of([Move(donor, 0, SHIFT, tokens)], fresh, ROTATION, chosen)
     output = torch.empty(2, tokens, device="cuda")
     sizes = sizes_of(donor)
-    return time_ms(lambda: triton_deviation.launch(table, fresh.pool, output, LAYER, sizes, ROTATION, chosen))
+    return time_ms(lambda: triton_deviation.launch(table, tensor_of(fresh), output, LAYER, sizes, ROTATION, chosen))
 
 
 def _sweep(tokens: int) -> None:

@@ -81,13 +81,14 @@ def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, geometry: KvGe
 def _check() -> None:
     """A figure counts only if the result is right: the same plan through torch, on the card."""
     from kernels.kv_move import eager
+    from kernels.kv_move.move import tensor_of
 
     donor, actual = random_donor(200), random_pool(320)
-    expected = PagedKv(actual.pool.clone(), actual.block_ids, actual.geometry)
+    expected = PagedKv(tensor_of(actual).clone(), actual.block_ids, actual.geometry)
     moves = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
     kv_move(moves, actual, ROTATION)
     eager.kv_move(moves, expected, ROTATION)
-    error = (actual.pool.double() - expected.pool.double()).norm() / expected.pool.double().norm()
+    error = (tensor_of(actual).double() - tensor_of(expected).double()).norm() / tensor_of(expected).double().norm()
     if not float(error) <= 1e-2:
         raise SystemExit(f"kv_move is wrong: relative error {float(error):.2e} against torch")
     say(f"relative error against torch: {float(error):.1e}")

@@ -15,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 from kernels.benchmarks.ceilings import copy_gbps, time_ms
 from kernels.benchmarks.rows import Results, parser, require_cuda, say
 from kernels.benchmarks.shapes import QWEN_7B, ROTATION, random_pool
+from kernels.kv_move.move import tensor_of
 from kernels.layer_ops import add_rms_norm, eager, has_kernels, rotate_rows, silu_mul, slots_of
 from kernels.layout import pool_view
 from kernels.sparse_prefill import SequenceRows
@@ -109,7 +110,7 @@ def rotation_case(rows: int) -> Case:
     """The rotation and the write of K and V into shuffled blocks; for Transformers the write is torch's indexing."""
     head_dim, kv_heads = QWEN_7B.head_dim, QWEN_7B.kv_heads
     qkv, paged = _random(rows, (HEADS + 2 * kv_heads) * head_dim), random_pool(rows)
-    pool, positions = paged.pool, torch.arange(rows)
+    pool, positions = tensor_of(paged), torch.arange(rows)
     slots = slots_of([SequenceRows(0, positions, paged.block_ids).to(str(pool.device))], QWEN_7B.block_size)
     angles = positions[:, None] * torch.tensor(ROTATION.inverse_frequencies, dtype=torch.float64)
     cos, sin = (table.to(qkv.device, torch.float32) for table in (angles.cos(), angles.sin()))

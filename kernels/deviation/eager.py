@@ -8,7 +8,7 @@ import torch
 
 from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.layout import ContiguousKv, PagedKv, pool_view
+from kernels.layout import ContiguousKv, PagedKv, layer_view
 from kernels.rope import RopeRotation, rotate_keys
 
 if TYPE_CHECKING:
@@ -65,5 +65,5 @@ def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length:
     blocks = kv.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
     slots = (positions % block_size).to(device, non_blocking=True)
     # paged has shape [kv_heads, blocks, block_size, head_dim]
-    paged = pool_view(kv.pool, kv.geometry)[:, layer, kind].transpose(0, 1)
+    paged = layer_view(kv.pool, kv.geometry, layer, kind).transpose(0, 1)
     return paged[:, blocks, slots]

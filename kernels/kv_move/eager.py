@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.kv_move.move import Move, tensor_of
-from kernels.layout import ContiguousKv, PagedKv, pool_view
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 
 if TYPE_CHECKING:
@@ -35,10 +35,20 @@ def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Te
     first_block = start // block_size
     blocks = source.block_ids[first_block : -(-(start + length) // block_size)].to(source.pool.device)
     # Whole blocks in the donor's order: [layers, kv_factor, kv_heads, blocks, block_size, head_dim]
-    paged = _indexable(pool_view(source.pool, source.geometry)).permute(1, 2, 3, 0, 4, 5)
-    gathered = paged.index_select(3, blocks).view(source.pool.dtype)
+    gathered = _gather_blocks(source, blocks)
     offset = start - first_block * block_size
     return gathered.flatten(3, 4)[:, :, :, offset : offset + length]
+
+
+def _gather_blocks(source: PagedKv, blocks: torch.Tensor) -> torch.Tensor:
+    pool, geometry = source.pool, source.geometry
+    if isinstance(pool, LayeredPool):
+        kinds = [layer_view(pool, geometry, layer, kind) for layer in range(geometry.num_layers) for kind in (0, 1)]
+        found = torch.stack([_indexable(each).index_select(0, blocks).transpose(0, 1) for each in kinds])
+        rows: torch.Tensor = found.view(pool.dtype).unflatten(0, (geometry.num_layers, 2))
+        return rows
+    paged = _indexable(pool_view(pool, geometry)).permute(1, 2, 3, 0, 4, 5)
+    return paged.index_select(3, blocks).view(pool.dtype)
 
 
 def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.Tensor) -> None:
@@ -52,6 +62,11 @@ def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.
     device = target.pool.device
     blocks = target.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
     slots = (positions % block_size).to(device, non_blocking=True)
+    if isinstance(target.pool, LayeredPool):
+        for layer in range(target.geometry.num_layers):
+            one = _indexable(layer_view(target.pool, target.geometry, layer, kind)).transpose(0, 1)
+            one[:, blocks, slots] = _indexable(rows[layer])
+        return
     # paged has shape [layers, kv_heads, blocks, block_size, head_dim]
     paged = _indexable(pool_view(target.pool, target.geometry))[:, :, kind].permute(1, 2, 0, 3, 4)
     paged[:, :, blocks, slots] = _indexable(rows)

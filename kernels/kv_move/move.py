@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, ContiguousKv, PagedKv, check_dtype, check_pool
+from kernels.layout import MOVABLE_DTYPES, ContiguousKv, LayeredPool, PagedKv, check_dtype, check_pool
 from kernels.rope import RopeRotation, check_head_dim
 
 if TYPE_CHECKING:
@@ -71,8 +71,15 @@ def check_sources(
 
 
 def tensor_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
-    """The memory behind `kv`."""
-    return kv.pool if isinstance(kv, PagedKv) else kv.tensor
+    """The memory behind `kv`; K of the lowest layer where the layers lie apart."""
+    if isinstance(kv, ContiguousKv):
+        return kv.tensor
+    return kv.pool.keys[0] if isinstance(kv.pool, LayeredPool) else kv.pool
+
+
+def is_layered(*each: PagedKv | ContiguousKv) -> bool:
+    """Whether the layers of any lie apart: the Triton kernels find a layer by one stride."""
+    return any(isinstance(kv, PagedKv) and isinstance(kv.pool, LayeredPool) for kv in each)
 
 
 def sizes_of(kv: PagedKv | ContiguousKv) -> tuple[int, int, int, int]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kernels.kv_move.move import Move, check_moves, sizes_of
-from kernels.layout import ContiguousKv, PagedKv
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv
 from kernels.rope import RopeRotation, saturated
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, positio
         return kv.tensor[layer, kind, head, position]
     geometry = kv.geometry
     block = int(kv.block_ids[position // geometry.block_size])
+    if isinstance(kv.pool, LayeredPool):
+        return (kv.pool.keys, kv.pool.values)[kind][layer][block, head, position % geometry.block_size]
     start = (head * geometry.block_size + position % geometry.block_size) * geometry.head_dim
     return kv.pool[block, layer, kind, start : start + geometry.head_dim]
 

@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry
+from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 
 if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
 
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
-    """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; None
-    when there is none, or when its strides are not those of a pool."""
+    """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
+    LayeredPool; None when there is none, or when its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
+    if isinstance(pool, LayeredPool):
+        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
+        try:
+            check_pool(pool, geometry)
+        except ValueError:
+            return None
+        return geometry
     row = kv_heads * facts.head_dim
     if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
         return None
