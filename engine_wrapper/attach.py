@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Attachment", "attach", "attach_to_caller"]
+__all__ = ["Attachment", "attach", "attach_to_caller", "note_evidence"]
 
 
 def attach(runtime: Runtime) -> bool:
@@ -40,7 +40,7 @@ def attach(runtime: Runtime) -> bool:
         runner.readiness = runtime.readiness
         runtime.readiness.is_awaited = True
     if hasattr(runner, "evidence_sink"):
-        runner.evidence_sink = partial(_note, runtime)
+        runner.evidence_sink = partial(note_evidence, runtime)
     blocks.publication = PublicationGuard(runtime.active_plans, runtime.pool.geometry.block_size)
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER
@@ -60,10 +60,10 @@ def attach_to_caller(
     except Exception:
         logger.exception("the callers of the registration cannot be examined")
         parts = None
-    return attach_to_executor(parts, llm_args, facts, runtime, pool, partial(_note, runtime))
+    return attach_to_executor(parts, llm_args, facts, runtime, pool, partial(note_evidence, runtime))
 
 
-def _note(runtime: Runtime, evidence: CheckEvidence) -> None:
+def note_evidence(runtime: Runtime, evidence: CheckEvidence) -> None:
     """Keeps evidence for the scheduler. What a dropped plan had placed is written over: nothing approximate is left."""
     runtime.evidence.append(evidence)
     if evidence.is_dropped:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from engine_wrapper.layer_loop import EvidenceSink
     from engine_wrapper.sequence_work import SequenceWork
-    from engine_wrapper.sparse_forward import EvidenceSink
 
 # Runs all rows of a work up to K and V of a layer, as `engine_wrapper.course.lowest_course` has it. Returns the
 # deviations of its checked tokens, float32 [tokens].

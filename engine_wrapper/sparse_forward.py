@@ -6,13 +6,13 @@ The model's own layers are used as they are (`engine_wrapper.plain_rows`), but f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_wrapper.fused_layers import fuse
 from engine_wrapper.fused_rows import FusedRows
+from engine_wrapper.layer_loop import follow, no_hook
 from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from engine_wrapper.rehearsal import rehearsal
 from kernels.layer_ops import has_kernels
@@ -20,17 +20,16 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine_wrapper.course import Course
     from engine_wrapper.graph_forward import GraphForward
+    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
     from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
-    from semblend_trt.evidence import CheckEvidence
 
 # Above every deviation, and finite as a threshold must be.
 _KEEP_ALL = 1e30
-
-LayerHook = Callable[[int], None]
-EvidenceSink = Callable[["CheckEvidence"], None]
 
 
 class SparseForward:
@@ -79,12 +78,12 @@ class SparseForward:
         """
         if before_layer is not None or after_layer is not None:
             graphs = None
-        hooks = before_layer or _no_hook, after_layer or _no_hook
+        hooks = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
         course: Course = schedule
         begun: int | None = None
         while True:
-            deviations = self._follow(rows, course, begun, *hooks)
+            deviations = follow(rows, course, self._geometry.num_layers, self._ranks, begun, *hooks)
             if course.checkpoint is None or deviations is None:
                 return rows.output(course.output_rows)
             begun = course.checkpoint.layer
@@ -106,8 +105,8 @@ class SparseForward:
         a call.
         """
         assert schedule.checkpoint is not None
-        after = after_layer or _no_hook
-        deviations = self._follow(self._rows(schedule), schedule, None, before_layer or _no_hook, after)
+        before, after = before_layer or no_hook, after_layer or no_hook
+        deviations = follow(self._rows(schedule), schedule, self._geometry.num_layers, self._ranks, None, before, after)
         assert deviations is not None
         after(schedule.checkpoint.layer)
         return deviations
@@ -136,30 +135,10 @@ class SparseForward:
         for schedule, _ in schedules:
             forward(schedule.to(pool.device))
 
-    def _follow(
-        self, rows: FusedRows | PlainRows, course: Course, begun: int | None, before: LayerHook, after: LayerHook
-    ) -> torch.Tensor | None:
-        """Runs a course that begins within layer `begun`, or at the lowest; returns what its checkpoint finds."""
-        for stage, layers in course.layers_of_stages(self._geometry.num_layers):
-            rows.enter(stage)
-            for layer in layers:
-                if layer != begun:
-                    before(layer)
-                rows.run(layer)
-                after(layer)
-        if course.checkpoint is None:
-            return None
-        before(course.checkpoint.layer)
-        return rows.compare(course.checkpoint, self._ranks)
-
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:
             return FusedRows(self.fused, schedule)
         return PlainRows(self._model.model, schedule, self._pool, self._geometry)
-
-
-def _no_hook(layer: int) -> None:
-    """In the place of a hook that nobody set."""
 
 
 def _check_pool(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> None:

@@ -13,7 +13,7 @@ from engine_wrapper.embedded.models import LoadedModel, ModelSource, adopt_model
 from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
 from engine_wrapper.lowest_layers import settled
 from engine_wrapper.portions import portions
-from engine_wrapper.sparse_forward import EvidenceSink, LayerHook, SparseForward
+from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import current_stream
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.graph_forward import GraphForward
+    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from engine_wrapper.layer_schedule import lowest_schedule
-from engine_wrapper.lowest_layers import settled
 from engine_wrapper.trtllm.planned_rows import PlannedRows, run_lowest, run_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine_wrapper.sequence_work import SequenceWork
-    from engine_wrapper.sparse_forward import EvidenceSink
-    from engine_wrapper.trtllm.batch import Batch
+    import torch
+
+    from engine_wrapper.batch import Batch
+    from engine_wrapper.layer_loop import EvidenceSink
+    from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan
@@ -49,17 +47,12 @@ class PlannedDecoder:
         calls its parts in another way.
         """
 
-        def lowest(work: SequenceWork, layer: int) -> torch.Tensor:
-            schedule = lowest_schedule(work, layer, num_layers).to(self.pool.device)
+        def run(schedule: LayerSchedule) -> torch.Tensor:
+            rows = PlannedRows(schedule, self.pool, self.geometry, self.rotation, self.ranks, evidence_sink)
+            return run_rows(self.forward, options, schedule, rows)
+
+        def lowest(schedule: LayerSchedule) -> torch.Tensor:
             rows = PlannedRows(schedule, self.pool, self.geometry, self.rotation, self.ranks, lowest=True)
             return run_lowest(self.forward, options, schedule, rows)
 
-        num_layers = self.geometry.num_layers
-        works = batch.works(plans, blocks, self.geometry)
-        works = [settled(work, num_layers, max_rows, lowest, evidence_sink) for work in works]
-        hidden = []
-        for schedule, wanted in batch.schedules(works, num_layers, max_rows):
-            rows = PlannedRows(schedule, self.pool, self.geometry, self.rotation, self.ranks, evidence_sink)
-            own = run_rows(self.forward, options, schedule, rows)
-            hidden.append(own if wanted is None else own.index_select(0, wanted))
-        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        return batch.run(plans, blocks, self.geometry, run, lowest, max_rows, evidence_sink)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.batch import Batch
+from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
-from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import SelfCheck
 from semblend_trt.runtime import EngineMode, Runtime
@@ -15,7 +15,8 @@ from semblend_trt.runtime import EngineMode, Runtime
 if TYPE_CHECKING:
     import torch
 
-    from engine_wrapper.sparse_forward import EvidenceSink
+    from engine_wrapper.batch import Batch
+    from engine_wrapper.layer_loop import EvidenceSink
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan
@@ -72,7 +73,7 @@ class PlannedForward:
 
     def _planned(self, plans: dict[int, SemanticKvPlan], options: dict[str, Any]) -> torch.Tensor:
         try:
-            batch = Batch.of_call(options)
+            batch = batch_of_call(options)
             return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, self._sink)
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed")
@@ -83,7 +84,7 @@ class PlannedForward:
     def _prove(self, check: SelfCheck, options: dict[str, Any], hidden: torch.Tensor) -> None:
         """Runs the self-check on the first batch that allows it; never raises."""
         try:
-            batch = Batch.of_call(options)
+            batch = batch_of_call(options)
             if not check.fits(batch):
                 return
             check.run(batch, options, hidden, self._blocks(batch)[0])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.layout_error import LayoutError
+from engine_wrapper.layout_error import LayoutError
 from engine_wrapper.trtllm.rope_angles import RopeAngles
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.course import Course, Stage
+    from engine_wrapper.layer_loop import EvidenceSink
     from engine_wrapper.layer_schedule import LayerSchedule
-    from engine_wrapper.sparse_forward import EvidenceSink
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks

@@ -11,29 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.trtllm.batch import Batch
-from engine_wrapper.trtllm.layout_error import LayoutError
+from engine_wrapper.batch import Batch
+from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
 from kernels.layout import pool_view
-from semblend_trt.plan import (
-    AttentionMode,
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    PublicationPolicy,
-    SemanticKvPlan,
-    SpanCheck,
-)
 
 if TYPE_CHECKING:
     from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
-
-# Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
-MIN_TOKENS, MAX_TOKENS = 64, 512
-# Of ||ours - engine's|| / ||engine's||: above what rounding in another order gives, below what a wrong rotation does.
-_BOUNDS = {torch.float32: 1e-3}
-_HALF_BOUND = 0.05
-_KEEP_ALL = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +44,18 @@ class SelfCheck:
         scratch = replace(self.decoder, pool=pool.new_zeros(len(blocks), *pool.shape[1:]))
         ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
         whole = scratch.run(Batch((0,), (0,), (tokens,), 1, ids), {}, [blocks], options)
-        found = [_difference("hidden rows", whole, engine_rows)]
+        found = [difference("hidden rows", whole, engine_rows)]
         for layer in range(geometry.num_layers):
             theirs = self._kv(pool, block_ids[: len(blocks)], layer, tokens)
             ours = self._kv(scratch.pool, blocks, layer, tokens)
-            found.append(_difference(f"KV of layer {layer}", ours, theirs))
+            found.append(difference(f"KV of layer {layer}", ours, theirs))
         self._judge(found)
-        plan = self._plan(ids.tolist())
+        plan = check_plan(ids.tolist(), geometry)
         rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
         wanted = engine_rows[plan.prefix_end :]
         for max_rows in (None, tokens // 4):  # the span has twice as many
             planned = scratch.run(rest, {0: plan}, [blocks], options, max_rows)
-            self._judge([_difference("hidden rows of a plan", planned, wanted)])
+            self._judge([difference("hidden rows of a plan", planned, wanted)])
 
     def _judge(self, found: list[str | None]) -> None:
         """Raises the first difference of any rank: one that went on alone would wait for the others."""
@@ -84,31 +68,3 @@ class SelfCheck:
         """K and V, [2, kv_heads, tokens, head_dim]."""
         chosen = pool_view(pool, self.decoder.geometry)[block_ids, layer]
         return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
-
-    def _plan(self, tokens: list[int]) -> SemanticKvPlan:
-        """A checked plan: a hole, a span that keeps its place, of which nothing deviates, and a suffix."""
-        start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, self.decoder.geometry.num_layers
-        check = SpanCheck(0, _KEEP_ALL)  # the lowest layer, so that every other one runs on some of the rows
-        execution = EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, layers, end, check=check)
-        return SemanticKvPlan(
-            request_id=0,
-            namespace_key="",
-            kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-            publication=PublicationPolicy.REQUEST_LOCAL,
-            spans=(PlanSpan("", start, start, end - start),),
-            prompt_token_ids=tokens,
-            num_computed_tokens=0,
-            matched_tokens=end,
-            block_size=self.decoder.geometry.block_size,
-            execution=execution,
-        )
-
-
-def _difference(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """What is wrong with ours, None when they agree."""
-    bound = _BOUNDS.get(theirs.dtype, _HALF_BOUND)
-    if ours.shape != theirs.shape:
-        return f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}"
-    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-    # Written so that NaN fails.
-    return None if difference <= bound else f"{what} differ from the engine's by {difference:.3g}, above {bound:g}"

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.layout_error import LayoutError
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.trtllm import planned_rows
 from engine_wrapper.trtllm.executor_parts import ExecutorParts
-from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine_wrapper.trtllm.batch import Batch
+from engine_wrapper.batch import Batch
+from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
-from engine_wrapper.trtllm.layout_error import LayoutError
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import MIN_TOKENS, SelfCheck
 from semblend_trt.connector.model_facts import model_facts
@@ -73,7 +74,7 @@ def test_what_differs_is_named(tiny_qwen2_path: Path, what: str) -> None:
         rotation = model_facts(tiny_qwen2_path).rotation
         check = SelfCheck(PlannedDecoder(stock, manager.pool, manager.geometry, rotation, Ranks()))
         with pytest.raises(LayoutError) as error:
-            check.run(Batch.of_call(options), options, hidden, request.blocks)
+            check.run(batch_of_call(options), options, hidden, request.blocks)
         errors.append(error.value)
         hooks.remove()
         return hidden
