@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
 
-EMBEDDED, TRTLLM = "embedded", "trtllm"
+EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
 _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 
 

@@ -16,8 +16,9 @@ from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import TRTLLM
+from validation.engines import TRTLLM, VLLM
 from validation.trtllm_engine import TrtllmEngines
+from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +48,14 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
 
 
 def engines_of(name: str, model: str | None, device: str | None, dtype: str) -> Engines:
-    """The engines of that name over the model; TensorRT-LLM chooses its device itself.
+    """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
     if name == TRTLLM:
         return TrtllmEngines(str(model or shipped_model()), dtype)
+    if name == VLLM:
+        return VllmEngines(str(model or shipped_model()), dtype)
     return EmbeddedEngines(load(model, device, dtype))
 
 

@@ -159,6 +159,12 @@ def _parallel(llm_args: Any) -> dict[str, int | str]:
 
 
 def _backend(llm_args: Any) -> str:
-    """Engine, attention backend and pool order: backends may round, or lay out, the same KV differently."""
+    """Engine, attention backend and pool order: backends may round, or lay out, the same KV differently.
+
+    vLLM's arguments say it themselves.
+    """
+    told = getattr(llm_args, "backend_cache_layout", None)
+    if told is not None:
+        return str(told)
     engine = type(llm_args).__module__.split(".", 1)[0]
     return f"{engine}/{getattr(llm_args, 'attn_backend', 'default')}/blocks.layers.kv.heads.tokens.channels"

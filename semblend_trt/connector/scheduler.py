@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
-        self._settings = load_settings()
+        self._settings = load_settings(**getattr(llm_args, "settings", {}))
         self._journal = Journal(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
@@ -143,6 +144,11 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def namespace(self) -> CacheNamespace | None:
         """The namespace of the engine's own KV, bound to no request; None while, or where, nothing can be reused."""
         return None if self._standing_refusal() is not None else self._serving()[1]
+
+    def plan_of(self, request_id: int) -> SemanticKvPlan | None:
+        """The plan of a request that is running; None without one."""
+        tracked = self._requests.get(request_id)
+        return None if tracked is None else tracked.plan
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """What reuse did for a request that is running or ended recently; None for an unknown one."""

@@ -78,7 +78,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
-        self._settings = load_settings()
+        self._settings = load_settings(**getattr(llm_args, "settings", {}))
         self._facts: ModelFacts | None = None
         self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
         self._iteration = self._completed_iteration = 0

@@ -9,7 +9,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.arguments import PROGRAM, Parser, add_defaults
 from validation.calibration.figures import prompts_of
 from validation.calibration.plants import PLANTED, TRIES
-from validation.engines import EMBEDDED, TRTLLM
+from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.noninferiority import CONFIDENCE, MARGIN
 from validation.quality.arguments import add_families, add_model
 
@@ -38,8 +38,8 @@ Everything else that the profile binds has to be the same already. Exit status: 
 not shown to be as good as cold there (the profile stays as it is), 2 bad usage or an error, 130 interrupted.
 """
 _ENGINES = (
-    "where the prompts are served: embedded, or trtllm, which is TensorRT-LLM with the wrapper through its LLM API "
-    "(untested on a real one)"
+    "where the prompts are served: embedded; vllm, through its LLM class in this process; or trtllm, which is "
+    "TensorRT-LLM with the wrapper through its LLM API (untested on a real one)"
 )
 # Plants that a check misses are few: one of some forty.
 PLANTS = 1_024
@@ -89,7 +89,7 @@ def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM), default=EMBEDDED, help=_ENGINES)
+    parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM, VLLM), default=EMBEDDED, help=_ENGINES)
 
 
 def _add_plants(parser: argparse.ArgumentParser) -> None:

@@ -58,6 +58,11 @@ def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_p
     assert first.rope_config["rope_type"] == "default"
 
 
+def test_an_engine_is_named_by_its_arguments_or_by_their_module(tiny_qwen2_path: Path) -> None:
+    assert namespace_of(tiny_qwen2_path).backend_cache_layout == "types/TRTLLM/blocks.layers.kv.heads.tokens.channels"
+    assert namespace_of(tiny_qwen2_path, backend_cache_layout="vllm-1.0/A").backend_cache_layout == "vllm-1.0/A"
+
+
 @pytest.mark.parametrize("renamed", [False, True])
 def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path: Path, tmp_path: Path, renamed: bool) -> None:
     copy = tmp_path / ("renamed" if renamed else tiny_qwen2_path.name)

@@ -297,6 +297,14 @@ def test_it_tells_of_itself(routed: Callable[..., Any]) -> None:
     routed(test)
 
 
+def test_the_model_has_the_name_that_its_replicas_know(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        async with parts.client.get("/v1/models") as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["maker/tiny"]
+
+    routed(test, name="maker/tiny")
+
+
 def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: Any) -> None:
     path = tmp_path / "requests.jsonl"
 

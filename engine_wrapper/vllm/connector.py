@@ -1,0 +1,107 @@
+"""SemBlendConnector: our connector as vLLM loads it, one object for each of its two roles.
+
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from engine_wrapper.vllm.arguments import arguments_of
+from engine_wrapper.vllm.metadata import StepMetadata
+from engine_wrapper.vllm.refusals import engine_refusal_of
+from engine_wrapper.vllm.scheduler import VllmScheduler
+from engine_wrapper.vllm.worker import VllmWorker
+from semblend_trt.runtime import runtime_for
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as without it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        arguments = arguments_of(vllm_config)
+        runtime = runtime_for(arguments)
+        runtime.refusal = runtime.refusal or arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config)
+        self._scheduler: VllmScheduler | None = None
+        self._worker: VllmWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = VllmScheduler(arguments)
+        else:
+            self._worker = VllmWorker(arguments, vllm_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a donor less."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - whatever is set
+        """True: a replayed full graph would run no plan."""
+        return True
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduling.bind_gpu_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduling.get_num_new_matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self._scheduling.build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.request_finished(request, block_ids), None
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._working.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002 - vLLM's own may be asked for anywhere
+        self._working.start_load_kv(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are ordered before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Nothing to do: KV is saved when its request has finished."""
+
+    def wait_for_save(self) -> None:
+        self._working.wait_for_save(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002 - the step names them
+        return self._working.get_finished(self._step), None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._working.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        """Called in the worker's role, and in the scheduler's where vLLM does so."""
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+
+    @property
+    def _scheduling(self) -> VllmScheduler:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def _working(self) -> VllmWorker:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _step(self) -> StepMetadata:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()

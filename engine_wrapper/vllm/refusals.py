@@ -1,0 +1,171 @@
+"""Which of vLLM's engines and requests may take part at all, judged from VllmConfig, KVCacheConfig and Request.
+
+A field that a version does not have is off there; a value of no known kind is refused like one that is on.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any
+
+from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
+
+OLDEST = (0, 25)
+# A sentence for each reason that counts, which says what to change.
+REASONS = {
+    "settings_invalid": "Correct the setting that the log names at the engine's start.",
+    "vllm_version": "Install vLLM 0.25 or newer, a release with its number.",
+    "other_connector": "Name this connector alone: without MultiConnector and without vLLM's own KV offloading.",
+    "encoder_connector": "Start without --ec-transfer-config.",
+    "kv_role": "Set kv_role to kv_both: this engine both keeps donors and reads them.",
+    "load_failure_policy": "Set kv_load_failure_policy to recompute, so that a failed load costs time and no request.",
+    "tensor_parallel": "Set --tensor-parallel-size to 1.",
+    "pipeline_parallel": "Set --pipeline-parallel-size to 1.",
+    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind the router.",
+    "context_parallel": "Set both context parallel sizes to 1.",
+    # The connector's halves meet in one process; vLLM on a CPU replaces uni by mp.
+    "executor": "Set --distributed-executor-backend to uni, and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING to 0.",
+    "ubatching": "Start without --enable-dbo and with --ubatch-size 0.",
+    "pooling": "Serve a model that generates text; requests for embeddings or scores reuse nothing.",
+    "multimodal": "Serve a text model, or --language-model-only; images are not among the tokens compared.",
+    "encoder_decoder": "Serve a decoder-only model.",
+    "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
+    "diffusion": "Serve a model that generates from left to right.",
+    "non_causal": "Set use_non_causal of the attention config to false.",
+    "mla": "Serve a model without multi-head latent attention, whose cache is of another form.",
+    "sliding_window": "Serve a model with full attention in every layer.",
+    "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
+    "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
+    "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
+    "speculative_decoding": "Start without --speculative-config.",
+    "lora": "Start without --enable-lora, with the adapter merged into the weights.",
+    "weight_transfer": "Start without --weight-transfer-config; donors would outlive the weights they come from.",
+    "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
+    "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
+    "kv_cache_dtype": "Leave --kv-cache-dtype at auto.",
+    "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
+    "cache_groups": "Serve a model whose layers share one KV cache group.",
+    "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
+    "prompt_logprobs": "Ask without prompt_logprobs: reused tokens have no logits.",
+    "skip_reading_prefix_cache": "Ask without skip_reading_prefix_cache, which asks for a prompt computed in full.",
+    "streamed_prompt": "Send the prompt as a whole; one that goes on later is computed.",
+    "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
+    "prompt_ids_missing": "Send a prompt with at least one token.",
+}
+_ABSENT, _UNREADABLE = object(), object()
+_OFF = (_ABSENT, None, False)
+_UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
+# Of each reason the values that are allowed, and the fields, with blanks in between.
+_Rules = dict[str, tuple[tuple[Any, ...], str]]
+_ENGINE: _Rules = {
+    "other_connector": (_OFF, "cache_config.kv_offloading_size"),
+    "encoder_connector": (_OFF, "ec_transfer_config"),
+    "kv_role": (("kv_both",), "kv_transfer_config.kv_role"),
+    "load_failure_policy": (("recompute",), "kv_transfer_config.kv_load_failure_policy"),
+    "tensor_parallel": ((1,), "parallel_config.tensor_parallel_size"),
+    "pipeline_parallel": ((1,), "parallel_config.pipeline_parallel_size"),
+    "data_parallel": ((1,), "parallel_config.data_parallel_size"),
+    "context_parallel": (
+        (_ABSENT, 1),
+        "parallel_config.prefill_context_parallel_size parallel_config.decode_context_parallel_size",
+    ),
+    "executor": (("uni",), "parallel_config.distributed_executor_backend"),
+    "ubatching": ((*_OFF, 0, 1), "parallel_config.enable_dbo parallel_config.ubatch_size"),
+    "pooling": (("generate",), "model_config.runner_type"),
+    "multimodal": (_OFF, "model_config.is_multimodal_model"),
+    "encoder_decoder": (_OFF, "model_config.is_encoder_decoder"),
+    "hybrid_model": (_OFF, "model_config.is_hybrid model_config.is_attention_free"),
+    "diffusion": (_OFF, "model_config.is_diffusion"),
+    "non_causal": (_OFF, "attention_config.use_non_causal"),
+    "mla": (_OFF, "model_config.use_mla"),
+    "sliding_window": (
+        _OFF,
+        "cache_config.sliding_window model_config.get_sliding_window model_config.attention_chunk_size",
+    ),
+    "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
+    "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
+    "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
+    "speculative_decoding": (_OFF, "speculative_config"),
+    "lora": (_OFF, "lora_config"),
+    "weight_transfer": (_OFF, "weight_transfer_config"),
+    "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
+    "full_cuda_graphs": (("NONE", "PIECEWISE"), "compilation_config.cudagraph_mode"),
+    "kv_cache_dtype": (("auto",), "cache_config.cache_dtype"),
+    "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
+}
+_CACHE: _Rules = {
+    "sliding_window": (_OFF, "sliding_window attention_chunk_size"),
+    "non_causal": (_OFF, "non_causal"),
+}
+# prompt_logprobs has vLLM skip its prefix cache, too.
+_REQUEST: _Rules = {
+    "pooling": (_OFF, "pooling_params"),
+    "multimodal": (_UNSET, "mm_features"),
+    "prompt_embeds": (_OFF, "prompt_embeds"),
+    "lora": (_OFF, "lora_request"),
+    "prompt_logprobs": (_OFF, "sampling_params.prompt_logprobs"),
+    "skip_reading_prefix_cache": (_OFF, "skip_reading_prefix_cache"),
+    "streamed_prompt": (_OFF, "resumable"),
+    "resumed_with_output": ((0,), "num_output_tokens"),
+}
+
+
+def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """The reason for which nothing is reused in this engine, None when there is none. Raises nothing.
+
+    `kv_cache_config` is None before the engine runs. A connector asks in its constructor, where it can be seen whether
+    another connector builds it.
+    """
+    version = vllm_version()
+    if version is None or version < OLDEST:
+        return "vllm_version"
+    if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector" or _is_chained():
+        return "other_connector"
+    return _first(vllm_config, _ENGINE) or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
+
+
+def request_refusal(request: Any) -> str | None:
+    """The reason for which this vllm.v1.request.Request is served as stock, None when there is none. Raises nothing."""
+    tokens = _value(request, "prompt_token_ids")
+    return _first(request, _REQUEST) or (None if getattr(tokens, "__len__", int)() else "prompt_ids_missing")
+
+
+def _first(holder: Any, rules: _Rules) -> str | None:
+    """The first reason that a field with another value than those allowed gives. 1 is not True here, nor 0 False."""
+    for reason, (allowed, paths) in rules.items():
+        for value in (_value(holder, path) for path in paths.split()):
+            if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
+                return reason
+    return None
+
+
+def _value(holder: Any, path: str) -> Any:
+    for name in path.split("."):
+        try:
+            holder = getattr(holder, name)
+            if name.startswith("get_"):
+                holder = holder()
+        except AttributeError:
+            # A property that fails is there.
+            return _UNREADABLE if hasattr(type(holder), name) else _ABSENT
+        except Exception:
+            return _UNREADABLE
+    return holder.name if isinstance(holder, Enum) else holder
+
+
+def _cache_refusal(kv_cache_config: Any) -> str | None:
+    groups = _value(kv_cache_config, "kv_cache_groups")
+    if not isinstance(groups, (list, tuple)) or len(groups) != 1:
+        return "cache_groups"
+    spec = _value(groups[0], "kv_cache_spec")
+    return _first(spec, _CACHE) or (None if type(spec).__name__ == "FullAttentionSpec" else "cache_spec")
+
+
+def _is_chained() -> bool:
+    """Whether a MultiConnector is building its children: each sees a configuration of its own."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if "MultiConnector" in {kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__}:
+            return True
+    return False

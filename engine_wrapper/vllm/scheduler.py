@@ -1,0 +1,128 @@
+"""The scheduler half inside vLLM: our own one for every engine, told in TensorRT-LLM's words what vLLM does."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
+from engine_wrapper.vllm.metadata import StepMetadata, Steps
+from engine_wrapper.vllm.refusals import request_refusal
+from semblend_trt.connector import SemBlendKvConnectorScheduler
+from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.runtime import runtime_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from engine_wrapper.vllm.arguments import EngineArguments
+
+logger = logging.getLogger(__name__)
+
+
+class RequestView:
+    """A vLLM request with the attributes of TensorRT-LLM's that our scheduler reads; `taken_tokens`: what of its offer
+    the engine took, where it has said so."""
+
+    # Adapters and beams are refused by name.
+    lora_task_id = None
+
+    def __init__(self, number: int, request: Any, taken_tokens: int | None = None) -> None:
+        self.request_id = number
+        self.refusal = request_refusal(request)
+        self.prompt_len = int(request.num_prompt_tokens)
+        self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
+        self.cache_salt: str | None = request.cache_salt
+        self._request = request
+        if taken_tokens is not None:
+            self.py_num_connector_matched_tokens = taken_tokens
+
+    def token_array(self, count: int) -> npt.NDArray[np.int32]:
+        """The first tokens, int32 [count]."""
+        return np.fromiter(self._request.all_token_ids[: max(0, count)], dtype=np.int32)
+
+
+class VllmScheduler:
+    """Its methods are called as vLLM calls a connector's; none raises into the engine."""
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        self._runtime = runtime_for(arguments)
+        self._scheduler = SemBlendKvConnectorScheduler(arguments)
+        self._numbers: dict[str, int] = {}
+        self._next_number = itertools.count(1)
+        self._steps = Steps(self._number_of)
+        self._saving: dict[int, str] = {}
+        self._guard: BlockPoolGuard | None = None
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        """Guards the pool; without that nothing but exact prefixes is reused. The caches are registered by now."""
+        try:
+            self._guard = BlockPoolGuard(pool)
+            self._runtime.publication_guard = True
+        except AttributeError:
+            logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
+        self._scheduler.wait_for_initialization()
+
+    @never_raises(lambda: 0)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """The prompt tokens beyond `num_computed_tokens` whose KV we will place. Before vLLM publishes any of them, the
+        guard knows how many are exact."""
+        number = self._number_of(request.request_id)
+        if self._guard is not None:
+            self._guard.release(request.request_id)
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
+        plan = self._scheduler.plan_of(number)
+        if tokens and plan is not None and not plan.is_exact and self._guard is not None:
+            self._guard.limit(request.request_id, plan.exact_token_count)
+        return tokens
+
+    @never_raises(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Learns the request's blocks; without external tokens vLLM has not taken the offer."""
+        number = self._number_of(request.request_id)
+        plan = self._scheduler.plan_of(number)
+        is_declined = plan is not None and plan.matched_tokens > 0 and not num_external_tokens
+        block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
+        self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
+
+    def build_connector_meta(self, output: Any) -> StepMetadata:
+        """What the worker half does in this step. What was promised is loaded, whatever else cannot be read."""
+        saving, self._saving = self._saving, {}
+        try:
+            told_output, step = self._steps.read(output)
+        except Exception:
+            logger.exception("a step of vLLM cannot be read; nothing is reused from now on")
+            self._runtime.faults["build_connector_meta"] += 1
+            self._runtime.refusal = self._runtime.refusal or "step_unreadable"
+            told_output, step = None, {}
+        return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
+
+    @never_raises(lambda: False)
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """True when the request's KV is being saved and its blocks must be held."""
+        number = self._numbers.pop(request.request_id, None)
+        if number is None:
+            return False
+        is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
+        if is_saving:
+            self._saving[number] = request.request_id
+        if self._guard is not None:
+            self._guard.release(request.request_id)
+        return is_saving
+
+    def close(self) -> None:
+        """Writes out what is held, and leaves vLLM's block pool as it was found."""
+        self._scheduler.close()
+        if self._guard is not None:
+            self._guard.remove()
+
+    def _number_of(self, request_id: str) -> int:
+        """Our number for a request of vLLM, which names them by text."""
+        if request_id not in self._numbers:
+            self._numbers[request_id] = next(self._next_number)
+        return self._numbers[request_id]

@@ -1,0 +1,166 @@
+"""A real vLLM on the CPU with the shipped model. The folder is left out where vLLM is not installed."""
+
+from __future__ import annotations
+
+import gc
+import os
+from copy import copy
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.models import profile_of, shipped_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+TRANSFER = {
+    "kv_connector": "SemBlendConnector",
+    "kv_connector_module_path": "engine_wrapper.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+# A donor may be short here, and prompts are.
+SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer: its tokens, how many of its prompt's were not computed, and the log-probabilities of its tokens."""
+
+    tokens: list[int]
+    cached: int
+    logprobs: list[float] = field(repr=False)
+
+
+class Served:
+    """One engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        """Our scheduler half for every engine; None without a connector."""
+        connector = self.core.scheduler.connector
+        return None if connector is None else connector._scheduler._scheduler
+
+    @property
+    def worker(self) -> Any:
+        """Our worker half inside vLLM."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    @property
+    def runtime(self) -> Any:
+        return self.scheduler._runtime
+
+    def ask(
+        self, *prompts: Sequence[int], max_tokens: int = 8, salts: Sequence[str | None] = (), **options: Any
+    ) -> Any:
+        """Answers of prompts that are asked together, greedily."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=1, detokenize=False, **options)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        for each, salt in zip(asked, salts, strict=False):
+            if salt is not None:
+                each["cache_salt"] = salt  # type: ignore[assignment]
+        found = [
+            Answered(
+                list(output.outputs[0].token_ids),
+                output.num_cached_tokens,
+                [next(iter(each.values())).logprob for each in output.outputs[0].logprobs],
+            )
+            for output in self.llm.generate(asked, params, use_tqdm=False)
+        ]
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def last(self) -> int:
+        """Our number of the request that was asked last."""
+        return next(copy(self.core.scheduler.connector._scheduler._next_number)) - 1
+
+    def forget(self) -> None:
+        """vLLM's own prefix cache is empty from now on; donors stay."""
+        assert self.llm.reset_prefix_cache()
+
+    def settle(self) -> None:
+        """Waits until all that has ended is saved: another request's steps begin a save and tell its end."""
+        scheduler = self.core.scheduler.connector._scheduler
+        for _ in range(200):
+            self.ask([1, 2, 3], max_tokens=1)
+            if not scheduler._saving and not self.worker._saving:
+                return
+        raise AssertionError("saves do not end")
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def serving(**options: Any) -> Served:
+    """An engine over the shipped model."""
+    from vllm import LLM
+
+    given = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 2048,
+        "block_size": 32,
+        **options,
+    }
+    return Served(LLM(model=str(shipped_model()), **given))
+
+
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model's profile, in this vLLM among its engines."""
+    from vllm.config import KVTransferConfig
+
+    path = tmp_path_factory.mktemp("profile") / "reuse-profile.json"
+    shipped = profile_of(None, None)
+    assert shipped is not None
+    served = serving(kv_transfer_config=KVTransferConfig(**TRANSFER, kv_connector_extra_config=SHORT))
+    try:
+        ReuseProfile.read(shipped).confirmed_in(served.scheduler.namespace.backend_cache_layout).write(path)
+    finally:
+        served.close()
+    return path
+
+
+@pytest.fixture
+def engine(profile: Path) -> Iterator[Callable[..., Served]]:
+    """Makes an engine with our connector under a policy; `settings` are those of its extra config."""
+    from vllm.config import KVTransferConfig
+
+    opened: list[Served] = []
+
+    def make(policy: str | None, settings: dict[str, Any] | None = None, **options: Any) -> Served:
+        while opened:
+            opened.pop().close()
+        if policy is not None:
+            extra = {**SHORT, "policy": policy, **(settings or {})}
+            if policy == "verified":
+                extra["profile"] = str(profile)
+            options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=extra)
+        opened.append(serving(**options))
+        return opened[-1]
+
+    yield make
+    for served in opened:
+        served.close()
+    opened.clear()
+    gc.collect()

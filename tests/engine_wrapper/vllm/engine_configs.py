@@ -1,0 +1,43 @@
+"""vLLM's own configuration of an engine on the shipped model, made once and copied."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+MODEL = Path(__file__).parents[3] / "validation/assets/model"
+
+
+def engine_config(changes: dict[str, Any] | None = None, **extra: Any) -> VllmConfig:
+    """A configuration of an engine of its own, with `extra` as the connector's extra configuration and `changes` by
+    their paths."""
+    config = copy.deepcopy(_made())
+    # Any connector of vLLM's does: ours is not built here.
+    config.kv_transfer_config = transfer_config(**extra)
+    for path, value in (changes or {}).items():
+        *places, name = path.split(".")
+        holder = config
+        for place in places:
+            holder = getattr(holder, place)
+        object.__setattr__(holder, name, value)
+    return config
+
+
+def transfer_config(**extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra,
+    )
+
+
+@cache
+def _made() -> VllmConfig:
+    arguments = EngineArgs(model=str(MODEL), dtype="float32", max_model_len=2048, kv_transfer_config=transfer_config())
+    return arguments.create_engine_config()

@@ -1,0 +1,179 @@
+"""What vLLM's configuration of an engine tells the connector's halves and the namespace of its KV."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import CacheConfig, VllmConfig, replace, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from engine_wrapper.vllm.arguments import arguments_of, vllm_version
+from semblend_trt.config import load_settings
+from semblend_trt.connector.contract import version_of
+from semblend_trt.connector.eligibility import engine_refusal
+from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
+from semblend_trt.connector.worker import SemBlendKvConnectorWorker
+from semblend_trt.namespace import CacheNamespace, is_content, is_unknown
+from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.vllm.engine_configs import MODEL, engine_config
+
+HEADS, DIM, BLOCK = 2, 64, 16
+
+
+def with_layers(config: VllmConfig, cache: Any = None) -> VllmConfig:
+    """The configuration as it is when vLLM has built attention layers and bound their caches."""
+    if cache is None:
+        cache = torch.empty(4, HEADS, BLOCK, 2 * DIM)
+    with set_current_vllm_config(config):
+        for name in ("model.layers.0", "model.layers.1"):
+            layer = Attention(4, DIM, 1.0, HEADS, cache_config=CacheConfig(block_size=BLOCK), prefix=name)
+            layer.kv_cache = cache
+    return config
+
+
+def namespace_of(changes: dict[str, Any] | None = None, cache: Any = None) -> CacheNamespace:
+    arguments = arguments_of(with_layers(engine_config(changes), cache))
+    return namespace_for(arguments, model_facts(MODEL), load_settings(**arguments.settings), BLOCK, torch.float32)
+
+
+def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments() -> None:
+    config = engine_config()
+    arguments = arguments_of(config)
+    copies = (copy.copy(config), copy.deepcopy(config), replace(config))
+    assert all(arguments_of(each) is arguments for each in copies)
+    assert all(runtime_for(arguments_of(each)) is runtime_for(arguments) for each in copies)
+    assert arguments_of(engine_config()) is not arguments
+
+
+def test_arguments_and_their_runtime_end_with_their_holders() -> None:
+    config = engine_config()
+    arguments = arguments_of(config)
+    ended = [weakref.ref(arguments)]
+    runtime_for(arguments).refusal = "old"
+    del arguments
+    gc.collect()
+    assert ended[0]() is None
+    assert runtime_for(arguments_of(config)).refusal is None
+
+
+def test_a_new_engine_under_the_id_of_one_that_has_ended_has_arguments_of_its_own() -> None:
+    first, second = with_layers(engine_config()), with_layers(engine_config())
+    second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
+    held = arguments_of(first)
+    assert arguments_of(second) is not held
+    assert arguments_of(second) is not held
+
+
+def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(engine_config(min_donor_tokens=77, metrics=False))
+    worker, scheduler = SemBlendKvConnectorWorker(arguments), SemBlendKvConnectorScheduler(arguments)
+    try:
+        assert [half._settings.min_donor_tokens for half in (worker, scheduler)] == [77, 77]
+        assert worker._runtime is scheduler._runtime
+        assert scheduler._refusal is None
+    finally:
+        scheduler.close()
+        worker.close()
+
+
+def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
+    arguments = arguments_of(engine_config())
+    assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
+    assert (arguments.dtype, arguments.kv_cache_config.dtype) == ("torch.float32", "auto")
+    assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size) == (1, 1)
+    assert (arguments.context_parallel_size, arguments.quant_config) == (1, None)
+    assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
+    assert (arguments.model_kwargs, arguments.speculative_config) == ({}, None)
+    assert engine_refusal(arguments) is None
+    assert version_of(arguments).holds_saved_blocks
+
+
+def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:
+    first, second = namespace_of(), namespace_of()
+    assert first.unknown_fields == ()
+    assert first == second
+    assert first.backend_cache_layout == f"vllm-{'.'.join(vllm.__version__.split('.')[:2])}/CPU_ATTN/0.1.2.3"
+    assert is_content(first.model_revision)
+    assert (first.cache_dtype, first.kv_dtype, first.extra["compute_dtype"]) == ("auto", "float32", "float32")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_config.dtype": torch.bfloat16},
+        {"cache_config.cache_dtype": "fp8"},
+        {"model_config.quantization": "fp8"},
+        {"model_config.quantization_config": {"linear": "fp8"}},
+        {"parallel_config.tensor_parallel_size": 2},
+        {"parallel_config.pipeline_parallel_size": 2},
+        {"parallel_config.decode_context_parallel_size": 2},
+        {"parallel_config.prefill_context_parallel_size": 2},
+        {"model_config.model_impl": "transformers"},
+    ],
+    ids=str,
+)
+def test_what_changes_the_kv_makes_another_namespace(changes: dict[str, Any]) -> None:
+    other = namespace_of(changes)
+    assert other.unknown_fields == ()
+    assert other.key != namespace_of().key
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"load_config.load_format": "dummy"}, "model_revision"),
+        ({"load_config.load_format": "tensorizer"}, "model_revision"),
+        ({"load_config.load_format": "a plugin's"}, "model_revision"),
+        ({"load_config.model_loader_extra_config": {"a": 1}}, "model_revision"),
+        ({"model_config.dtype": None}, "extra"),
+        ({"cache_config.cache_dtype": None}, "cache_dtype"),
+        ({"parallel_config.tensor_parallel_size": "two"}, "tensor_parallel"),
+        ({"model_config.quantization_config": object()}, "extra"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_matches_nothing(changes: dict[str, Any], field: str) -> None:
+    assert field in namespace_of(changes).unknown_fields
+    assert namespace_of(changes).key != namespace_of(changes).key
+
+
+@pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
+def test_a_model_that_is_told_more_than_its_files_say_is_refused(name: str) -> None:
+    arguments = arguments_of(engine_config({f"model_config.{name}": {"a": 1}}))
+    assert arguments.model_kwargs == {name: {"a": 1}}
+    assert engine_refusal(arguments) == "model_kwargs"
+
+
+def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unknown() -> None:
+    turned = torch.empty(4, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
+    assert namespace_of(cache=turned).backend_cache_layout.endswith("/0.2.1.3")
+    assert is_unknown(namespace_of(cache=torch.empty(0)).backend_cache_layout)
+    assert is_unknown(arguments_of(engine_config()).backend_cache_layout)
+    # 0.25 keeps a list of caches.
+    assert namespace_of(cache=[torch.empty(4, HEADS, BLOCK, 2 * DIM)]).backend_cache_layout.endswith("/0.1.2.3")
+
+
+def test_layers_of_two_backends_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_layers(engine_config())
+    backend = config.compilation_config.static_forward_context["model.layers.0"].attn_backend
+    other = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
+    config.compilation_config.static_forward_context["model.layers.1"].attn_backend = other
+    assert is_unknown(arguments_of(config).backend_cache_layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("0.25.1", (0, 25)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, text: object, version: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(vllm, "__version__", text)
+    assert vllm_version() == version
+    assert is_unknown(arguments_of(with_layers(engine_config())).backend_cache_layout) is (version is None)

@@ -1,0 +1,110 @@
+"""Every layout that a backend may write is found by what it writes, and one that is not known is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine_wrapper.vllm.layers import in_order, layered_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCKS, HEADS, SIZE, DIM = 5, 2, 4, 8
+
+
+def channels(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache[..., :DIM], cache[..., DIM:]
+
+
+def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    both = cache.view(len(cache), HEADS, 2 * SIZE, DIM)
+    return both[:, :, :SIZE], both[:, :, SIZE:]
+
+
+def transposed(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = halves(cache)
+    return keys.as_strided(keys.shape, (keys.stride(0), keys.stride(1), 1, SIZE)), values
+
+
+def kinds_inside(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
+
+
+def kinds_outside(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
+
+
+def scrambled(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = channels(cache)
+    return keys.flip(-1), values
+
+
+LAYOUTS: list[tuple[Any, tuple[int, ...]]] = [
+    (channels, (BLOCKS, HEADS, SIZE, 2 * DIM)),
+    (halves, (BLOCKS, HEADS, SIZE, 2 * DIM)),
+    (transposed, (BLOCKS, HEADS, SIZE, 2 * DIM)),
+    (kinds_inside, (BLOCKS, 2, SIZE, HEADS, DIM)),
+    (kinds_outside, (2, BLOCKS, SIZE, HEADS, DIM)),
+]
+
+
+def backend(seen: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """An attention module that writes where `seen` says."""
+
+    def update(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        for view, rows in zip(seen(cache), (key, value), strict=True):
+            for slot, row in zip(slots.tolist(), rows, strict=True):
+                # A flipped view is a copy, so its place is written by index.
+                if seen is scrambled and view.shape[-1] == DIM and rows is key:
+                    cache[slot // SIZE, :, slot % SIZE, :DIM] = row.flip(-1)
+                else:
+                    view[slot // SIZE, :, slot % SIZE] = row
+
+    return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
+
+
+def name_of(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+@pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_layout_is_known_by_what_its_backend_writes(seen: Any, shape: tuple[int, ...]) -> None:
+    caches = {name_of(layer): torch.full(shape, float("nan")) for layer in (2, 0, 1)}
+    pool = layered_pool(caches, dict.fromkeys(caches, backend(seen)), HEADS, DIM, SIZE)
+    assert pool is not None
+    assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
+    assert all(cache.isnan().all() for cache in caches.values())
+    # What is written through the pool lies where the backend looks.
+    pool.keys[1][3, 1, 2], pool.values[2][4, 0, 3] = torch.arange(DIM), torch.arange(DIM) + 50.0
+    assert torch.equal(seen(caches[name_of(1)])[0][3, 1, 2], torch.arange(DIM).float())
+    assert torch.equal(seen(caches[name_of(2)])[1][4, 0, 3], torch.arange(DIM) + 50.0)
+
+
+def test_memory_in_another_order_is_no_other_layout() -> None:
+    """HND: the heads stand in front of the tokens in memory, and behind them in the shape."""
+    caches = {name_of(0): torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)}
+    pool = layered_pool(caches, {name_of(0): backend(kinds_inside)}, HEADS, DIM, SIZE)
+    assert pool is not None
+    assert pool.keys[0].stride() == (2 * HEADS * SIZE * DIM, SIZE * DIM, DIM, 1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "shape"),
+    [(scrambled, (BLOCKS, HEADS, SIZE, 2 * DIM)), (channels, (BLOCKS, HEADS, SIZE, 3 * DIM))],
+    ids=["another order of channels", "another shape"],
+)
+def test_what_is_not_known_is_refused(seen: Any, shape: tuple[int, ...]) -> None:
+    caches = {name_of(0): torch.zeros(shape)}
+    assert layered_pool(caches, {name_of(0): backend(seen)}, HEADS, DIM, SIZE) is None
+
+
+def test_layers_come_in_order_and_without_a_gap() -> None:
+    names = [name_of(layer) for layer in (10, 2, 0, 1, *range(3, 10))]
+    assert in_order(dict.fromkeys(names)) == [name_of(layer) for layer in range(11)]
+    assert in_order(dict.fromkeys(names[:-1])) is None
+    assert in_order({"model.layers.0.attn": None, "model.layers.0.cross_attn": None}) is None
+    assert layered_pool({}, {}, HEADS, DIM, SIZE) is None

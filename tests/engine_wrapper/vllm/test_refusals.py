@@ -1,0 +1,241 @@
+"""Which engines and requests of vLLM are refused, on its own configurations and requests."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import PoolingParams, SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from engine_wrapper.vllm import refusals
+from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal
+from tests.engine_wrapper.vllm.engine_configs import engine_config
+
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+
+
+def caches(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
+REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
+    ("load_failure_policy", "kv_transfer_config.kv_load_failure_policy", ("fail", None)),
+    ("other_connector", "kv_transfer_config.kv_connector", ("MultiConnector",)),
+    ("other_connector", "cache_config.kv_offloading_size", (4.0,)),
+    ("encoder_connector", "ec_transfer_config", (object(),)),
+    ("tensor_parallel", "parallel_config.tensor_parallel_size", (2, None, "1", True)),
+    ("pipeline_parallel", "parallel_config.pipeline_parallel_size", (2,)),
+    ("data_parallel", "parallel_config.data_parallel_size", (2,)),
+    ("context_parallel", "parallel_config.prefill_context_parallel_size", (2, None)),
+    ("context_parallel", "parallel_config.decode_context_parallel_size", (2,)),
+    ("executor", "parallel_config.distributed_executor_backend", ("mp", "ray", object)),
+    ("ubatching", "parallel_config.enable_dbo", (True, "yes")),
+    ("ubatching", "parallel_config.ubatch_size", (2,)),
+    ("pooling", "model_config.runner_type", ("pooling", "draft")),
+    ("multimodal", "model_config.multimodal_config", (object(),)),
+    ("encoder_decoder", "model_config.is_encoder_decoder", (True,)),
+    ("diffusion", "model_config.is_diffusion", (True,)),
+    ("mla", "model_config.model_arch_config.is_deepseek_mla", (True,)),
+    ("sliding_window", "cache_config.sliding_window", (128,)),
+    ("sliding_window", "model_config.hf_text_config.sliding_window", (128,)),
+    ("sliding_window", "model_config.attention_chunk_size", (128,)),
+    ("non_causal", "attention_config.use_non_causal", (True,)),
+    ("prompt_embeds", "model_config.enable_prompt_embeds", (True,)),
+    ("routed_experts", "model_config.enable_return_routed_experts", (True,)),
+    ("model_kwargs", "model_config.hf_overrides", ({"rope_theta": 1.0}, lambda config: config)),
+    ("model_kwargs", "model_config.model_class_overrides", ({"a": "b:c"},)),
+    ("model_kwargs", "model_config.hf_config_path", ("/elsewhere",)),
+    ("model_kwargs", "model_config.config_format", ("mistral",)),
+    ("speculative_decoding", "speculative_config", (object(),)),
+    ("lora", "lora_config", (object(),)),
+    ("weight_transfer", "weight_transfer_config", (object(),)),
+    ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
+    (
+        "full_cuda_graphs",
+        "compilation_config.cudagraph_mode",
+        (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2),
+    ),
+    ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8", "bfloat16", None)),
+    ("kv_sharing_fast_prefill", "cache_config.kv_sharing_fast_prefill", (True,)),
+]
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
+def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: CUDAGraphMode) -> None:
+    config = engine_config({"compilation_config.cudagraph_mode": mode})
+    assert engine_refusal_of(config, ONE_GROUP) is None
+    assert engine_refusal_of(config, None) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "path", "value"), [(reason, path, value) for reason, path, values in REFUSED for value in values]
+)
+def test_an_engine_is_refused_by_name(reason: str, path: str, value: object) -> None:
+    assert engine_refusal_of(engine_config({path: value}), ONE_GROUP) == reason
+
+
+def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config()
+    for name in ("is_hybrid", "is_attention_free"):
+        with monkeypatch.context() as change:
+            change.setattr(type(config.model_config), name, True)
+            assert engine_refusal_of(config, ONE_GROUP) == "hybrid_model"
+
+
+@pytest.mark.parametrize(
+    "path", ["parallel_config.decode_context_parallel_size", "cache_config.kv_sharing_fast_prefill", "lora_config"]
+)
+def test_a_field_that_a_version_does_not_have_is_off(path: str) -> None:
+    assert engine_refusal_of(_without(path), ONE_GROUP) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "path"),
+    [("tensor_parallel", "parallel_config.tensor_parallel_size"), ("kv_cache_dtype", "cache_config.cache_dtype")],
+)
+def test_a_field_that_every_version_has_must_be_there(reason: str, path: str) -> None:
+    assert engine_refusal_of(_without(path), ONE_GROUP) == reason
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_field_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def fail(self: object) -> bool:
+        raise error("not this way")
+
+    config = engine_config()
+    monkeypatch.setattr(type(config.model_config), "use_mla", property(fail))
+    assert engine_refusal_of(config, ONE_GROUP) == "mla"
+
+
+@pytest.mark.parametrize("config", [None, object(), SimpleNamespace(model_config=None)])
+def test_no_configuration_at_all_is_a_refusal(config: object) -> None:
+    assert engine_refusal_of(config, config) in REASONS
+
+
+@pytest.mark.parametrize("version", ["0.24.9", "0.9.2", "dev", None])
+def test_older_and_unnumbered_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: object) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert engine_refusal_of(engine_config(), ONE_GROUP) == "vllm_version"
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.32.1", "1.0.0"])
+def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert engine_refusal_of(engine_config(), ONE_GROUP) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "cache"),
+    [
+        ("cache_groups", caches()),
+        ("cache_groups", caches(FullAttentionSpec(**SHAPE), FullAttentionSpec(**SHAPE))),
+        ("cache_groups", SimpleNamespace(kv_cache_groups=7)),
+        ("sliding_window", caches(SlidingWindowSpec(**SHAPE, sliding_window=64))),
+        ("sliding_window", caches(FullAttentionSpec(**SHAPE, sliding_window=64))),
+        ("sliding_window", caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))),
+        ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
+        ("cache_spec", caches(None)),
+        ("non_causal", caches(FullAttentionSpec(**SHAPE, non_causal=True))),
+    ],
+)
+def test_other_caches_are_refused(reason: str, cache: Any) -> None:
+    assert engine_refusal_of(engine_config(), cache) == reason
+
+
+def test_a_connector_that_another_one_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str | None] = []
+
+    class Asking(ExampleConnector):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+            said.append(engine_refusal_of(vllm_config, kv_cache_config))
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    monkeypatch.setitem(sys.modules, "asking", SimpleNamespace(Asking=Asking))  # type: ignore[misc]
+    Asking(engine_config(), KVConnectorRole.SCHEDULER, ONE_GROUP)
+    child = {"kv_connector": "Asking", "kv_connector_module_path": "asking", "kv_role": "kv_both"}
+    config = engine_config(connectors=[{**child, "kv_load_failure_policy": "recompute"}])
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    MultiConnector(config, KVConnectorRole.SCHEDULER, ONE_GROUP)
+    assert said == [None, "other_connector"]
+
+
+def request(sampling: dict[str, Any] | None = None, **changes: Any) -> Request:
+    given: dict[str, Any] = {
+        "request_id": "a",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling_params": SamplingParams(max_tokens=4, **(sampling or {})),
+        "pooling_params": None,
+    }
+    return Request(**{**given, **changes})
+
+
+def test_ordinary_requests_are_not_refused() -> None:
+    assert request_refusal(request()) is None
+    assert request_refusal(request({"logprobs": 5, "n": 2}, cache_salt="s", priority=3)) is None
+    assert request_refusal(request({"structured_outputs": StructuredOutputsParams(json="{}")})) is None
+
+
+def resumed() -> Request:
+    after = request()
+    after.append_output_token_ids(5)
+    return after
+
+
+@pytest.mark.parametrize(
+    ("reason", "asked"),
+    [
+        ("pooling", request(sampling_params=None, pooling_params=PoolingParams(task="embed"))),
+        ("multimodal", request(mm_features=[object()])),
+        ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))),
+        ("lora", request(lora_request=LoRARequest("a", 1, "/a"))),
+        ("prompt_logprobs", request({"prompt_logprobs": 0})),
+        ("skip_reading_prefix_cache", request({"skip_reading_prefix_cache": True})),
+        ("streamed_prompt", request(resumable=True)),
+        ("resumed_with_output", resumed()),
+        ("prompt_ids_missing", request(prompt_token_ids=[])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_request_is_refused_by_name(reason: str, asked: Request) -> None:
+    assert request_refusal(asked) == reason
+
+
+@pytest.mark.parametrize("asked", [None, object(), SimpleNamespace(prompt_token_ids=[1], num_output_tokens=None)])
+def test_a_request_of_unknown_shape_is_refused(asked: object) -> None:
+    assert request_refusal(asked) in REASONS
+
+
+def test_every_reason_has_one_sentence() -> None:
+    named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
+    named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
+    assert named == set(REASONS)
+    assert all(text[0].isupper() and text.endswith(".") and ". " not in text for text in REASONS.values())
+
+
+def _without(path: str) -> Any:
+    """A configuration without a field, as another version has it."""
+    config = engine_config()
+    *places, name = path.split(".")
+    holder: Any = config
+    for place in places:
+        holder = getattr(holder, place)
+    bare = SimpleNamespace(**{key: value for key, value in vars(holder).items() if key != name})
+    if not places:
+        return bare
+    object.__setattr__(config, places[0], bare)
+    return config

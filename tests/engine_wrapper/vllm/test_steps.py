@@ -1,0 +1,209 @@
+"""Plans beside other requests, in pieces, and when something fails: everybody's answer is the one without reuse."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.vllm.rows import VllmRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+RANDOM = random.Random(1)
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+
+
+def some(count: int) -> list[int]:
+    return [RANDOM.randrange(10, 2000) for _ in range(count)]
+
+
+DOCUMENTS = [some(500) for _ in range(2)]
+DONORS = [[*some(20 + 9 * i), *document, *some(20)] for i, document in enumerate(DOCUMENTS)]
+MOVED = [[*some(33 + 5 * i), *document, *some(70)] for i, document in enumerate(DOCUMENTS)]
+NEW = some(150)
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[tuple[int, ...], Any]:
+    from tests.engine_wrapper.vllm.conftest import serving
+
+    served = serving(enable_prefix_caching=False)
+    try:
+        return {tuple(prompt): served.ask(prompt, max_tokens=16).tokens for prompt in (*DONORS, *MOVED, NEW)}
+    finally:
+        served.close()
+
+
+def taught(served: Served) -> Served:
+    """The engine with the donors."""
+    for donor in DONORS:
+        served.ask(donor, max_tokens=1)
+    served.settle()
+    assert served.runtime.mode.value == "wrapper"
+    return served
+
+
+def assert_cold(served: Served, cold: dict[tuple[int, ...], Any], *prompts: list[int], **options: Any) -> list[Any]:
+    found = served.ask(*prompts, max_tokens=16, **options)
+    answers = found if isinstance(found, list) else [found]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == cold[tuple(prompt)]
+    return answers
+
+
+def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]
+) -> None:
+    served = taught(engine(*WHOLE))
+    answers = assert_cold(served, cold, MOVED[0], NEW, MOVED[1])
+    assert [each.cached > 400 for each in answers] == [True, False, True]
+    assert not served.runtime.faults
+    # Two sequences at a time: the later ones are planned while the first ones decode.
+    served = taught(engine(*WHOLE, max_num_seqs=2))
+    answers = assert_cold(served, cold, NEW, MOVED[0], DONORS[0], MOVED[1])
+    assert answers[1].cached > 400
+    assert not served.runtime.faults
+
+
+def test_a_plan_is_cut_to_the_budget_of_a_step(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine(*WHOLE, max_num_batched_tokens=128, max_num_seqs=4))
+    most = 0
+    enter = VllmRows.enter
+
+    def watched(rows: VllmRows, stage: Any) -> None:
+        nonlocal most
+        most = max(most, stage.num_rows)
+        enter(rows, stage)
+
+    monkeypatch.setattr(VllmRows, "enter", watched)
+    answers = assert_cold(served, cold, MOVED[0], MOVED[1])
+    assert all(each.cached > 400 for each in answers)
+    assert 0 < most <= 128
+    assert not served.runtime.faults
+
+
+def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]) -> None:
+    served = taught(engine("position_fix"))
+    served.forget()
+    first = served.ask(MOVED[0], max_tokens=40)
+    assert first.cached > 400
+    served.runtime.refusal = "test"
+    # In front of the document everything was computed, and is exact.
+    exact = MOVED[0].index(DOCUMENTS[0][0])
+    again = served.ask(MOVED[0], max_tokens=16)
+    assert again.cached <= exact
+    assert again.tokens == cold[tuple(MOVED[0])]
+
+
+def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine("position_fix"))
+    run, calls = VllmRows.run, 0
+
+    def fails(rows: VllmRows, layer: int) -> None:
+        nonlocal calls
+        calls += 1
+        if layer == 5:
+            raise RuntimeError("the fifth layer fails")
+        run(rows, layer)
+
+    monkeypatch.setattr(VllmRows, "run", fails)
+    assert_cold(served, cold, MOVED[0], NEW)
+    assert calls
+    assert served.runtime.faults["planned_forward"] == 1
+    assert served.runtime.refusal == "planned_forward"
+    assert_cold(served, cold, MOVED[1])  # served as without us from then on
+
+
+def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine("position_fix"))
+    worker = served.worker._worker
+    load = worker._load
+
+    def lost(plans: Any) -> None:
+        worker.store.clear()
+        load(plans)
+
+    monkeypatch.setattr(worker, "_load", lost)
+    assert_cold(served, cold, MOVED[0], NEW)
+    assert "load_failed" in {served.scheduler.outcomes.of(number).reason for number in (served.last - 1, served.last)}
+
+
+def test_a_load_that_raises_is_reported_and_computed(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine("position_fix"))
+
+    def broken(plans: Any) -> None:
+        if plans:
+            raise OSError("the tier is gone")
+
+    monkeypatch.setattr(served.worker._worker, "_load", broken)
+    assert_cold(served, cold, NEW, MOVED[1])
+    assert served.runtime.faults["start_load_kv"] == 1
+
+
+def test_a_plan_that_no_forward_has_executed_is_computed(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]
+) -> None:
+    served = taught(engine("position_fix"))
+    served.worker._forward.remove()
+    assert_cold(served, cold, MOVED[0], NEW)
+    assert served.runtime.faults["plan_not_executed"] == 1
+    assert served.runtime.refusal == "plan_not_executed"
+
+
+def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]) -> None:
+    served = engine("position_fix")
+    served.ask(DONORS[0], max_tokens=1, salts=["a"])
+    served.settle()
+    for salt in ("b", None):
+        [answer] = assert_cold(served, cold, MOVED[0], salts=[salt])
+        assert answer.cached == 0
+    assert served.ask(MOVED[0], salts=["a"]).cached > 400
+
+
+def test_requests_that_are_preempted_come_back_with_their_answers(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
+    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024))
+    preempt, times = served.core.scheduler._preempt_request, 0
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal times
+        times += 1
+        preempt(*arguments, **options)
+
+    monkeypatch.setattr(served.core.scheduler, "_preempt_request", counted)
+    assert_cold(served, cold, *MOVED)
+    assert times
+    assert not served.runtime.faults
+
+
+def test_an_aborted_request_becomes_no_donor_and_frees_its_blocks(engine: Callable[..., Served]) -> None:
+    from vllm import SamplingParams
+
+    served = engine("position_fix")
+    free = served.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    llm_engine = served.llm.llm_engine
+    llm_engine.add_request("left", {"prompt_token_ids": DONORS[0]}, SamplingParams(max_tokens=64, ignore_eos=True))
+    for _ in range(3):
+        llm_engine.step()
+    llm_engine.abort_request(["left"])
+    while llm_engine.has_unfinished_requests():
+        llm_engine.step()
+    served.settle()
+    assert served.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert not served.runtime.faults

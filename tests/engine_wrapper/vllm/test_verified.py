@@ -1,0 +1,67 @@
+"""The policy verified inside vLLM: traps are seen, harmless text is reused, and nothing approximate is left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from validation.families.catalog import write_family
+from validation.prompt_form import form_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+    from validation.cases import Case
+
+GROUPS, TOKENS = 6, 700
+
+
+def cases_of(served: Served, family: str) -> list[Case]:
+    tokenizer = served.llm.get_tokenizer()
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return write_family(family, form_for(tokenizer), count, 3, GROUPS, 1, TOKENS)
+
+
+def answers(served: Served, cases: list[Case], *, donors: bool) -> tuple[int, int, int]:
+    """How many prompts are answered rightly, how many with the donor's answer, and how many tokens were reused."""
+    tokenizer = served.llm.get_tokenizer()
+    encoded = {case.id: tokenizer.encode(case.prompt, add_special_tokens=False) for case in cases}
+    if donors:
+        texts = [donor for case in cases for donor in case.donors]
+        served.ask(*(tokenizer.encode(text, add_special_tokens=False) for text in texts), max_tokens=1)
+        served.settle()
+    found = served.ask(*encoded.values())
+    texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in found]
+    right = sum(text.strip() == case.reference for text, case in zip(texts, cases, strict=True))
+    wrong = sum(text.strip() == case.donor_answer for text, case in zip(texts, cases, strict=True))
+    return right, wrong, sum(each.cached for each in found)
+
+
+@pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[..., Served], family: str) -> None:
+    served = engine(None, enable_prefix_caching=False)
+    cases = cases_of(served, family)
+    cold, _, _ = answers(served, cases, donors=False)
+    assert cold >= GROUPS - 1
+    served = engine("position_fix")
+    assert answers(served, cases, donors=True)[0] == 0
+    served = engine("verified")
+    right, followed, _ = answers(served, cases, donors=True)
+    assert (right, followed) == (cold, 0)
+    assert not served.runtime.faults
+
+
+def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> None:
+    served = engine("verified")
+    cases = cases_of(served, "reordered")
+    right, _, cached = answers(served, cases, donors=True)
+    assert right == GROUPS
+    assert cached > 0
+    evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
+    assert sum(each.evidence.get("reused_tokens", 0) for each in evidence) > 0.25 * GROUPS * TOKENS
+    assert not served.runtime.faults

@@ -1,0 +1,202 @@
+"""vLLM as the engine of an arm, through its LLM class in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
+from engine_wrapper.embedded.prompts import one_each
+from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.model_tokenizer import load_tokenizer
+from validation.engines import connector_variables, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from validation.arms import Arm
+    from validation.engines import ArmEngine, EngineSettings
+
+_BLOCK_SIZE = 32
+_TRANSFER = {
+    "kv_connector": "SemBlendConnector",
+    "kv_connector_module_path": "engine_wrapper.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+# A save begins in one step and is told of in a later one.
+_SETTLING_STEPS = 1_000
+
+
+class VllmEngines:
+    """Engines of vLLM over one model, a folder or a hub id, one after the other.
+
+    `dtype` is the engine's argument of that name. Raises ConfigurationError where vllm cannot be imported or the model
+    cannot be read, UnsupportedModelError for one whose KV cannot be moved.
+    """
+
+    starts_slowly = True
+
+    def __init__(self, model: str, dtype: str = "auto") -> None:
+        if find_spec("vllm") is None:
+            raise ConfigurationError(
+                "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
+            )
+        # Its logits are read, and answers are forced, in its own process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._model, self._dtype = model, dtype
+        self.facts = model_facts(model)
+        self.tokenizer: Any = load_tokenizer(model)
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.facts.num_layers * self.facts.kv_heads * self.facts.head_dim * torch.float32.itemsize
+
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+        """The arm's engine with our connector. Raises SemBlendError when it does not start."""
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        options: dict[str, Any] = {}
+        variables = connector_variables(arm, settings, str(audit_path))
+        if arm.variables is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**_TRANSFER, kv_connector_extra_config=variables)
+        try:
+            with environment({}):
+                llm = LLM(
+                    model=self._model,
+                    dtype=self._dtype,
+                    enforce_eager=True,
+                    async_scheduling=False,
+                    block_size=_BLOCK_SIZE,
+                    max_num_seqs=settings.batch_size,
+                    num_gpu_blocks_override=max(settings.pool_tokens, self.facts.max_positions) // _BLOCK_SIZE + 2,
+                    **options,
+                )
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            raise SemBlendError(f"vLLM does not start: {error}") from error
+        return VllmEngine(llm)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One answer under way: its rows of logits, float32 [vocabulary] each, and the tokens that it is forced to."""
+
+    forced: tuple[int, ...]
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+
+class VllmEngine:
+    """One engine at work. Logits are read where the model gives them to the sampler; an answer is forced by leaving the
+    sampler one token to choose."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._model = self._runner.get_model()
+        self._readings: dict[str, _Reading] = {}
+        self._asked = 0
+        self._compute = self._model.compute_logits
+        self._model.compute_logits = self._logits
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        cache_salt: Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers all prompts together; the outputs have no text and no times. Raises SemBlendError."""
+        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        salts = one_each("cache_salt", cache_salt, len(prompts), str)
+        first = self._asked + 1
+        outputs = self._ask(prompts, params, salts)
+        found = []
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
+            completion, reading = output.outputs[0], self._readings.pop(output.request_id)
+            tokens = list(completion.token_ids)
+            logits = torch.stack(reading.rows[: len(tokens)])
+            found.append(
+                RequestOutput(
+                    request_id=number,
+                    prompt=None,
+                    prompt_token_ids=prompt,
+                    outputs=[CompletionOutput("", tokens, completion.finish_reason, logits)],
+                    cached_tokens=0,
+                    reused_tokens=0,
+                    computed_tokens=0,
+                    time_to_first_token=None,
+                    finished=True,
+                )
+            )
+        return found
+
+    def settle(self) -> None:
+        """Waits until what has ended is saved; steps of short requests tell of it. Raises SemBlendError."""
+        for _ in range(_SETTLING_STEPS):
+            if not self._core.scheduler.requests:  # those that have ended are there until they are saved
+                return
+            self.generate([[0]], SamplingParams(max_tokens=1))
+        raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
+
+    def shutdown(self) -> None:
+        """Ends the engine and gives its memory back; another one may be opened then."""
+        vars(self._model).pop("compute_logits", None)
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._core, self._runner, self._model, self._compute
+        gc.collect()
+
+    def _ask(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salts: Sequence[str | None]
+    ) -> list[Any]:
+        engine, ended = self._llm.llm_engine, dict[str, Any]()
+        names = []
+        for prompt, param, salt in zip(prompts, params, salts, strict=True):
+            self._asked += 1
+            asked: dict[str, Any] = {"prompt_token_ids": list(prompt)} | ({} if salt is None else {"cache_salt": salt})
+            names.append(f"validation{self._asked}")
+            self._readings[names[-1]] = _Reading(tuple(param.forced_token_ids or ()))
+            engine.add_request(names[-1], asked, _sampling(param))
+        try:
+            while engine.has_unfinished_requests():
+                ended |= {output.request_id: output for output in engine.step() if output.finished}
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise SemBlendError(f"vLLM gave no answer: {error}") from error
+        return [ended[name] for name in names]
+
+    def _logits(self, *arguments: Any, **options: Any) -> Any:
+        """The model's own, [requests of the step, vocabulary], of which those that the sampler uses are kept."""
+        logits = self._compute(*arguments, **options)
+        for row, name in enumerate(self._runner.input_batch.req_ids):
+            # vLLM adds a mark of its own to the ids that it is given.
+            reading, request = self._readings.get(name.partition("-")[0]), self._core.scheduler.requests[name]
+            if reading is None or request.num_computed_tokens < request.num_tokens:
+                continue  # of a part of the prompt nothing is sampled
+            del reading.rows[request.num_output_tokens :]  # of a step that had to be computed again
+            reading.rows.append(logits[row].float().cpu().clone())
+            if len(reading.rows) <= len(reading.forced):
+                token = reading.forced[len(reading.rows) - 1]
+                kept = logits[row, token].clone()
+                logits[row] = -torch.inf
+                logits[row, token] = kept
+        return logits
+
+
+def _sampling(params: SamplingParams) -> Any:
+    from vllm import SamplingParams as Params
+
+    return Params(
+        max_tokens=params.max_tokens,
+        temperature=0.0,
+        stop_token_ids=None if params.stop_token_ids is None else list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+    )
