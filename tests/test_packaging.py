@@ -146,14 +146,27 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
         assert "Apache License" in archive.read(licence).decode()
         headers = email.message_from_string(archive.read(metadata).decode())
     assert headers["Requires-Python"] == ">=3.10"
-    extras = {"trtllm", "gpu", "embedded", "embedder", "onnx", "onnx-gpu", "nats", "router", "validation", "metrics"}
-    assert set(headers.get_all("Provides-Extra", [])) == extras | {"dev"}
+    extras = {
+        "trtllm",
+        "vllm",
+        "gpu",
+        "embedded",
+        "embedder",
+        "onnx",
+        "onnx-gpu",
+        "nats",
+        "router",
+        "validation",
+        "metrics",
+        "dev",
+    }
+    assert set(headers.get_all("Provides-Extra", [])) == extras
 
 
 def test_sdist_can_be_built_and_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    pins = {"constraints-cpu.txt", "requirements-ci.txt", ".ci/lock.py"}
+    pins = {"constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", ".ci/lock.py"}
     assert {"Makefile", *pins, "LICENSE", "tests/test_packaging.py"} <= names
 
 
@@ -257,17 +270,21 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used(requirements:
     assert set(needs_of(requirements, "")) - used == {"jinja2"}
 
 
-@pytest.fixture(scope="module")
-def pins() -> dict[str, str]:
-    """The lock's version of every package."""
-    lines = [line for line in (ROOT / "requirements-ci.txt").read_text().splitlines() if not line.startswith("#")]
+def locked(name: str) -> dict[str, str]:
+    """A lock's version of every package."""
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     found = [re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
     assert all(found)
     return {canonicalize_name(match[1]): match[2] for match in found if match is not None}
 
 
-def test_the_lock_holds_what_developers_need(requirements: list[Requirement], pins: dict[str, str]) -> None:
-    needs = needs_of(requirements, "dev", python_version="3.11", platform_system="Linux", platform_machine="x86_64")
+@pytest.mark.parametrize(
+    ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["router", "validation"])]
+)
+def test_a_lock_holds_what_is_needed(requirements: list[Requirement], name: str, extras: list[str]) -> None:
+    platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}
+    needs = {need: each for extra in ["", *extras] for need, each in needs_of(requirements, extra, **platform).items()}
+    pins = locked(name)
     assert {name: str(need) for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))} == {}
     bounds = [Requirement(line) for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line[0] != "#"]
     assert [str(each) for each in bounds if each.name in pins and not each.specifier.contains(pins[each.name])] == []
@@ -286,6 +303,25 @@ def test_the_lock_is_used_on_its_platform_alone(tmp_path: Path) -> None:
     assert not installed("env", "GPU=", "PLATFORM=3-12-glibc-x86_64")
     assert not installed("env", "GPU=1", ours)
     assert not installed("validate", "GPU=", ours)
+
+
+def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(tmp_path: Path) -> None:
+    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "vllm-test", "GPU=", cwd=tmp_path).stdout
+    assert f"-m venv {tmp_path}/venv-vllm" in steps
+    assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
+    assert "-n 0 tests/engine_wrapper/vllm" in steps
+    elsewhere = [f"VENV={tmp_path}/venv", "LOCK_PLATFORM=3-11-glibc-other", "vllm-env"]
+    refused = run("make", "-C", ROOT, *elsewhere, cwd=tmp_path)
+    assert refused.returncode != 0
+    assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
+
+
+def test_a_package_bounds_what_is_locked_beside_it() -> None:
+    needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
+    report = {"install": [{"metadata": {"requires_dist": needs}}]}
+    command = [sys.executable, str(ROOT / ".ci/lock.py"), "bounds"]
+    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
+    assert made.splitlines() == ["one<2,>=1", "two==3; python_version > '3'"]
 
 
 def test_a_lock_names_no_place_of_files() -> None:

@@ -70,6 +70,8 @@ SETTINGS = {
     "HEARTBEAT_SECONDS": "2",
     "RESYNC_SECONDS": "30",
 }
+# As docs/fleet.md advises: else glibc keeps more and more of what was freed.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 CONFIG = """
 port = 0
 model = "{model}"
@@ -245,8 +247,7 @@ def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
     disk = folder / "donors"
     disk.mkdir()
     settings = SETTINGS | {"DISK_PATH": str(disk), "DISK_KEY_PATH": str(folder / "key")}
-    # As docs/fleet.md advises: with an arena for every thread glibc keeps more and more of what was freed.
-    variables = {f"SEMBLEND_{name}": value for name, value in settings.items()} | {"MALLOC_ARENA_MAX": "2"}
+    variables = {f"SEMBLEND_{name}": value for name, value in settings.items()} | ALLOCATOR
     with contextlib.ExitStack() as ending:
         nats = ending.enter_context(loopback_server()).url
         profile = str(MODEL / "reuse-profile.json")
@@ -259,7 +260,7 @@ def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
             text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
         config = folder / "router.toml"
         config.write_text(text)
-        front = router(config, ROUTER_SECRET="a secret of the router")
+        front = router(config, None, ROUTER_SECRET="a secret of the router", **ALLOCATOR)
         ending.callback(front.kill)
         front.address()
         yield {"router": front, "worker": serving}
