@@ -8,7 +8,7 @@ Both processes are looked at every 10 s, when nothing is asked: the memory that 
 their threads. Single looks are noisy. So five minutes are put into one figure: of memory the median, and of descriptors
 and threads the least, as some come and go with connections and files, while one that is leaked stays. Minutes 5 to 10
 are the measure, and a later minute holds when the five that end with it are at most 2 % above it. The row counts the
-minutes before the first one that does not hold, and before the first wrong or missing answer.
+minutes up to the last one that holds (behind a leak none does), and before the first wrong or missing answer.
 """
 
 from __future__ import annotations
@@ -133,12 +133,11 @@ class Soak:
 
     @property
     def held_minutes(self) -> int:
-        """Whole minutes before the first that did not hold."""
+        """Whole minutes up to the last one that holds: what has leaked stays, and no later one does."""
         held = int(min([self.minutes, *self.faults]))
-        for minute in range(SETTLING + WINDOW, held + 1):
-            if max(self.growth(minute).values(), default=0.0) > GROWTH_PERCENT:
-                return minute - 1
-        return held
+        minutes = range(SETTLING + WINDOW, held + 1)
+        holding = (each for each in minutes if max(self.growth(each).values(), default=0.0) <= GROWTH_PERCENT)
+        return max(holding, default=minutes.start - 1) if minutes else held
 
 
 def look(pid: int) -> dict[str, int]:

@@ -31,6 +31,8 @@ def test_what_comes_and_goes_is_no_growth() -> None:
     assert wild.held_minutes == 31
     filling = seen(lambda at: steady(at, memory=min(1000, round(200 * at))))
     assert filling.held_minutes == 31
+    held_for_a_while = seen(lambda at: steady(at, descriptors=20 + (12 <= at < 19)))
+    assert held_for_a_while.held_minutes == 31
 
 
 @pytest.mark.parametrize(
