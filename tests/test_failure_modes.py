@@ -121,8 +121,9 @@ def reasons_in(source: str) -> set[str]:
 
 
 def named_in_the_page() -> set[str]:
-    """The names in the last column of the page's tables."""
-    rows = (line.split("|") for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| event"))
+    """The names in the last column of the page's tables, and of those of the page on vLLM."""
+    lines = [*PAGE.splitlines(), *(ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").splitlines()]
+    rows = (line.split("|") for line in lines if line.startswith("| ") and not line.startswith("| event"))
     return {name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row[-2])}
 
 

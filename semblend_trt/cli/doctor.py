@@ -1,7 +1,8 @@
 """Says what is installed, what it fits, and what would be refused and why.
 
 It looks at the packages, TensorRT-LLM and its connector contract, the card, the settings and what they name (a NATS
-server, folders, a reuse profile), with --model at a model, and with --engine-options at those of an engine. It exits
+server, folders, a reuse profile), with --model at a model, and with --engine-options at those of an engine; with
+--engine vllm it looks at vLLM in TensorRT-LLM's place. It exits
 with 0 when all is fine, with 1 when something would be refused or fails, and with 2 for bad usage. Notes stop nothing
 and leave the status at 0.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.command_line import named
@@ -38,8 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         help="dtype of the engine's KV cache (default: that of the engine's options, or the model's own)",
     )
+    parser.add_argument("--engine", choices=("trtllm", *_plugged()), default="trtllm", help="the engine to look at")
     parser.add_argument(
-        "--engine-options", metavar="FILE", help="the YAML file that trtllm-serve gets as --extra_llm_api_options"
+        "--engine-options",
+        metavar="FILE",
+        help="the YAML file that trtllm-serve gets as --extra_llm_api_options, or vllm serve as --config",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -51,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from semblend_trt.doctor.options import read_options
 
     llm_args = None if arguments.engine_options is None else read_options(arguments.engine_options)
-    findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args))
+    findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args, arguments.engine))
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
         told = {"version": __version__, "problems": problems, "findings": [_fields(finding) for finding in findings]}
@@ -62,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def _findings(name: str | None, kv_dtype: str, llm_args: Any) -> Iterator[Finding]:
+def _plugged() -> dict[str, metadata.EntryPoint]:
+    """Other engines by name: what looks at one is told by the package that serves it."""
+    return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
+
+
+def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
     from semblend_trt.doctor import engine, machine, options, software, surroundings
     from semblend_trt.doctor.finding import Chapter
 
@@ -70,7 +80,11 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any) -> Iterator[Findin
     yield from Chapter("software").told(software.software(settings))
     if settings is not None:
         yield from Chapter("software").told(software.embedder(settings))
-    yield from Chapter("engine").told(engine.engine())
+    if engine_name in _plugged():
+        yield from Chapter("engine").told(_plugged()[engine_name].load()(name, llm_args))
+        llm_args = None
+    else:
+        yield from Chapter("engine").told(engine.engine())
     yield from Chapter("machine").told(machine.machine(settings))
     yield from Chapter("settings").told(surroundings.variables(settings, problem))
     if settings is not None:

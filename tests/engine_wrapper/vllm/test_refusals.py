@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,3 +240,8 @@ def _without(path: str) -> Any:
         return bare
     object.__setattr__(config, places[0], bare)
     return config
+
+
+def test_the_page_lists_every_reason_with_what_to_change() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert [reason for reason, told in REASONS.items() if f"| {told} | `{reason}` |" not in page] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,3 +102,9 @@ def test_a_model_without_a_name_is_bad_usage(capsys) -> None:
         main(["doctor", "--model", ""])
     assert ended.value.code == 2
     assert "the name is empty" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_doctor_says_so(capsys) -> None:
+    assert main(["doctor", "--engine", "vllm"]) == 1
+    assert "failed   vllm cannot be imported here; `pip install 'semblend-trt[vllm]'`" in capsys.readouterr().out

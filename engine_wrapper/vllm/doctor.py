@@ -1,0 +1,121 @@
+"""What `semblend-trt doctor --engine vllm` finds: which vLLM is installed, and what keeps its options from reuse."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.vllm.arguments import arguments_of, vllm_version
+from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
+from semblend_trt.doctor.finding import Chapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from semblend_trt.doctor.finding import Finding
+
+OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
+_TESTED = (0, 28)
+_DEFAULT = {
+    "kv_connector": OUR_CONNECTOR[0],
+    "kv_connector_module_path": OUR_CONNECTOR[1],
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def vllm(model: str | None, options: Any) -> Iterator[Finding]:
+    """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, None without one.
+
+    vLLM makes its own configuration of both, which may take some seconds; no engine is started.
+    """
+    chapter, version = Chapter("engine"), vllm_version()
+    if version is None:
+        yield chapter.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
+        return
+    told = f"vLLM {version[0]}.{version[1]} is installed"
+    if version < OLDEST:
+        yield chapter.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
+        return
+    if version == _TESTED:
+        yield chapter.ok(told)
+    else:
+        yield chapter.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")
+    given = {} if options is None else _plain(options)
+    name = given.get("model") or model
+    if name is None:
+        yield chapter.note("without --model nothing can be said of an engine's options")
+        return
+    yield from _of_configuration(str(name), given)
+
+
+def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    chapter = Chapter("options")
+    transfer = given.get("kv_transfer_config", _DEFAULT)
+    with contextlib.suppress(ValueError, TypeError):
+        transfer = json.loads(transfer)  # as it stands on a command line
+    if not isinstance(transfer, dict):
+        yield chapter.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
+        return
+    named = (transfer.get("kv_connector"), transfer.get("kv_connector_module_path"))
+    if named != OUR_CONNECTOR:
+        yield chapter.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
+        return
+    known = {each for each in EngineArgs.__dataclass_fields__ if each != "model"}
+    arguments = {each: value for each, value in given.items() if each in known}
+    arguments["kv_transfer_config"] = _transfer_config(transfer)
+    try:
+        configuration = EngineArgs(model=model, **arguments).create_engine_config()
+    except Exception as error:  # vLLM and pydantic each raise their own
+        yield chapter.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
+        return
+    warnings: list[str] = []
+    with _heard(warnings):
+        refusal = arguments_of(configuration).refusal or engine_refusal_of(configuration, None)
+    for warning in warnings:
+        yield chapter.note(warning)
+    if refusal is not None:
+        yield chapter.refused(refusal, _sentence(refusal))
+    else:
+        yield chapter.ok("nothing in these options is refused")
+
+
+def _transfer_config(transfer: dict[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**transfer)
+
+
+def _sentence(reason: str) -> str:
+    """What to change, as the end of a sentence."""
+    told = REASONS[reason]
+    return told[0].lower() + told[1:].removesuffix(".")
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    """Nested attributes as dictionaries, their names as Python writes them."""
+    return {
+        name.replace("-", "_"): _plain(value) if isinstance(value, SimpleNamespace) else value
+        for name, value in vars(options).items()
+    }
+
+
+@contextlib.contextmanager
+def _heard(sentences: list[str]) -> Iterator[None]:
+    """Collects what our halves would log of the settings."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            sentences.append(record.getMessage())
+
+    listener, told = Listener(logging.WARNING), logging.getLogger("engine_wrapper.vllm")
+    told.addHandler(listener)
+    try:
+        yield
+    finally:
+        told.removeHandler(listener)
