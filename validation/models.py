@@ -23,7 +23,7 @@ from validation.vllm_engine import VllmEngines
 if TYPE_CHECKING:
     import torch
 
-    from validation.engines import Engines
+    from validation.engines import Engines, ServedModel
 
 PROFILE_NAME = "reuse-profile.json"
 
@@ -88,9 +88,9 @@ def profile_of(model: str | None, asked: Path | None) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def choices_of(runner: ModelRunner, boundary: int | None, profile: Path | None) -> ArmChoices:
+def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -> ArmChoices:
     """What the arms need to know. `boundary` None stands for a third of the layers. Raises ConfigurationError."""
-    layers = runner.facts.num_layers
+    layers = model.facts.num_layers
     if boundary is not None and not 1 <= boundary <= layers:
         raise ConfigurationError(
             f"--boundary is {boundary}; the model has {layers} layers, so 1 to {layers} is possible."

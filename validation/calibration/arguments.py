@@ -9,9 +9,8 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.arguments import PROGRAM, Parser, add_defaults
 from validation.calibration.figures import prompts_of
 from validation.calibration.plants import PLANTED, TRIES
-from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.noninferiority import CONFIDENCE, MARGIN
-from validation.quality.arguments import add_families, add_model
+from validation.quality.arguments import add_engine, add_families, add_model
 
 if TYPE_CHECKING:
     import argparse
@@ -37,10 +36,6 @@ every family is non-inferior to cold there, by a calibration's own rule (margin 
 Everything else that the profile binds has to be the same already. Exit status: 0 the engine is in the profile, 1 it is
 not shown to be as good as cold there (the profile stays as it is), 2 bad usage or an error, 130 interrupted.
 """
-_ENGINES = (
-    "where the prompts are served: embedded; vllm, through its LLM class in this process; or trtllm, which is "
-    "TensorRT-LLM with the wrapper through its LLM API (untested on a real one)"
-)
 # Plants that a check misses are few: one of some forty.
 PLANTS = 1_024
 # Far from the seeds with which a calibration confirms, which follow its own.
@@ -51,7 +46,7 @@ def parse_calibrate(arguments: Sequence[str]) -> argparse.Namespace:
     """Arguments of a calibration; exits with status 2 for any that argparse refuses."""
     parser = Parser(prog=f"{PROGRAM} calibrate", description=_DESCRIPTION.replace("%", "%%"), allow_abbrev=False)
     add_model(parser)
-    _add_engine(parser)
+    add_engine(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     add_families(parser, groups=50)
     _add_plants(parser)
@@ -77,7 +72,7 @@ def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="FILE", required=True, help="the profile")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the profile with the engine (default: --profile)")
     add_model(parser)
-    _add_engine(parser)
+    add_engine(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     add_families(parser, groups=50)
     _add_plants(parser)
@@ -86,10 +81,6 @@ def parse_confirm(arguments: Sequence[str]) -> argparse.Namespace:
     made_with, families = prompts_of(ReuseProfile.read(options.profile).figures)
     parser.set_defaults(**{**made_with, "seed": made_with.get("seed", 0) + _FRESH}, families=",".join(families) or None)
     return parser.parse_args(arguments)
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM, VLLM), default=EMBEDDED, help=_ENGINES)
 
 
 def _add_plants(parser: argparse.ArgumentParser) -> None:

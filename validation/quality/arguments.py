@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.command_line import named
 from validation.arguments import PROGRAM, Parser, add_defaults, check_integers
 from validation.arms import ALL_NAMES, VERIFIED
+from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES
 from validation.models import shipped_model
 from validation.prompt_form import FORMS
@@ -24,11 +25,17 @@ their answers with cold's by a paired bootstrap. Measures no times. Exit status:
 verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
 """
 
+_ENGINES = (
+    "where the prompts are served: embedded; vllm, through its LLM class in this process; or trtllm, which is "
+    "TensorRT-LLM with the wrapper through its LLM API (untested on a real one)"
+)
+
 
 def parse_quality(arguments: Sequence[str]) -> argparse.Namespace:
     """Arguments of a quality run; exits with status 2 for any that argparse refuses."""
     parser = Parser(prog=f"{PROGRAM} quality", description=_DESCRIPTION, allow_abbrev=False)
     add_model(parser)
+    add_engine(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help=f"reuse profile for the arm {VERIFIED}")
     parser.add_argument(
         "--arms",
@@ -50,6 +57,11 @@ def parse_quality(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--machine", help="name of the machine in result rows (default: cpu-Ncore or the GPU's name)")
     add_defaults(parser)
     return parser.parse_args(arguments)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The option that says which engine serves the prompts."""
+    parser.add_argument("--engine", choices=(EMBEDDED, TRTLLM, VLLM), default=EMBEDDED, help=_ENGINES)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

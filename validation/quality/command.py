@@ -45,20 +45,24 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     asked.family_names()
     profile = models.profile_of(options.model, options.profile)
     torch.manual_seed(options.seed)
-    runner = models.load(options.model, options.device, options.dtype)
-    choices = models.choices_of(runner, options.boundary, profile)
+    engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
+    choices = models.choices_of(engines, options.boundary, profile)
     names = _default_names(profile) if options.arms is None else names_of(options.arms)
     arms = arms_of(names, choices)
-    cases = write_cases(runner, asked)
-    server = BatchServer(EmbeddedEngines(runner), cases, settings)
+    cases = write_cases(engines, asked)
+    server = BatchServer(engines, cases, settings)
     samples, seconds = _serve(server, cases, arms, choices.num_layers)
+    # Engines of their own take what they are told, and choose their device themselves.
+    dtype, device = options.dtype, "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(engines, EmbeddedEngines):
+        dtype, device = str(engines.runner.dtype), str(engines.runner.device)
     report = QualityReport(
         model=settings.model,
         samples=samples,
         kinds=kinds_of(cases),
-        settings=settings_in_text(options, dtype=str(runner.dtype), profile=profile),
+        settings=settings_in_text(options, dtype=dtype, profile=profile),
         command=command,
-        machine=machine.describe(str(runner.device), options.machine),
+        machine=machine.describe(device, options.machine),
         versions=machine.versions(),
         date=results.today(),
         seconds=seconds,
