@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
 from validation.arms import variables_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    import torch
+
     from engine_wrapper.embedded.sampling import SamplingParams
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
@@ -95,6 +97,23 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str | No
     if audit_path is not None:
         variables["SEMBLEND_AUDIT_PATH"] = audit_path
     return variables
+
+
+def answered(
+    number: int, prompt: list[int], tokens: list[int], finish_reason: str | None, logits: torch.Tensor | None
+) -> RequestOutput:
+    """An answer of an engine that tells neither its text nor times. `logits`: float32 [tokens, vocabulary]."""
+    return RequestOutput(
+        request_id=number,
+        prompt=None,
+        prompt_token_ids=prompt,
+        outputs=[CompletionOutput("", tokens, finish_reason, logits)],
+        cached_tokens=0,
+        reused_tokens=0,
+        computed_tokens=0,
+        time_to_first_token=None,
+        finished=True,
+    )
 
 
 @contextmanager

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
 from engine_wrapper.embedded.prompts import one_each
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import connector_variables
+from validation.engines import answered, connector_variables
 from validation.trtllm_api import WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from engine_wrapper.embedded.outputs import RequestOutput
     from validation.arms import Arm
     from validation.engines import ArmEngine, EngineSettings
 
@@ -146,14 +146,4 @@ def _output_of(
     completion = output.outputs[0]
     rows = [each if not forced else each[:1] for each in logits if each is not None]
     tokens = list(forced or completion.token_ids)
-    return RequestOutput(
-        request_id=number,
-        prompt=None,
-        prompt_token_ids=prompt,
-        outputs=[CompletionOutput("", tokens, completion.finish_reason, torch.cat(rows) if rows else None)],
-        cached_tokens=0,
-        reused_tokens=0,
-        computed_tokens=0,
-        time_to_first_token=None,
-        finished=True,
-    )
+    return answered(number, prompt, tokens, completion.finish_reason, torch.cat(rows) if rows else None)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
 from engine_wrapper.embedded.prompts import one_each
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import connector_variables, environment
+from validation.engines import answered, connector_variables, environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from engine_wrapper.embedded.outputs import RequestOutput
     from validation.arms import Arm
     from validation.engines import ArmEngine, EngineSettings
 
@@ -124,19 +124,7 @@ class VllmEngine:
             completion, reading = output.outputs[0], self._readings.pop(output.request_id)
             tokens = list(completion.token_ids)
             logits = torch.stack(reading.rows[: len(tokens)])
-            found.append(
-                RequestOutput(
-                    request_id=number,
-                    prompt=None,
-                    prompt_token_ids=prompt,
-                    outputs=[CompletionOutput("", tokens, completion.finish_reason, logits)],
-                    cached_tokens=0,
-                    reused_tokens=0,
-                    computed_tokens=0,
-                    time_to_first_token=None,
-                    finished=True,
-                )
-            )
+            found.append(answered(number, prompt, tokens, completion.finish_reason, logits))
         return found
 
     def settle(self) -> None:
