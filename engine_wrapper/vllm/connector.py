@@ -13,6 +13,7 @@ from engine_wrapper.vllm.arguments import arguments_of
 from engine_wrapper.vllm.metadata import StepMetadata
 from engine_wrapper.vllm.refusals import engine_refusal_of
 from engine_wrapper.vllm.scheduler import VllmScheduler
+from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from engine_wrapper.vllm.worker import VllmWorker
 from semblend_trt.runtime import runtime_for
 
@@ -84,6 +85,22 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._working.take_failed_blocks()
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ReuseStats | None:
+        """Empty in the worker's role: some versions ask the scheduler's only where the worker has any."""
+        return ReuseStats() if self._scheduler is None else self._scheduler.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:
+        return ReuseStats.of(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **options: Any) -> ReuseMetrics:
+        return ReuseMetrics(*arguments, **options)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Called in the worker's role, and in the scheduler's where vLLM does so."""

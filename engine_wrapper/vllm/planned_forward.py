@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class PlannedForward:
     """In the place of the model's forward. Steps without a plan go on to it untouched.
 
-    Until the self-check has passed the runtime stays in stock mode, so that no plan needs this; when it fails, the
-    model is given back as it was found. When a plan cannot be executed, the step runs as stock, `failed` is told of the
-    plan, whose request is computed again, and nothing is reused from then on.
+    Until the self-check has passed the runtime stays in stock mode, in which nothing is offered; when it fails, the
+    model is given back as it was found. When a plan cannot be executed, all that it promised is computed, and nothing
+    is reused from then on. When that fails too, the step runs as stock and `failed` is told: vLLM computes it again.
     """
 
     def __init__(
@@ -71,6 +71,13 @@ class PlannedForward:
                 logger.exception("KV reuse is off from now on: a plan could not be executed; its request is recomputed")
                 self._runtime.faults["planned_forward"] += 1
                 self._runtime.refusal = self._runtime.refusal or "planned_forward"
+            # vLLM's own recovery is wrong under async scheduling (vllm#45138) and in the V2 runner (#49250).
+            try:
+                self._runtime.failed_loads.extend(plans)
+                whole = {number: plan.without_spans("planned_forward") for number, plan in plans.items()}
+                return self._planned(whole, options)
+            except Exception:
+                logger.exception("nor can its request be computed by our rows; vLLM computes it again")
                 for plan in plans.values():
                     self._failed(plan)
         hidden = self._stock(*arguments, **options)

@@ -11,9 +11,10 @@ import numpy as np
 from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
 from engine_wrapper.vllm.metadata import StepMetadata, Steps
 from engine_wrapper.vllm.refusals import request_refusal
+from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import EngineMode, runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,7 @@ class VllmScheduler:
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
         self._guard: BlockPoolGuard | None = None
+        self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """Guards the pool; without that nothing but exact prefixes is reused. The caches are registered by now."""
@@ -70,13 +72,17 @@ class VllmScheduler:
 
     @never_raises(lambda: 0)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """The prompt tokens beyond `num_computed_tokens` whose KV we will place. Before vLLM publishes any of them, the
-        guard knows how many are exact."""
+        """The prompt tokens beyond `num_computed_tokens` whose KV we will place, none before the self-check.
+
+        Before vLLM publishes any of them, the guard knows how many are exact.
+        """
         number = self._number_of(request.request_id)
         if self._guard is not None:
             self._guard.release(request.request_id)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
         plan = self._scheduler.plan_of(number)
+        if self._runtime.mode is not EngineMode.WRAPPER:
+            return 0  # a load that fails could not be mended by rows of ours yet
         if tokens and plan is not None and not plan.is_exact and self._guard is not None:
             self._guard.limit(request.request_id, plan.exact_token_count)
         return tokens
@@ -113,6 +119,8 @@ class VllmScheduler:
             self._saving[number] = request.request_id
         if self._guard is not None:
             self._guard.release(request.request_id)
+        if (settled := self._scheduler.outcomes.of(number)) is not None:
+            self.stats.settled(settled)
         return is_saving
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.rows import Decoder
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import EngineMode, runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +69,7 @@ class VllmWorker:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
             for plan in metadata.told.plans:
-                self._fail(plan)
+                self._compute(plan)
 
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
@@ -99,6 +99,15 @@ class VllmWorker:
             self._forward.remove()
         self._worker.close()
 
+    def _compute(self, plan: SemanticKvPlan) -> None:
+        """Has our rows compute all that was promised, where they can: vLLM's own recovery is wrong under async
+        scheduling (vllm#45138) and in the V2 runner (#49250)."""
+        if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
+            self._fail(plan)
+            return
+        self._runtime.failed_loads.append(plan.request_id)
+        self._runtime.active_plans.put(plan.without_spans("load_failed"))
+
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = plan.target_block_ids or ()
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
@@ -120,7 +129,8 @@ class VllmWorker:
             return None
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
-        """Has plans executed in the model, once its first prompt has come out the same; never raises."""
+        """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
+        be, nothing is reused."""
         try:
             runner = _model_runner()
             model, names = runner.get_model(), in_order(caches)
@@ -151,8 +161,9 @@ class VllmWorker:
                 sink,
             )
         except Exception as error:
-            logger.warning("plans are not executed on this engine: %s", error)
+            logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
             self._runtime.faults["hook"] += 1
+            self._runtime.refusal = self._runtime.refusal or "model_runner"
 
 
 def _model_runner() -> Any:

@@ -66,7 +66,7 @@ class Router:
         self._status_key = None
         if status is not None and (status.sha256 or status.env):
             self._status_key = status.digest(environment)
-        self._name = Path(config.model).resolve().name
+        self._name = config.name or Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
         workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
         self._directory = None if nats is None else Directory(accepted=workers)
@@ -208,6 +208,10 @@ class Router:
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
                     response = await self._forwarder.forward(request, payload, request_id, taken, observed)
+                    # So vLLM answers when its engine has died; what fails in a sound engine fails elsewhere too.
+                    is_error = response.status == 500 and not response.prepared
+                    if is_error and not await self._replicas.is_well(choice.worker):
+                        raise ReplicaFailedError("unwilling", f"replica {worker_name(choice.worker)} has failed")
                 except ReplicaFailedError as error:
                     problem = str(error)
                     tried.add(choice.worker)

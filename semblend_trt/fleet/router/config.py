@@ -130,13 +130,14 @@ class TelemetryConfig(_Table):
 
 
 class RouterConfig(_Table):
-    """The whole file. `model` is the folder or hub id of the replicas' tokenizer; `nats_url` and `nats_subject` stand
-    in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, `load_weight` counts under span_overlap, and a replica takes no
-    prompt of more than `max_prompt_tokens`."""
+    """The whole file. `model` is the folder or hub id of the replicas' tokenizer, `name` what requests call the model;
+    `nats_url` and `nats_subject` stand in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, `load_weight` counts under
+    span_overlap, and a replica takes no prompt of more than `max_prompt_tokens`."""
 
     host: Host = "127.0.0.1"
     port: Port = 8080
     model: Annotated[str, Field(min_length=1, max_length=4096)]
+    name: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     policy: Annotated[str, AfterValidator(_checked_policy)] = "span_overlap"
     load_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     nats_url: Annotated[SecretStr, Field(min_length=1, max_length=4096)] | None = None

@@ -79,6 +79,11 @@ class ReplicaSet:
         """Asks every replica once whether it is healthy."""
         await asyncio.gather(*(self._check(state) for state in self.states.values()))
 
+    async def is_well(self, worker: Worker) -> bool:
+        """Asks one replica whether it is healthy."""
+        await self._check(self.states[worker])
+        return self.states[worker].is_healthy
+
     def seen(self, excluded: Collection[Worker] = ()) -> list[Replica]:
         """The replicas as a policy sees them; those `excluded` look dead."""
         return [

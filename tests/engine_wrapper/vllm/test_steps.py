@@ -192,7 +192,7 @@ def test_requests_that_are_preempted_come_back_with_their_answers(
     assert not served.runtime.faults
 
 
-def test_an_aborted_request_becomes_no_donor_and_frees_its_blocks(engine: Callable[..., Served]) -> None:
+def test_an_aborted_request_frees_its_blocks(engine: Callable[..., Served]) -> None:
     from vllm import SamplingParams
 
     served = engine("position_fix")

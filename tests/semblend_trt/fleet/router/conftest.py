@@ -30,7 +30,8 @@ SECRET = "a secret of the router"
 class StandIn:
     """A replica that answers with its number. `behave` says how: well, busy, silent, away (it names `elsewhere`), dying
     (before its first byte), cut (behind an event), torn (within one), stuck (within one, but alive), dripping (byte by
-    byte), large, or ill. It keeps the bodies and headers that it was sent."""
+    byte), large, ill (its engine has died), or wrong (its answer is an error). It keeps the bodies and headers that it
+    was sent."""
 
     number: int
     behave: str = "well"
@@ -58,6 +59,8 @@ class StandIn:
         self.headers.append(request.headers)
         if self.behave == "busy":
             return web.Response(status=503)
+        if self.behave in ("ill", "wrong"):
+            return web.json_response({"error": {"message": "the engine"}}, status=500)
         if self.behave == "dying":
             return self._cut(request)
         if self.behave == "away":

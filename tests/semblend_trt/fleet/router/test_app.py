@@ -137,7 +137,7 @@ def test_bad_bodies_reach_no_replica(routed: Callable[..., Any], body: bytes, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("behave", "reason"), [("dying", "unreachable"), ("busy", "unwilling")])
+@pytest.mark.parametrize(("behave", "reason"), [("dying", "unreachable"), ("busy", "unwilling"), ("ill", "unwilling")])
 def test_another_replica_is_asked_before_the_first_byte(
     routed: Callable[..., Any], behave: str, reason: str, stream: bool
 ) -> None:
@@ -153,6 +153,17 @@ def test_another_replica_is_asked_before_the_first_byte(
         healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
         assert healthy == (behave == "busy")
         assert parts.count("semblend_router_replica_load", worker="1.0") == 0
+
+    routed(test)
+
+
+def test_an_error_of_a_sound_replica_is_its_answer(routed: Callable[..., Any]) -> None:
+    async def test(parts: Routed) -> None:
+        parts.replicas[0].behave = "wrong"
+        status, answer, _ = await parts.ask(prompt="abc")
+        assert (status, answer) == (500, {"error": {"message": "the engine"}})
+        assert parts.replicas[1].bodies == []
+        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
 
     routed(test)
 

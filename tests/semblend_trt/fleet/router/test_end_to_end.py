@@ -132,7 +132,7 @@ def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
     for prompt, expected in others:
         worker, answer = fleet.ask(prompt)
         assert (worker, answer["choices"][0]["text"]) == (holder, expected)
-        assert reused(answer) > 400
+        assert reused(answer) > 200
     with fleet.open(others[0][0], "acme", stream=True) as response:
         assert response.headers["X-SemBlend-Worker"] == holder
         *events, end = [line.decode().strip() for line in response if line.strip()]

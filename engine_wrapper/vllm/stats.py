@@ -1,0 +1,110 @@
+"""How requests ended, the way vLLM tells it of its connectors: in its log at every interval and at its /metrics.
+
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from semblend_trt.metrics import MAX_REASONS, TOKEN_KINDS
+from semblend_trt.outcome import OTHER_REASON, Outcome
+
+if TYPE_CHECKING:
+    from semblend_trt.outcome import Settled
+
+# Each counter with its label, its help and the values that are there from the start.
+_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "requests": ("outcome", "Requests by how reuse ended for them.", tuple(each.value for each in Outcome)),
+    "tokens": ("kind", "Prompt tokens by what became of them.", TOKEN_KINDS),
+    "refusals": ("reason", "Requests of which nothing, or not all that was found, was reused, by the reason.", ()),
+}
+
+
+class ReuseStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of one interval; `data` holds them by counter and label. vLLM sends `data` from process to process."""
+
+    @classmethod
+    def of(cls, data: dict[str, Any] | None) -> ReuseStats:
+        """Counts of its own with what `data` holds."""
+        return cls().aggregate(cls(data or {}))
+
+    def settled(self, settled: Settled) -> None:
+        """Counts how one request ended."""
+        self._add("requests", settled.outcome.value, 1)
+        if settled.reason:
+            self._add("refusals", settled.reason, 1)
+        for kind in TOKEN_KINDS:
+            self._add("tokens", kind, settled.evidence.get(f"{kind}_tokens") or 0)
+
+    def take(self) -> ReuseStats | None:
+        """What was counted since the last call; None for nothing."""
+        if self.is_empty():
+            return None
+        taken = ReuseStats(dict(self.data))
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> ReuseStats:
+        for counter, counts in other.data.items():
+            for label, count in counts.items():
+                self._add(counter, label, count)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The line of the log: name and count."""
+        return {f"{name} {label}": count for name, counts in self.data.items() for label, count in counts.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def _add(self, counter: str, label: str, count: int) -> None:
+        if count:
+            counts = self.data.setdefault(counter, {})
+            counts[label] = counts.get(label, 0) + count
+
+
+class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counters `vllm:semblend_*`, with vLLM's own labels; of reasons at most MAX_REASONS are told apart."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._engines = per_engine_labelvalues
+        self._reasons: set[str] = set()
+        self._counters = {
+            name: metric_types[Counter](
+                name=f"vllm:semblend_{name}", documentation=text, labelnames=[*labelnames, label]
+            )
+            for name, (label, text, _) in _COUNTERS.items()
+        }
+        for engine in per_engine_labelvalues:
+            for name, (_, _, labels) in _COUNTERS.items():
+                for label in labels:
+                    self._series(engine, name, label)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, counts in transfer_stats_data.items():
+            for label, count in counts.items():
+                told = self._bounded(label) if name == "refusals" else label
+                self._series(engine_idx, name, told).inc(count)
+
+    def _series(self, engine: int, name: str, label: str) -> Any:
+        return self._counters[name].labels(*self._engines[engine], label)
+
+    def _bounded(self, reason: str) -> str:
+        if reason in self._reasons or len(self._reasons) < MAX_REASONS:
+            self._reasons.add(reason)
+            return reason
+        return OTHER_REASON

@@ -1,0 +1,357 @@
+"""vLLM's own modes around plans: answers are those of cold runs, and in none is anything approximate published."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+RANDOM = random.Random(2)
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+HEAD, BLOCK = 70, 32
+
+
+def some(count: int) -> list[int]:
+    return [RANDOM.randrange(10, 2000) for _ in range(count)]
+
+
+DOCUMENT = some(500)
+DONOR, MOVED, NEW = [*some(20), *DOCUMENT, *some(20)], [*some(HEAD), *DOCUMENT, *some(40)], some(150)
+
+
+def taught(served: Served) -> Served:
+    """The engine with the donor, and none of its blocks in vLLM's own prefix cache."""
+    served.ask(DONOR, max_tokens=1)
+    served.settle()
+    assert served.runtime.mode.value == "wrapper"
+    return served
+
+
+@pytest.fixture
+def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
+    turns that off, and we refuse it until vLLM recovers from failed loads there."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from engine_wrapper.vllm import refusals
+
+    stock = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        stock(config)
+        config.scheduler_config.async_scheduling = request.param
+
+    monkeypatch.delitem(refusals._ENGINE, "async_scheduling")
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep))
+    return bool(request.param)
+
+
+both_schedulings = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])
+
+
+def near(ours: list[float], theirs: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+
+
+def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
+    """vLLM's own output of one prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(detokenize=False, **{"max_tokens": 8, "temperature": 0, **options})
+    return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+
+
+SEVERAL = {"n": 3, "seed": 5, "temperature": 0.8, "max_tokens": 12}
+SCORED = {"prompt_logprobs": 1, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[str, Any]:
+    """Answers of vLLM without a connector."""
+    served = serving(enable_prefix_caching=False)
+    try:
+        found: dict[str, Any] = {
+            name: served.ask(prompt, max_tokens=16) for name, prompt in (("moved", MOVED), ("new", NEW))
+        }
+        found["several"] = sampled(served, MOVED, **SEVERAL)
+        found["scored"] = sampled(served, MOVED, **SCORED)
+        return found
+    finally:
+        served.close()
+
+
+def assert_planned(served: Served, cold: dict[str, Any]) -> None:
+    """A prompt with the moved document is served from its donor, as it is cold."""
+    answer = served.ask(MOVED, max_tokens=16)
+    assert answer.cached > 400
+    assert answer.tokens == cold["moved"].tokens
+    assert near(answer.logprobs, cold["moved"].logprobs)
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 16},
+        {"block_size": 64},
+        {"block_size": 128},
+        {"enable_prefix_caching": False},
+        {"enforce_eager": False},
+    ],
+    ids=str,
+)
+def test_answers_are_cold_ones(engine: Callable[..., Served], cold: dict[str, Any], options: dict[str, Any]) -> None:
+    served = taught(engine(*WHOLE, **options))
+    config = served.llm.llm_engine.vllm_config
+    for name, value in options.items():
+        holders = (config.cache_config, config.scheduler_config, config.model_config)
+        assert [getattr(each, name) for each in holders if hasattr(each, name)] == [value]
+    assert_planned(served, cold)
+    beside = served.ask(NEW, MOVED, max_tokens=16)
+    assert [each.tokens for each in beside] == [cold["new"].tokens, cold["moved"].tokens]
+    assert not served.runtime.faults
+
+
+def test_several_samples_of_one_prompt_are_those_of_a_cold_run(
+    engine: Callable[..., Served], cold: dict[str, Any]
+) -> None:
+    served = taught(engine(*WHOLE))
+    found = sampled(served, MOVED, **SEVERAL)
+    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in cold["several"].outputs]
+    assert len({tuple(each.token_ids) for each in found.outputs}) == 3
+    settled = [served.scheduler.outcomes.of(served.last - i) for i in range(3)]
+    assert sum(each.evidence["offered_tokens"] for each in settled) > 400
+    assert not served.runtime.faults
+
+
+def test_an_answer_that_stops_early_is_cold_and_a_donor(engine: Callable[..., Served], cold: dict[str, Any]) -> None:
+    served = taught(engine(*WHOLE))
+    stop = cold["moved"].tokens[5]
+    until = cold["moved"].tokens.index(stop) + 1
+    found = sampled(served, MOVED, stop_token_ids=[stop], max_tokens=16)
+    assert found.num_cached_tokens > 400
+    assert found.outputs[0].token_ids == cold["moved"].tokens[:until]
+    assert found.outputs[0].stop_reason == stop
+    served.settle()
+    served.forget()
+    # With async scheduling a step ran behind the stop; the donor that is left holds nothing of it.
+    assert_planned(served, cold)
+
+
+@both_schedulings
+def test_answers_are_cold_ones_in_either_scheduling(
+    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool
+) -> None:
+    served = taught(engine(*WHOLE, max_num_seqs=2))
+    assert (served.core.batch_queue is not None) == is_async
+    assert_planned(served, cold)
+    # The third one is planned while the first two decode.
+    for _ in range(2):
+        answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
+        assert answers[0].tokens == cold["new"].tokens
+        assert answers[1].tokens == answers[3].tokens == cold["moved"].tokens
+        assert not served.runtime.faults
+        served.forget()
+
+
+@pytest.mark.parametrize("fault", ["forward", "load", "lost"])
+@both_schedulings
+def test_a_plan_that_fails_is_computed_in_either_scheduling(
+    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine_wrapper.vllm.rows import VllmRows
+
+    served = taught(engine("position_fix"))
+    worker, run = served.worker._worker, VllmRows.run
+
+    def fails(plans: Any) -> None:
+        if plans:
+            raise RuntimeError("injected")
+
+    def fails_once(rows: VllmRows, layer: int) -> None:
+        if layer == 5 and not served.runtime.faults:
+            raise RuntimeError("injected")
+        run(rows, layer)
+
+    def lost(plans: Any, load: Any = worker._load) -> None:
+        worker.store.clear()
+        load(plans)
+
+    if fault == "forward":
+        monkeypatch.setattr(VllmRows, "run", fails_once)
+    else:
+        monkeypatch.setattr(worker, "_load", fails if fault == "load" else lost)
+    answers = served.ask(NEW, MOVED, max_tokens=16)
+    assert [each.tokens for each in answers] == [cold["new"].tokens, cold["moved"].tokens]
+    assert near(answers[1].logprobs, cold["moved"].logprobs)
+    assert "load_failed" in served.scheduler.outcomes.reasons()
+    assert sum(served.runtime.faults.values()) == (fault != "lost")
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@both_schedulings
+def test_an_aborted_request_leaves_what_was_computed(
+    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, steps: int
+) -> None:
+    from vllm import SamplingParams
+
+    # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
+    served = engine("position_fix", max_num_batched_tokens=256)
+    llm_engine = served.llm.llm_engine
+    llm_engine.add_request("left", {"prompt_token_ids": MOVED}, SamplingParams(max_tokens=64, ignore_eos=True))
+    for _ in range(steps):
+        llm_engine.step()
+    llm_engine.abort_request(["left"])
+    while llm_engine.has_unfinished_requests():
+        llm_engine.step()
+    served.settle()
+    served.ask([1, 2, 3], max_tokens=4)  # a step that was on its way lets go of its blocks
+    served.forget()
+    answer = served.ask(MOVED, max_tokens=16)
+    assert answer.cached >= 256  # what was computed is a donor, and right
+    assert answer.tokens == cold["moved"].tokens
+    assert near(answer.logprobs, cold["moved"].logprobs)
+    assert not served.runtime.faults
+
+
+def test_what_is_asked_for_about_the_prompt_is_served_as_stock(
+    engine: Callable[..., Served], cold: dict[str, Any]
+) -> None:
+    served = taught(engine("position_fix"))
+    found = sampled(served, MOVED, **SCORED)
+    assert found.num_cached_tokens == 0
+    assert found.prompt_logprobs == cold["scored"].prompt_logprobs
+    assert found.outputs[0].token_ids == cold["scored"].outputs[0].token_ids
+    assert served.scheduler.outcomes.of(served.last).reason == "prompt_logprobs"
+    found = sampled(served, MOVED, max_tokens=16, skip_reading_prefix_cache=True)
+    assert (found.num_cached_tokens, found.outputs[0].token_ids) == (0, cold["moved"].tokens)
+    assert served.scheduler.outcomes.of(served.last).reason == "skip_reading_prefix_cache"
+    counted = served.scheduler.outcomes.reasons()
+    assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
+    # Both were computed by vLLM, and so are published.
+    assert sampled(served, MOVED).num_cached_tokens >= len(MOVED) - BLOCK
+    assert served.runtime.refusal is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("load_failure_policy", {"kv_load_failure_policy": "fail"}),
+        ("kv_role", {"kv_role": "kv_producer"}),
+        ("kv_role", {"kv_role": "kv_consumer"}),
+    ],
+)
+def test_a_refused_engine_serves_as_stock(
+    engine: Callable[..., Served], cold: dict[str, Any], reason: str, changes: dict[str, str]
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    extra = {**SHORT, "policy": "position_fix"}
+    served = engine(
+        None, kv_transfer_config=KVTransferConfig(**{**TRANSFER, **changes}, kv_connector_extra_config=extra)
+    )
+    served.ask(DONOR)
+    answer = served.ask(MOVED, max_tokens=16)
+    assert served.runtime.refusal == reason
+    assert (answer.tokens, answer.logprobs, answer.cached) == (cold["moved"].tokens, cold["moved"].logprobs, 0)
+    assert served.scheduler.outcomes.reasons() == {reason: 2}
+
+
+class Published:
+    """What a subscriber to vLLM's KV events is told: the hashes of all blocks that were ever stored."""
+
+    def __init__(self) -> None:
+        self.hashes: set[Any] = set()
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            self.hashes.update(getattr(event, "block_hashes", ()) if type(event).__name__ == "BlockStored" else ())
+
+    def shutdown(self) -> None:
+        """Ends with its engine."""
+
+
+class Watched:
+    """Runs one request step by step, and looks at vLLM's prefix cache and events behind each of them."""
+
+    def __init__(self, served: Served, told: Published) -> None:
+        self._served, self._told = served, told
+        self.pool = served.core.scheduler.kv_cache_manager.block_pool
+        self.exact: list[Any] = []
+        self.approximate: list[Any] = []
+
+    def run(self, prompt: list[int], exact_tokens: int, max_tokens: int) -> int:
+        """Steps that were looked at while the request had approximate blocks."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        self._served.settle()
+        llm_engine, scheduler = self._served.llm.llm_engine, self._served.core.scheduler
+        llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+        *_, request = scheduler.requests.values()
+        looked, whole = 0, exact_tokens // BLOCK
+        while llm_engine.has_unfinished_requests():
+            llm_engine.step()
+            blocks = scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)[0]
+            self.exact, self.approximate = request.block_hashes[:whole], request.block_hashes[whole:]
+            assert all(block.block_hash is None for block in blocks[whole:])
+            self.assert_clean()
+            looked += len(blocks) > whole
+        return looked
+
+    def assert_clean(self) -> None:
+        """No hash of a block that holds approximate KV can be hit, or was ever told of."""
+        assert not any(self.pool.get_cached_block(each, [0]) for each in self.approximate)
+        assert not self._told.hashes & self._as_told(self.approximate)
+
+    def assert_exact_told(self) -> None:
+        assert self._told.hashes >= self._as_told(self.exact)
+        assert self.exact
+
+    @staticmethod
+    def _as_told(hashes: list[Any]) -> set[Any]:
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        return {maybe_convert_block_hash(each) for each in hashes}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
+@both_schedulings
+def test_approximate_blocks_are_never_published(
+    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, options: dict[str, Any]
+) -> None:
+    from vllm.config import KVEventsConfig
+
+    # Room for two prompts: what is held is given to others while they are asked again and again.
+    room = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    served = engine("position_fix", kv_events_config=events, **room, **options)
+    told = served.core.scheduler.kv_event_publisher = Published()
+    for each in (NEW, DONOR):
+        served.ask(each, max_tokens=1)
+    watched = Watched(served, told)
+    # Three blocks are filled while it decodes: they lie behind approximate KV, and are approximate too.
+    assert watched.run(MOVED, HEAD, max_tokens=100) > 90
+    assert served.scheduler.outcomes.of(served.last).evidence["reused_tokens"] > 400
+    assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
+    watched.assert_exact_told()
+    for _ in range(3):
+        served.ask(some(600), some(600), max_tokens=40, ignore_eos=True)
+        watched.assert_clean()
+    # Asked again it is planned again, and stays as it is.
+    assert watched.run(MOVED, HEAD, max_tokens=40) > 30
+    assert served.scheduler.outcomes.of(served.last).evidence["reused_tokens"] > 400
+    served.runtime.refusal = "test"
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.cached <= HEAD, answer.tokens) == (True, cold["moved"].tokens)
+    # What vLLM has computed by itself may be published again.
+    assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK

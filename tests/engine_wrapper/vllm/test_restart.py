@@ -1,0 +1,150 @@
+"""Donors on disk outlive vLLM, and what was running when it ended is none of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.donors.disk import FOLDER
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, Served, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+FIRST = list(range(10, 110))
+
+
+def prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """A donor, prompts with its document elsewhere, and prompts with a document that no ended request had."""
+    rng = random.Random(4)
+
+    def some(count: int) -> list[int]:
+        return [rng.randrange(10, 2000) for _ in range(count)]
+
+    kept, left = some(500), some(500)
+    moved = [[*some(33 + i), *kept, *some(30)] for i in range(2)]
+    return [*some(20), *kept, *some(20)], moved, [[*some(20 + i), *left, *some(30)] for i in range(3)]
+
+
+DONOR, MOVED, LEFT = prompts()
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"disk_path": str(path / "donors"), "disk_bytes": 1 << 30, "disk_key_path": str(path / "key")}
+
+
+def donor_files(path: Path) -> list[Path]:
+    return sorted((path / "donors" / FOLDER).glob("*.donor.safetensors"))
+
+
+def written(served: Served) -> None:
+    """Waits until what has ended is saved and its files are written."""
+    for _ in range(2):  # a step orders the write, another one tells its end
+        served.settle()
+        served.worker._worker.keeper.drain()
+
+
+def ready(served: Served) -> Served:
+    """The engine when its self-check has passed and its library has taken in what lies on disk."""
+    served.worker._worker.keeper.drain()
+    served.ask(FIRST, max_tokens=1)
+    while served.runtime.disk.found:
+        served.ask(FIRST, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+    return served
+
+
+def leave_running(served: Served) -> None:
+    """Ends in the middle: one request of the two decodes, and the other one's prompt is computed in part."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    for name, prompt in zip("ab", LEFT, strict=False):
+        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(4):
+            served.llm.llm_engine.step()
+    assert len(served.core.scheduler.running) == 2
+
+
+def killed(path: str) -> None:
+    """The life of an engine whose process ends without a word, in a process of its own."""
+    from pathlib import Path
+
+    from vllm.config import KVTransferConfig
+
+    extra = {**SHORT, "policy": WHOLE[0], **WHOLE[1], **disk(Path(path))}
+    served = serving(
+        kv_transfer_config=KVTransferConfig(**TRANSFER, kv_connector_extra_config=extra), max_num_batched_tokens=128
+    )
+    served.ask(DONOR, max_tokens=1)
+    written(served)
+    leave_running(served)
+    os._exit(7)
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[tuple[int, ...], list[int]]:
+    served = serving(enable_prefix_caching=False)
+    try:
+        return {tuple(prompt): served.ask(prompt, max_tokens=16).tokens for prompt in (*MOVED, *LEFT)}
+    finally:
+        served.close()
+
+
+def test_another_engine_serves_a_document_from_disk(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], tmp_path: Path
+) -> None:
+    policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
+    served = engine(policy, settings)
+    served.ask(DONOR, max_tokens=1)
+    written(served)
+    assert len(donor_files(tmp_path)) == 1
+    # No donor is made any more: what is found comes from the first engine.
+    served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
+    stats = served.scheduler.library.catalog.stats()
+    assert (stats.ready, stats.resting) == (0, 1)
+    # It is fetched when it is asked for, and promised once it has been read.
+    first = served.ask(MOVED[0], max_tokens=16)
+    assert (first.cached, first.tokens) == (0, cold[tuple(MOVED[0])])
+    assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"
+    ready(served)
+    second = served.ask(MOVED[1], max_tokens=16)
+    assert second.cached > 400
+    assert second.tokens == cold[tuple(MOVED[1])]
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize("end", ["shutdown", "aborted", "killed"])
+def test_what_was_running_at_the_end_is_no_donor(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], tmp_path: Path, end: str
+) -> None:
+    policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
+    if end == "killed":
+        process = multiprocessing.get_context("spawn").Process(target=killed, args=(str(tmp_path),))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 7
+    else:
+        served = engine(policy, settings, max_num_batched_tokens=128)
+        served.ask(DONOR, max_tokens=1)
+        written(served)
+        leave_running(served)
+        if end == "aborted":
+            served.llm.llm_engine.abort_request(["a", "b"])
+    served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
+    assert len(donor_files(tmp_path)) == 1
+    for prompt in (*LEFT[1:], MOVED[0]):  # each but the last one is a cold run of what was left
+        answer = served.ask(prompt, max_tokens=16)
+        assert (answer.cached, answer.tokens) == (0, cold[tuple(prompt)])
+    ready(served)
+    answer = served.ask(MOVED[1], max_tokens=16)
+    assert answer.cached > 400
+    assert answer.tokens == cold[tuple(MOVED[1])]
+    assert not served.runtime.faults

@@ -1,0 +1,199 @@
+"""A fleet as users run it: two `vllm serve` on the CPU, a NATS server and the router, asked with the openai client."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import openai
+import psutil
+import pytest
+
+from semblend_trt.fleet.router.config import load_config
+from semblend_trt.fleet.router.tenants import Tenants
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
+from tests.semblend_trt.conftest import NatsServer
+from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
+from validation.benchmarks.server_process import MODEL, ServerProcess, router
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NAME = "stock-lists"
+SECRET = {"ROUTER_SECRET": "a secret of the router"}
+# A session of its own: the engine is a process beside the server, and outlives it when that is killed.
+SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"
+OPTIONS = "--dtype float32 --max-model-len 2048 --block-size 32 --enforce-eager --enable-prompt-tokens-details"
+# The address is told in the log.
+VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
+CONFIG = f"""
+port = 0
+show_worker = true
+model = "{MODEL}"
+name = "{NAME}"
+secret_env = "ROUTER_SECRET"
+health_seconds = 0.2
+"""
+GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": 8, "temperature": 0}
+
+
+class VllmServer(ServerProcess):
+    """`vllm serve` with the shipped model at a free port, as worker `number` of the fleet."""
+
+    def __init__(self, number: int, nats: str, audit: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.audit = f"http://127.0.0.1:{port}", audit
+        settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
+        transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
+        options = [*OPTIONS.split(), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+        command = ("serve", str(MODEL), *options, "--kv-transfer-config", json.dumps(transfer))
+        super().__init__("-c", SERVE, *command, **VARIABLES)
+
+    def engine(self) -> Any:
+        return next(each for each in psutil.Process(self.pid).children() if "EngineCore" in "".join(each.cmdline()))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().kill()
+
+
+@dataclass
+class Fleet:
+    """What runs, and how it is asked."""
+
+    workers: dict[str, VllmServer]
+    url: str
+    tenants: Tenants
+
+    def client(self, tenant: str, url: str | None = None) -> Any:
+        return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
+
+    def ask(self, prompt: str, tenant: str = "acme", **fields: Any) -> tuple[str, str, int]:
+        """The worker that answered, its answer, and how many tokens of the prompt it did not compute."""
+        raw = self.client(tenant).completions.with_raw_response.create(prompt=prompt, **GREEDY, **fields)
+        return raw.headers["X-SemBlend-Worker"], *told(raw.parse())
+
+    def holder(self, prompt: str) -> str:
+        """The worker that has the prompt's documents, and is known to have them."""
+        worker, *_ = self.ask(prompt)
+        wait_for(lambda: self.metric("donors", worker))
+        return worker
+
+    def metric(self, name: str, worker: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        series = f'semblend_router_{name}{{worker="{worker}"}}'
+        return sum(float(line.split()[1]) for line in lines if line.startswith(series))
+
+
+def told(answer: Any) -> tuple[str, int]:
+    details = answer.usage.prompt_tokens_details
+    return answer.choices[0].text.strip(), (details and details.cached_tokens) or 0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with contextlib.ExitStack() as ending:
+        nats = NatsServer(folder / "nats")
+        ending.callback(nats.kill)
+        nats.start()
+        workers: dict[str, VllmServer] = {}
+        ending.callback(lambda: [worker.kill() for worker in workers.values()])
+        tables = f'{CONFIG}nats_url = "{nats.url}"\n'
+        for number in (1, 2):
+            workers[f"{number}.0"] = worker = VllmServer(number, nats.url, folder / f"audit-{number}.jsonl")
+            tables += f'[[replicas]]\nurl = "{worker.url}"\nworker_id = {number}\n'
+        for tenant in ("acme", "globex"):
+            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
+            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+        config = folder / "router.toml"
+        config.write_text(tables)
+        # Before anybody answers: that the workers have come up the router has to find out.
+        front = router(config, **SECRET)
+        ending.callback(front.kill)
+        made = Fleet(workers, front.address(), Tenants(load_config(config), SECRET))
+        for name, worker in workers.items():
+            worker.address()
+            wait_for(lambda name=name: made.metric("replica_healthy", name))
+        yield made
+
+
+def test_documents_that_moved_are_served_where_they_are_held(fleet: Fleet) -> None:
+    (first, right), *others = prompts(0)
+    assert [model.id for model in fleet.client("acme").models.list()] == [NAME]
+    holder, *answered = fleet.ask(first)
+    assert answered == [right, 0]
+    wait_for(lambda: fleet.metric("donors", holder))
+    for prompt, expected in others:
+        worker, text, cached = fleet.ask(prompt)
+        assert (worker, text) == (holder, expected)
+        assert cached > 400
+    # Its engine says so, not only the request's answer.
+    wait_for(lambda: fleet.workers[holder].audit.read_text().count('"event":"materialized"') == len(others))
+
+
+def test_a_stream_is_sent_on(fleet: Fleet) -> None:
+    prompt, expected = prompts(0)[1]
+    holder = fleet.holder(prompt)
+    completions, options = fleet.client("acme").completions.with_raw_response, {"include_usage": True}
+    raw = completions.create(prompt=prompt, **GREEDY, stream=True, stream_options=options)
+    assert raw.headers["X-SemBlend-Worker"] == holder
+    *parts, last = raw.parse()
+    assert "".join(part.choices[0].text for part in parts).strip() == expected
+    assert last.usage.prompt_tokens_details.cached_tokens > 400
+
+
+def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:
+    """The worker itself has the tenant's documents under the salt that the router made, and under no other."""
+    prompt, expected = prompts(0)[2]
+    holder = fleet.holder(prompt)
+    assert fleet.ask(prompt, extra_body={"cache_salt": "guessed"})[0] == holder
+    assert fleet.ask(prompt, "globex")[1:] == (expected, 0)
+    worker = fleet.client("acme", fleet.workers[holder].url)
+    for salt, is_known in ((fleet.tenants.salt_of("acme"), True), ("guessed", False), (None, False)):
+        answer = worker.completions.create(prompt=prompt, **GREEDY, extra_body={"cache_salt": salt})
+        assert (told(answer)[1] > 400) == is_known, salt
+
+
+def test_refusals_are_the_clients_errors(fleet: Fleet) -> None:
+    acme = fleet.client("acme").completions
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        fleet.client("nobody").completions.create(prompt="?", **GREEDY)
+    assert unknown.value.code == "unknown_key"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        acme.create(prompt="?", **GREEDY | {"model": "another"})
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        acme.create(prompt="?", **GREEDY | {"max_tokens": -1})
+    with pytest.raises(openai.BadRequestError, match="2048"):
+        acme.create(prompt=[1] * 4096, **GREEDY, stream=True)
+    assert acme.create(prompt="?", **GREEDY).usage.prompt_tokens == 1
+
+
+def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet: Fleet) -> None:
+    """vLLM's server answers what its engine has left with status 500, and ends."""
+    prompt, expected = prompts(0)[2]
+    holder = fleet.holder(prompt)
+    other = next(name for name in fleet.workers if name != holder)
+    engine = fleet.workers[holder].engine()
+    engine.suspend()  # so that it cannot have answered before it is killed
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(fleet.ask, prompt)
+        wait_for(lambda: fleet.metric("replica_in_flight", holder))
+        engine.kill()
+        worker, text, _ = asking.result()
+    assert (worker, text) == (other, expected)
+    wait_for(lambda: not fleet.metric("donors", holder))
+    assert (fleet.metric("replica_healthy", holder), fleet.metric("replica_healthy", other)) == (0, 1)

@@ -1,0 +1,148 @@
+"""What vLLM's own log and /metrics say of reuse: each request once, in the interval in which it ended."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
+
+from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
+from semblend_trt.metrics import MAX_REASONS
+from semblend_trt.outcome import OTHER_REASON, Outcome, Settled
+from tests.engine_wrapper.vllm.engine_configs import engine_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+RANDOM = random.Random(3)
+LABELS = ["model_name", "engine"]
+USED = Settled(
+    Outcome.BACKEND_MATERIALIZED_REUSE, None, {"offered_tokens": 90, "checked_tokens": 80, "reused_tokens": 70}
+)
+# A check whose result is not known has no figures.
+DECLINED = Settled(Outcome.BACKEND_DECLINED_REUSE, "deviation", {"checked_tokens": None, "recomputed_tokens": 5})
+BOTH = {
+    "requests": {"backend_materialized_reuse": 1, "backend_declined_reuse": 1},
+    "refusals": {"deviation": 1},
+    "tokens": {"offered": 90, "checked": 80, "reused": 70, "recomputed": 5},
+}
+
+
+def some(count: int) -> list[int]:
+    return [RANDOM.randrange(10, 2000) for _ in range(count)]
+
+
+def counted(*settled: Settled) -> ReuseStats:
+    stats = ReuseStats()
+    for each in settled:
+        stats.settled(each)
+    return stats
+
+
+def test_an_interval_is_taken_once() -> None:
+    stats = counted(USED, DECLINED)
+    taken = stats.take()
+    assert taken is not None
+    assert taken.data == BOTH == json.loads(json.dumps(taken.data))
+    assert stats.take() is None
+    stats.settled(USED)
+    assert (taken.data, stats.data["requests"]) == (BOTH, {"backend_materialized_reuse": 1})
+
+
+def test_intervals_add_up_and_leave_what_they_were_made_of() -> None:
+    first, second = counted(USED).data, counted(DECLINED, DECLINED).data
+    both = ReuseStats.of(first).aggregate(ReuseStats.of(second)).aggregate(ReuseStats.of(None))
+    assert both.reduce()["refusals deviation"] == 2
+    assert both.reduce()["tokens reused"] == 70
+    assert first == counted(USED).data
+
+
+class Metrics(ReuseMetrics):
+    """Of two engines, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        kinds: Any = dict.fromkeys(_kinds(), lambda **given: Counter(**given, registry=self.registry))
+        super().__init__(engine_config(), kinds, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
+
+    def value(self, name: str, engine: int, **label: str) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine), **label}
+        return self.registry.get_sample_value(f"vllm:semblend_{name}_total", labels)
+
+
+def _kinds() -> list[Any]:
+    from prometheus_client import Gauge, Histogram
+
+    return [Counter, Gauge, Histogram]
+
+
+def test_counters_are_kept_for_each_engine_and_are_there_from_the_start() -> None:
+    metrics = Metrics()
+    assert all(metrics.value("requests", engine, outcome=each.value) == 0 for engine in (0, 1) for each in Outcome)
+    for _ in range(2):
+        metrics.observe(counted(USED, DECLINED).data, 1)
+    metrics.observe({})
+    assert metrics.value("tokens", 1, kind="reused") == 140
+    assert metrics.value("tokens", 0, kind="reused") == 0
+    assert metrics.value("refusals", 1, reason="deviation") == 2
+    assert metrics.value("refusals", 0, reason="deviation") is None
+
+
+def test_reasons_are_bounded() -> None:
+    metrics = Metrics()
+    for number in range(MAX_REASONS + 5):
+        metrics.observe({"refusals": {f"reason{number}": 1}})
+    metrics.observe({"refusals": {"reason0": 1}})
+    assert metrics.value("refusals", 0, reason="reason0") == 2
+    assert metrics.value("refusals", 0, reason=OTHER_REASON) == 5
+
+
+@pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
+def test_vllm_tells_every_request_once(
+    engine: Callable[..., Served], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    document = some(400)
+    served = engine("position_fix", disable_log_stats=False, **options)
+    told: list[dict[str, Any]] = []
+    make = served.core.scheduler.make_stats
+
+    def spied(*arguments: Any, **given: Any) -> Any:
+        stats = make(*arguments, **given)
+        told.append(stats.kv_connector_stats or {})
+        return stats
+
+    monkeypatch.setattr(served.core.scheduler, "make_stats", spied)
+    served.ask([*some(20), *document])
+    served.settle()
+    assert served.ask([*some(33), *document, *some(20)]).cached > 300
+    outcomes = served.scheduler.outcomes
+    logging = KVConnectorLogging(served.llm.llm_engine.vllm_config.kv_transfer_config)
+    for each in filter(None, told):
+        logging.observe(each)
+    lines: list[str] = []
+    logging.log(log_fn=lambda line, *values: lines.append(line % values))
+    evidence = outcomes.of(served.last).evidence
+    assert evidence["reused_tokens"] > 300
+    for outcome, count in outcomes.counts().items():
+        assert (f"requests {outcome.value}={count}" in lines[0]) == (count > 0)
+        assert _told("requests", outcome=outcome.value) == count
+    for reason, count in outcomes.reasons().items():
+        assert f"refusals {reason}={count}" in lines[0]
+        assert _told("refusals", reason=reason) == count
+    assert f"tokens reused={evidence['reused_tokens']}" in lines[0]
+    assert _told("tokens", kind="reused") == evidence["reused_tokens"]
+
+
+def _told(name: str, **label: str) -> float:
+    """What vLLM's /metrics shows of its only engine."""
+    family = next(each for each in REGISTRY.collect() if each.name == f"vllm:semblend_{name}")
+    found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
+    assert [each.labels["engine"] for each in found] == ["0"]
+    return found[0].value
