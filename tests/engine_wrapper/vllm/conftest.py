@@ -122,7 +122,13 @@ def serving(**options: Any) -> Served:
         "block_size": 32,
         **options,
     }
-    return Served(LLM(model=str(shipped_model()), **given))
+    # What earlier engines have left behind must not be collected while vLLM compiles: that ends the process.
+    gc.collect()
+    gc.disable()
+    try:
+        return Served(LLM(model=str(shipped_model()), **given))
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
