@@ -106,7 +106,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(
     check.main(options)
     said = lines(capsys)
     assert (said["profile"], said["verified"]) == ("holds", "holds")
-    assert ReuseProfile.read(output).engines[1].startswith("tensorrt_llm/")
+    assert ReuseProfile.read(output).engines[-1].startswith("tensorrt_llm/")
     loose = values.model_copy(update={"figures": few, "check": None, "policy": "position_fix", "head_tokens": 0})
     loose.write(profile)
     output.unlink()
