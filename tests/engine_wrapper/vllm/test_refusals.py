@@ -223,7 +223,7 @@ def test_a_request_of_unknown_shape_is_refused(asked: object) -> None:
 
 def test_every_reason_has_one_sentence() -> None:
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
-    named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
+    named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing", "model_runner"}
     assert named == set(REASONS)
     assert all(text[0].isupper() and text.endswith(".") and ". " not in text for text in REASONS.values())
 
