@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
-logger = logging.getLogger(__name__)
+# Below vLLM's own loggers, so that it shows what is on.
+logger = logging.getLogger("vllm.semblend")
 
 
 class PlannedForward:
