@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +16,7 @@ from validation.judge import MAX_OUTPUT_BYTES, Judge, judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from validation.samples import Sample
 
