@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from semblend_trt.plan import SemanticKvPlan
 
 
@@ -35,6 +37,13 @@ class ActivePlans:
         """Returns the pending plan and removes it: a plan is executed by one forward only."""
         with self._lock:
             return self._pending.pop(request_id, None)
+
+    def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
+        """The pending plans of these requests, removed as by `take`. In most iterations there is none to look for."""
+        with self._lock:
+            if not self._pending:
+                return {}
+            return {each: self._pending.pop(each) for each in request_ids if each in self._pending}
 
     def publishable_tokens(self, request_id: int) -> int | None:
         """Leading tokens whose KV equals a cold run's; None when all of the request's KV does."""

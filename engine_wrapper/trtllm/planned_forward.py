@@ -68,8 +68,7 @@ class PlannedForward:
         if not len(self._runtime.active_plans):
             return {}
         contexts = list(metadata.request_ids)[: metadata.num_contexts]
-        taken = {request_id: self._runtime.active_plans.take(request_id) for request_id in contexts}
-        return {request_id: plan for request_id, plan in taken.items() if plan is not None}
+        return self._runtime.active_plans.take_all(contexts)
 
     def _planned(self, plans: dict[int, SemanticKvPlan], options: dict[str, Any]) -> torch.Tensor:
         try:

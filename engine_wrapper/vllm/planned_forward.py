@@ -63,8 +63,7 @@ class PlannedForward:
         vars(self._model).pop("forward", None)
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        taken = {each.number: self._runtime.active_plans.take(each.number) for each in self.step.values()}
-        plans = {number: plan for number, plan in taken.items() if plan is not None}
+        plans = self._runtime.active_plans.take_all(each.number for each in self.step.values())
         if plans:
             try:
                 return self._planned(plans, options)

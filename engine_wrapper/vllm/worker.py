@@ -74,12 +74,10 @@ class VllmWorker:
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
         """Ends the step. A plan that its forward has not executed would leave holes: vLLM computes it again."""
-        plans = [self._runtime.active_plans.take(each.number) for each in metadata.step.values()]
-        for plan in plans:
-            if plan is not None:
-                self._runtime.faults["plan_not_executed"] += 1
-                self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
-                self._fail(plan)
+        for plan in self._runtime.active_plans.take_all(each.number for each in metadata.step.values()).values():
+            self._runtime.faults["plan_not_executed"] += 1
+            self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
+            self._fail(plan)
         self._worker.wait_for_save(None)
 
     @never_raises(lambda: None)

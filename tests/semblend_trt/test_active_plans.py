@@ -45,6 +45,16 @@ def test_plan_is_taken_once() -> None:
     assert len(plans) == 0
 
 
+def test_plans_of_some_requests_are_taken_together_and_the_others_stay() -> None:
+    plans = ActivePlans()
+    assert plans.take_all([1, 2]) == {}
+    for number in (1, 2, 3):
+        plans.put(plan(number))
+    assert plans.take_all([3, 7, 1]) == {3: plan(3), 1: plan(1)}
+    assert plans.take_all([3, 1]) == {}
+    assert plans.take(2) == plan(2)
+
+
 def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
     plans = ActivePlans()
     plans.put(plan(1, start=6))
