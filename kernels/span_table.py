@@ -5,13 +5,14 @@ A kernel takes nothing else that changes with a plan, so no plan compiles it aga
 - two target records and then one span record a span, `RECORD_WORDS` each;
 - `tiles`: two words each, the span's index and the first token of the tile within the span;
 - `factors`: cos and sin of each distinct shift, float32 [shifts, 2, rotary_dim / 2];
-- block ids.
+- addresses, of each layer K and V (kv_factor 1: the latent row), and block ids.
 
-A record says where a position's row lies: address; strides of block, layer, kind (K or V), head and token; tokens of a
+A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. In a span record follow the source's first
-position, the target's, the length, the row of factors (-1: K is copied) and the first output column.
+position, the target's, the length, the row of factors (-1: K is copied) and the first output column. An address of its
+own for each layer and kind costs a kernel no time: it is read beside the block ids, which wait for the record as well.
 
-Address and strides are counted in units of `unit_bytes`, the address from the tensor that the kernel gets as an
+Addresses and strides are counted in units of `unit_bytes`, addresses from the tensor that the kernel gets as an
 argument: Triton sees that an aligned pointer plus a product with a constant is aligned, and moves 16 bytes at a time;
 it sees nothing of the kind in a value that it loads.
 """
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.layout import ContiguousKv, PagedKv
+from kernels.kv_move.move import sizes_of
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,17 +44,22 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One tensor whose rows are addressed by layer, kind, head and position; strides in elements."""
+    """Rows addressed by layer, kind, head and position; all in bytes.
 
-    tensor: torch.Tensor
+    `address`: of layer 0's K; `strides`: of block, layer, kind, head and token. `planes`, int64 [layers, 2]: where each
+    layer's K and V begin, if layers lie apart.
+    """
+
+    address: int
     strides: tuple[int, int, int, int, int]
     block_size: int
     block_ids: npt.NDArray[np.int64]
+    planes: npt.NDArray[np.int64] | None = None
 
-    def places(self, base: torch.Tensor) -> tuple[int, ...]:
-        """Address, counted from `base`, and strides, in bytes."""
-        size = self.tensor.element_size()
-        return self.tensor.data_ptr() - base.data_ptr(), *(stride * size for stride in self.strides)
+    def is_aligned(self) -> bool:
+        """Whether every row begins at a multiple of 16 bytes."""
+        aligned = math.gcd(self.address, *self.strides) % _VECTOR_BYTES == 0
+        return aligned and (self.planes is None or not (self.planes % _VECTOR_BYTES).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +74,34 @@ class SpanTable:
 
 
 def memory_of(kv: PagedKv | ContiguousKv) -> Memory:
-    """The rows of `kv`; its channels must be next to one another."""
+    """The rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
+    planes = None
     if isinstance(kv, ContiguousKv):
-        layer, kind, head, token, _ = kv.tensor.stride()
-        return Memory(kv.tensor, (0, layer, kind, head, token), max(1, kv.capacity), np.zeros(1, np.int64))
-    geometry = kv.geometry
-    assert isinstance(kv.pool, torch.Tensor)
-    block, layer, kind, _ = kv.pool.stride()
-    strides = (block, layer, kind, geometry.block_size * geometry.head_dim, geometry.head_dim)
-    return Memory(kv.pool, strides, geometry.block_size, kv.block_ids.cpu().numpy())
+        tensor, block_size, block_ids = kv.tensor, max(1, kv.capacity), np.zeros(1, np.int64)
+        strides = (0, *tensor.stride()[:4])
+    else:
+        geometry, block_size, block_ids = kv.geometry, kv.geometry.block_size, kv.block_ids.cpu().numpy()
+        if isinstance(kv.pool, LayeredPool):
+            tensor, pairs = kv.pool.keys[0], zip(kv.pool.keys, kv.pool.values, strict=True)
+            planes = np.array([[each.data_ptr() for each in pair] for pair in pairs], np.int64)
+            block, head, token, _ = tensor.stride()
+            strides = (block, 0, 0, head, token)
+        else:
+            tensor = kv.pool
+            strides = (*tensor.stride()[:3], block_size * geometry.head_dim, geometry.head_dim)
+    return memory_at(tensor, strides, block_size, block_ids, planes)
+
+
+def memory_at(
+    tensor: torch.Tensor,
+    strides: tuple[int, ...],
+    block_size: int,
+    block_ids: npt.NDArray[np.int64],
+    planes: npt.NDArray[np.int64] | None = None,
+) -> Memory:
+    """`Memory` from `tensor` on, with strides in elements."""
+    block, layer, kind, head, token = (stride * tensor.element_size() for stride in strides)
+    return Memory(tensor.data_ptr(), (block, layer, kind, head, token), block_size, block_ids, planes)
 
 
 def span_table(
@@ -92,8 +118,10 @@ def span_table(
     row stands at position `target_position`. On CUDA the upload is queued on the current stream of `base`'s device and
     the host does not wait for it.
     """
-    sources = {id(move.source): memory_of(move.source) for move in moves}
-    memories = {id(memory): memory for memory in (*targets, *sources.values())}
+    held = {id(move.source): move.source for move in moves}
+    sources = {key: memory_of(source) for key, source in held.items()}
+    memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
+    layers, kinds = max(sizes_of(source)[:2] for source in held.values())
     lengths = np.array([move.length for move in moves], np.int64)
     tiles = -(-lengths // tile_tokens)
     shifts = sorted({move.shift for move in moves} - {0})
@@ -102,35 +130,59 @@ def span_table(
     tiles_at = SPANS_AT + RECORD_WORDS * len(moves)
     num_tiles = int(tiles.sum())
     factors_at = tiles_at + 2 * num_tiles
-    at = factors_at + 2 * math.ceil(len(shifts) * planes / 2)
-    ids_at: dict[int, int] = {}
-    for key, memory in memories.items():
-        ids_at[key] = at
-        at += len(memory.block_ids)
+    addresses_at = factors_at + 2 * math.ceil(len(shifts) * planes / 2)
+    ids_at = addresses_at + len(memories) * layers * kinds
+    end = ids_at + sum(len(memory.block_ids) for memory in memories)
 
-    places = {key: memory.places(base) for key, memory in memories.items()}
-    aligned = not any(place % _VECTOR_BYTES for each in places.values() for place in (base.data_ptr(), *each))
+    aligned = base.data_ptr() % _VECTOR_BYTES == 0 and all(memory.is_aligned() for memory in memories)
     unit_bytes = _VECTOR_BYTES if aligned else base.element_size()
-    host = torch.empty(at, dtype=torch.int64, pin_memory=base.is_cuda)
+    host = torch.empty(end, dtype=torch.int64, pin_memory=base.is_cuda)
     words = host.numpy()
-    records = {
-        key: (*(place // unit_bytes for place in places[key]), memory.block_size, ids_at[key])
-        for key, memory in memories.items()
-    }
+    addresses = _addresses(memories, layers, kinds) - base.data_ptr()
+    words[addresses_at:ids_at] = (addresses // unit_bytes).reshape(-1)
+    records = _write_block_ids(words, addresses_at, ids_at, memories, layers * kinds, unit_bytes)
     for index, target in enumerate(targets):
-        words[index * RECORD_WORDS : index * RECORD_WORDS + 8] = records[id(target)]
+        words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
     columns = np.cumsum(lengths) - lengths
     for index, move in enumerate(moves):
         factor = shifts.index(move.shift) if move.shift else -1
         span = (move.source_start, move.target_start - target_position, move.length, factor, columns[index])
         record = SPANS_AT + RECORD_WORDS * index
-        words[record : record + 13] = (*records[id(sources[id(move.source)])], *span)
+        words[record : record + 11] = (*records[id(sources[id(move.source)])], *span)
     _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
     if shifts:
         _write_factors(words[factors_at:], shifts, rotation)
-    for key, memory in memories.items():
-        words[ids_at[key] : ids_at[key] + len(memory.block_ids)] = memory.block_ids
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
+
+
+def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArray[np.int64]:
+    """Where each layer's kinds begin, in bytes, int64 [memories, layers, kinds]; layers that one lacks are not read."""
+    origins = np.array([(memory.address, *memory.strides[1:3]) for memory in memories], np.int64)
+    first, layer, kind = origins.T[:, :, None, None]
+    addresses: npt.NDArray[np.int64] = first + layer * np.arange(layers)[:, None] + kind * np.arange(kinds)
+    for index, memory in enumerate(memories):
+        if memory.planes is not None:
+            addresses[index, : len(memory.planes)] = memory.planes
+    return addresses
+
+
+def _write_block_ids(
+    words: npt.NDArray[np.int64],
+    addresses_at: int,
+    ids_at: int,
+    memories: Sequence[Memory],
+    num_addresses: int,
+    unit_bytes: int,
+) -> dict[int, tuple[int, ...]]:
+    """Writes all block ids from word `ids_at` on; returns what each memory's record begins with, by the memory's id."""
+    records: dict[int, tuple[int, ...]] = {}
+    for memory in memories:
+        block, _, _, head, token = (stride // unit_bytes for stride in memory.strides)
+        records[id(memory)] = (addresses_at, block, head, token, memory.block_size, ids_at)
+        end = ids_at + len(memory.block_ids)
+        words[ids_at:end] = memory.block_ids
+        addresses_at, ids_at = addresses_at + num_addresses, end
+    return records
 
 
 def _write_tiles(words: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], tile_tokens: int) -> None:

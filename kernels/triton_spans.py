@@ -79,18 +79,18 @@ def span_of_tile(table, tiles_at, tile):
 @triton.jit
 def rows_at(table, record, positions, live, UNIT: tl.constexpr):
     """Offsets in elements of the rows at `positions`, int64 [TOKENS]."""
-    block_size = tl.load(record + 6).to(tl.int32)
+    block_size = tl.load(record + 4).to(tl.int32)
     places = positions.to(tl.int32)
-    blocks = tl.load(table + tl.load(record + 7) + places // block_size, mask=live, other=0)
-    units = blocks * tl.load(record + 1) + (places % block_size) * tl.load(record + 5)
+    blocks = tl.load(table + tl.load(record + 5) + places // block_size, mask=live, other=0)
+    units = blocks * tl.load(record + 1) + (places % block_size) * tl.load(record + 3)
     return units * UNIT
 
 
 @triton.jit
-def plane_at(base, record, layer, kind, head, UNIT: tl.constexpr):
-    """Pointer to channel 0 of one layer, kind and head; `rows_at` offsets count from there."""
-    units = layer * tl.load(record + 2) + kind * tl.load(record + 3) + head * tl.load(record + 4)
-    return base + (tl.load(record) + units) * UNIT
+def plane_at(base, table, record, index, head, UNIT: tl.constexpr):
+    """Pointer to channel 0 of one head of address `index`, layer * kinds + kind; `rows_at` offsets count from there."""
+    address = tl.load(table + tl.load(record) + index)
+    return base + (address + head * tl.load(record + 2)) * UNIT
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from kernels.deviation import eager
 from kernels.deviation.eager import relative
 from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
-from kernels.kv_move.move import Move, is_layered, tensor_of
+from kernels.kv_move.move import Move, lie_alike, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,9 +59,8 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
 
 def _triton_serves(spans: Sequence[Move], fresh: Fresh) -> bool:
     tensors, sources = _tensors(fresh), [span.source for span in spans]
-    if is_layered(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,))):
-        return False
-    return triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources)))
+    alike = lie_alike(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,)))
+    return alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources)))
 
 
 def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.span_table import Memory, SpanTable, memory_of, span_table
+from kernels.span_table import Memory, SpanTable, memory_at, memory_of, span_table
 from kernels.triton_spans import (
     Tiling,
     constants,
@@ -115,7 +115,7 @@ def launch(
 def _memory_of_rows(rows: torch.Tensor) -> Memory:
     """[tokens, kv_heads, head_dim] has neither layers nor kinds: their strides are 0."""
     token, head, _ = rows.stride()
-    return Memory(rows, (0, 0, 0, head, token), max(1, rows.shape[0]), np.zeros(1, np.int64))
+    return memory_at(rows, (0, 0, 0, head, token), max(1, rows.shape[0]), np.zeros(1, np.int64))
 
 
 @triton.jit
@@ -163,11 +163,12 @@ def deviation_kernel(
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
     record = table + 16 * kind
+    index = layer * tl.num_programs(1) + kind
     tokens = first_token + tl.arange(0, TOKENS)
-    live = tokens < tl.load(span + 10)
-    from_positions = tl.load(span + 8) + tokens
-    to_positions = tl.load(span + 9) + tokens
-    factor = tl.load(span + 11)
+    live = tokens < tl.load(span + 8)
+    from_positions = tl.load(span + 6) + tokens
+    to_positions = tl.load(span + 7) + tokens
+    factor = tl.load(span + 9)
     difference = tl.zeros((TOKENS,), tl.float32)
     norm = tl.zeros((TOKENS,), tl.float32)
     from_rows = rows_at(table, span, from_positions, live, UNIT)
@@ -175,8 +176,8 @@ def deviation_kernel(
     if (kind == 0) & (factor >= 0):
         cos, sin = factors_of(table, factors_at, factor, HALF, PAD_HALF)
         for head in range(HEADS):
-            donor = plane_at(base, span, layer, kind, head, UNIT)
-            fresh = plane_at(base, record, layer, kind, head, UNIT)
+            donor = plane_at(base, table, span, index, head, UNIT)
+            fresh = plane_at(base, table, record, index, head, UNIT)
             first, second = load_planes(donor, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
             fresh_first, fresh_second = load_planes(fresh, to_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
             first_difference, first_norm = _compare(fresh_first, first * cos - second * sin)
@@ -195,12 +196,12 @@ def deviation_kernel(
                 norm += part[1]
     else:
         for head in range(HEADS):
-            donor = plane_at(base, span, layer, kind, head, UNIT)
-            fresh = plane_at(base, record, layer, kind, head, UNIT)
+            donor = plane_at(base, table, span, index, head, UNIT)
+            fresh = plane_at(base, table, record, index, head, UNIT)
             part = _compare_part(fresh, donor, to_rows, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
             difference += part[0]
             norm += part[1]
-    to_tokens = output + kind * total + tl.load(span + 12) + tokens
+    to_tokens = output + kind * total + tl.load(span + 10) + tokens
     if KINDS > 0:
         tl.store(to_tokens, difference, mask=live)
         tl.store(to_tokens + KINDS * total, norm, mask=live)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
 from kernels.kv_move.layer_moves import LayerMoves
-from kernels.kv_move.move import Move, check_moves, is_layered, tensor_of
+from kernels.kv_move.move import Move, check_moves, lie_alike, tensor_of
 from kernels.kv_move.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     if not moves:
         return
     check_moves(moves, target, rotation)
+    is_alike = lie_alike(target)
     served = [
-        not is_layered(target, move.source) and triton_serves(tensor_of(target), (tensor_of(move.source),))
+        is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), (tensor_of(move.source),))
         for move in moves
     ]
     if any(served):

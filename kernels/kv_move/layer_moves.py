@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
-from kernels.kv_move.move import Move, check_moves, is_layered, sizes_of, tensor_of
+from kernels.kv_move.move import Move, check_moves, lie_alike, sizes_of, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class LayerMoves:
         self._target, self._rotation = target, rotation
         self._launch: Callable[[range], None] | None = None
         sources = [move.source for move in self._moves]
-        if sources and not is_layered(target, *sources) and triton_serves(tensor_of(target), map(tensor_of, sources)):
+        if sources and lie_alike(target, *sources) and triton_serves(tensor_of(target), map(tensor_of, sources)):
             from kernels.kv_move import triton_move
 
             self._launch = triton_move.prepared(self._moves, target, rotation)

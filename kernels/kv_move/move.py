@@ -77,9 +77,16 @@ def tensor_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
     return kv.pool.keys[0] if isinstance(kv.pool, LayeredPool) else kv.pool
 
 
-def is_layered(*each: PagedKv | ContiguousKv) -> bool:
-    """Whether the layers of any lie apart: the Triton kernels find a layer by one stride."""
-    return any(isinstance(kv, PagedKv) and isinstance(kv.pool, LayeredPool) for kv in each)
+def planes_of(kv: PagedKv | ContiguousKv) -> tuple[torch.Tensor, ...]:
+    """All the memory behind `kv`: K of each layer and V of each where the layers lie apart, else one tensor."""
+    if isinstance(kv, PagedKv) and isinstance(kv.pool, LayeredPool):
+        return *kv.pool.keys, *kv.pool.values
+    return (tensor_of(kv),)
+
+
+def lie_alike(*each: PagedKv | ContiguousKv) -> bool:
+    """Whether K and V of all layers have the same strides, in each by itself: the Triton kernels know one set."""
+    return all(len({plane.stride() for plane in planes_of(kv)}) == 1 for kv in each)
 
 
 def sizes_of(kv: PagedKv | ContiguousKv) -> tuple[int, int, int, int]:
@@ -132,15 +139,21 @@ def _check_disjoint(moves: Sequence[Move], target: PagedKv | ContiguousKv) -> No
         blocks = target.block_ids.tolist()
         if len(set(blocks)) < len(blocks):
             raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
+    storages = _storages(target)
     for index, move in enumerate(moves):
-        if move.length and _overlaps(move, target, ranges):
+        if not move.length or storages.isdisjoint(_storages(move.source)):
+            continue
+        if _overlaps(move, target, ranges):
             raise ValueError(f"moves[{index}].source is written by the same call; source and target must not overlap")
+
+
+def _storages(kv: PagedKv | ContiguousKv) -> set[int]:
+    """Addresses of the memory that `kv` is part of."""
+    return {plane.untyped_storage().data_ptr() for plane in planes_of(kv)}
 
 
 def _overlaps(move: Move, target: PagedKv | ContiguousKv, written: Sequence[tuple[int, int]]) -> bool:
     source_memory, target_memory = tensor_of(move.source), tensor_of(target)
-    if source_memory.untyped_storage().data_ptr() != target_memory.untyped_storage().data_ptr():
-        return False
     if source_memory.data_ptr() != target_memory.data_ptr() or source_memory.shape != target_memory.shape:
         return True
     read = _slots(move.source, [(move.source_start, move.source_start + move.length)])

@@ -158,12 +158,14 @@ def move_kernel(
     layer = group // (kinds * head_groups)
     kind = group // head_groups % kinds
     first_head = group % head_groups * HEADS
+    from_index = (first_layer + layer) * kinds + kind
+    to_index = layer * kinds + kind
     span, first_token = span_of_tile(table, tiles_at, tile)
     tokens = first_token + tl.arange(0, TOKENS)
-    live = tokens < tl.load(span + 10)
-    from_positions = tl.load(span + 8) + tokens
-    to_positions = tl.load(span + 9) + tokens
-    factor = tl.load(span + 11)
+    live = tokens < tl.load(span + 8)
+    from_positions = tl.load(span + 6) + tokens
+    to_positions = tl.load(span + 7) + tokens
+    factor = tl.load(span + 9)
     # Each branch looks its rows up for itself: they tile differently, and addresses of both would fill the registers.
     if (kind == 0) & (factor >= 0):
         from_rows = rows_at(table, span, from_positions, live, UNIT)
@@ -172,8 +174,8 @@ def move_kernel(
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(base, span, first_layer + layer, kind, head, UNIT)
-                target = plane_at(base, table, layer, kind, head, UNIT)
+                source = plane_at(base, table, span, from_index, head, UNIT)
+                target = plane_at(base, table, table, to_index, head, UNIT)
                 first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
                 rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
                 rotated_second = _as_element(second * cos + first * sin, base.dtype.element_ty)
@@ -202,6 +204,6 @@ def move_kernel(
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(base, span, first_layer + layer, kind, head, UNIT)
-                target = plane_at(base, table, layer, kind, head, UNIT)
+                source = plane_at(base, table, span, from_index, head, UNIT)
+                target = plane_at(base, table, table, to_index, head, UNIT)
                 _copy(source, target, from_rows, to_rows, live, 0, HEAD_DIM, PAD_HEAD)
