@@ -44,20 +44,22 @@ class Batch:
         lowest: Callable[[LayerSchedule], torch.Tensor],
         max_rows: int | None = None,
         evidence_sink: EvidenceSink | None = None,
+        keys_per_row: int = 0,
     ) -> torch.Tensor:
         """The hidden rows that the engine scheduled, [tokens, hidden], in its order, in as many forwards as they need.
 
         `plans` by request id; `blocks`: every request's block ids. `run` gives the output rows of one schedule, and
         `lowest` runs one up to its checkpoint and gives the deviations found there; both get schedules on the engine's
-        device. No forward has more than `max_rows` rows. Raises PlanError when a plan does not fit its request,
-        ValueError when a block is missing.
+        device. No forward has more than `max_rows` rows; `keys_per_row` as for
+        `engine_wrapper.layer_schedule.works_of`. Raises PlanError when a plan does not fit its request, ValueError when
+        a block is missing.
         """
         num_layers, device = geometry.num_layers, self.input_ids.device
 
         def below(work: SequenceWork, layer: int) -> torch.Tensor:
             return lowest(lowest_schedule(work, layer, num_layers).to(device))
 
-        works = self.works(plans, blocks, geometry)
+        works = self.works(plans, blocks, geometry, keys_per_row)
         works = [settled(work, num_layers, max_rows, below, evidence_sink) for work in works]
         hidden = []
         for schedule, wanted in self.schedules(works, num_layers, max_rows):
@@ -66,18 +68,18 @@ class Batch:
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 
     def works(
-        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], geometry: KvGeometry
+        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], geometry: KvGeometry, keys_per_row: int = 0
     ) -> list[SequenceWork]:
         """What each sequence computes; its newest tokens, where no plan knows them, are 0.
 
-        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
-        request.
+        `plans` by request id; `blocks`: every request's block ids. `keys_per_row` as for `works_of`. Raises PlanError
+        when a plan does not fit its request.
         """
         slices = [
             self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
             for index, request_id in enumerate(self.request_ids)
         ]
-        return works_of(slices, geometry.num_layers)
+        return works_of(slices, geometry.num_layers, keys_per_row)
 
     def schedules(
         self, works: list[SequenceWork], num_layers: int, max_rows: int | None = None

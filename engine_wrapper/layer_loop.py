@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LayerHook = Callable[[int], None]
 EvidenceSink = Callable[["CheckEvidence"], None]
+# Runs a course that begins within a layer, its tensors on the host, and returns its output rows; None where it cannot.
+Rest = Callable[["Course", int], "torch.Tensor | None"]
 
 
 class LayerRows(Protocol):
@@ -57,3 +59,33 @@ def follow(
         return None
     before(course.checkpoint.layer)
     return rows.compare(course.checkpoint, ranks)
+
+
+def follow_all(
+    rows: LayerRows,
+    course: Course,
+    num_layers: int,
+    ranks: Ranks,
+    sink: EvidenceSink | None = None,
+    rest: Rest | None = None,
+    before: LayerHook = no_hook,
+    after: LayerHook = no_hook,
+) -> torch.Tensor:
+    """Runs all layers, from check to check, and tells `sink` what each found; returns the course's output rows.
+
+    `rest` is asked after each check whether it runs what is left.
+    """
+    begun: int | None = None
+    while True:
+        found = follow(rows, course, num_layers, ranks, begun, before, after)
+        if course.checkpoint is None or found is None:
+            return rows.output(course.output_rows)
+        begun = course.checkpoint.layer
+        course, evidence = course.checkpoint.decide(found)
+        if sink is not None:
+            for each in evidence:
+                sink(each)
+        output = None if rest is None else rest(course, begun)
+        if output is not None:
+            return output
+        course = course.to(found.device)

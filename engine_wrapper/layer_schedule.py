@@ -86,11 +86,15 @@ def build_schedule(
     return schedule if torch.device(device).type == "cpu" else schedule.to(device)
 
 
-def works_of(slices: Sequence[SequenceSlice], num_layers: int) -> list[SequenceWork]:
-    """What each slice computes. Raises PlanError as `build_schedule` does."""
+def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
+    """What each slice computes. Raises PlanError as `build_schedule` does.
+
+    For attention that reads all keys before a run of neighbouring rows once for the run, `keys_per_row` of them in the
+    time of one more row: a gap between two runs whose rows are cheaper computed than skipped is computed. 0: none is.
+    """
     if not slices:
         raise PlanError("no_slices", "an iteration without a slice has nothing to run")
-    return [work_of(piece, num_layers) for piece in slices]
+    return [work_of(piece, num_layers, keys_per_row) for piece in slices]
 
 
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine_wrapper.span_choice import choose
+from engine_wrapper.span_choice import choose, closed
 from semblend_trt.errors import PlanError
 from semblend_trt.evidence import CheckEvidence
 from semblend_trt.plan import PlanKind, SemanticKvPlan
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenCheck:
     """A plan whose check has not decided yet. `rows`: of each checked span, the rows of the request that are compared;
-    until then all of them are computed."""
+    until then all of them are computed. `keys_per_row` as for `works_of`."""
 
     plan: SemanticKvPlan
     check: SpanCheck
     rows: tuple[range, ...]
+    keys_per_row: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -40,10 +41,26 @@ class OpenCheck:
         kept = tuple(rows for rows in cut if rows)
         return replace(self, rows=kept) if kept else None
 
-    def choose(self, deviations: npt.NDArray[np.float32]) -> SpanChoice:
-        """Decides from the deviations of the checked tokens, float32 [num_tokens]."""
+    def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
+        """Decides from the deviations of the checked tokens, float32 [num_tokens]. `positions`: of the request's rows,
+        int64 [rows]."""
+        checked = np.concatenate([np.arange(rows.start, rows.stop) for rows in self.rows])
+
+        def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+            stays = np.ones(len(positions), dtype=bool)
+            stays[checked] = computed
+            found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
+            return found
+
         lengths = [len(rows) for rows in self.rows]
-        return choose(self.check, deviations, lengths, self._exact_tokens, self.plan.matched_tokens)
+        return choose(
+            self.check,
+            deviations,
+            lengths,
+            self._exact_tokens,
+            self.plan.matched_tokens,
+            widened if self.keys_per_row else None,
+        )
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         offered, reused = self.plan.reused_tokens, self._exact_tokens + choice.kept_tokens
@@ -112,15 +129,18 @@ class SequenceWork:
         """The work after its check, which found these deviations, and what it leaves as evidence."""
         pending = self.open_check
         assert pending is not None
-        choice = pending.choose(deviations)
+        choice = pending.choose(deviations, self.positions)
         rows = np.concatenate([np.arange(span.start, span.stop) for span in pending.rows])
         drops_at = self.drops_at.copy()
         drops_at[rows[~choice.computed]] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
         return replace(self, drops_at=drops_at, open_check=None), pending.evidence(choice)
 
 
-def work_of(piece: SequenceSlice, num_layers: int) -> SequenceWork:
-    """The work of one slice. Raises PlanError when it is empty, or when its plan fits neither it nor the model."""
+def work_of(piece: SequenceSlice, num_layers: int, keys_per_row: int = 0) -> SequenceWork:
+    """The work of one slice; `keys_per_row` as for `works_of`.
+
+    Raises PlanError when the slice is empty, or when its plan fits neither it nor the model.
+    """
     if not piece.token_ids:
         raise PlanError("slice_empty", f"request {piece.request_id}: a slice at {piece.begin} has no tokens")
     own_tokens = np.array(piece.token_ids, dtype=np.int64)
@@ -136,31 +156,39 @@ def work_of(piece: SequenceSlice, num_layers: int) -> SequenceWork:
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
     _check_plan(plan, piece, num_layers)
-    return _with_promise(own, plan, num_layers)
+    return _with_promise(own, plan, num_layers, keys_per_row)
 
 
-def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int) -> SequenceWork:
+def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys_per_row: int) -> SequenceWork:
     """`own` behind the rows that the plan promised and that somebody has to compute."""
     begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
     drops_at = np.full(end - begin, num_layers, dtype=np.int64)
     for span in plan.spans:
         placed = drops_at[span.target_start - begin : span.target_end - begin]
         if span.exact:
-            placed[:] = 0
+            placed[:] = -1
         elif not plan.is_checked:
             placed[execution.head_tokens :] = execution.recompute_boundary_layer
+    if keys_per_row and not plan.is_checked:
+        # Exact KV is in no gap; `own` begins behind the last one.
+        rows = np.flatnonzero(drops_at >= 0)
+        computed, positions = np.append(drops_at[rows] == num_layers, True), begin + np.append(rows, end - begin)
+        stays = closed(computed, positions, keys_per_row)
+        drops_at[rows[stays[:-1]]] = num_layers
     entering = drops_at > 0
-    tokens = np.asarray(plan.prompt_token_ids[begin:end], dtype=np.int64)
+    positions = begin + np.flatnonzero(entering)
+    # A long prompt costs a millisecond to convert, and few of its tokens may be needed.
+    tokens = np.fromiter(map(plan.prompt_token_ids.__getitem__, positions.tolist()), np.int64, len(positions))
     return replace(
         own,
-        token_ids=np.concatenate([tokens[entering], own.token_ids]),
-        positions=np.concatenate([np.arange(begin, end, dtype=np.int64)[entering], own.positions]),
+        token_ids=np.concatenate([tokens, own.token_ids]),
+        positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
-        open_check=_open_check(plan, entering),
+        open_check=_open_check(plan, entering, keys_per_row),
     )
 
 
-def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_]) -> OpenCheck | None:
+def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> OpenCheck | None:
     """`entering`: bool [promised tokens], those that have a row."""
     check, head = plan.execution.check, plan.execution.head_tokens
     if check is None or not plan.is_checked:
@@ -172,7 +200,7 @@ def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_]) -> OpenCh
         for span in plan.spans
         if not span.exact and span.length > head
     ]
-    return OpenCheck(plan, check, tuple(range(start + head, start + length) for start, length in starts))
+    return OpenCheck(plan, check, tuple(range(start + head, start + length) for start, length in starts), keys_per_row)
 
 
 def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice, num_layers: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from semblend_trt.span_check import WINDOW_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -36,12 +36,18 @@ class SpanChoice:
 
 
 def choose(
-    check: SpanCheck, deviations: npt.NDArray[np.float32], lengths: Sequence[int], exact_tokens: int, promised: int
+    check: SpanCheck,
+    deviations: npt.NDArray[np.float32],
+    lengths: Sequence[int],
+    exact_tokens: int,
+    promised: int,
+    widened: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.bool_]] | None = None,
 ) -> SpanChoice:
     """Decides one plan. `deviations`: float32 [checked tokens], of one span after another, whose tokens are `lengths`.
 
     `exact_tokens` of the `promised` ones are saved whatever is decided here. A deviation that is not a number exceeds
-    every threshold.
+    every threshold. `widened` adds to the tokens that are computed those that are cheaper computed than skipped, bool
+    [checked tokens].
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -49,11 +55,33 @@ def choose(
     if check.window_threshold is not None:
         deviating |= _deviating_windows(deviations, tokens, check.window_threshold)
     computed = _whole_spans(deviating, tokens, check.max_span_share)
+    if widened is not None:
+        computed = widened(computed)
     saved = exact_tokens + computed.size - np.count_nonzero(computed)
     is_dropped = bool(saved == 0 or saved < check.min_saved_share * promised)
     if is_dropped:
         computed = np.ones_like(computed)
     return SpanChoice(computed, is_dropped, float(deviations[~computed].max(initial=0.0)))
+
+
+def closed(
+    computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
+) -> npt.NDArray[np.bool_]:
+    """`computed`, bool [rows], with all rows of short gaps between two computed ones; with 0 keys a row as it is.
+
+    A gap is short where all keys before its end, for `keys_per_row` of which one row can be computed, are as many as
+    its rows are worth. `positions`: int64 [rows], rising. A gap in which some positions have no row stays open.
+    """
+    found = np.flatnonzero(computed)
+    if not keys_per_row:
+        return computed
+    rows, gaps = np.diff(found) - 1, np.diff(positions[found]) - 1
+    closes = (gaps > 0) & (gaps * keys_per_row <= positions[found[1:]]) & (rows == gaps)
+    # Every row's gap is that of the computed row before it.
+    inside = np.zeros(len(computed), dtype=bool)
+    inside[found[:-1][closes]] = True
+    before = np.maximum.accumulate(np.where(computed, np.arange(len(computed)), 0))
+    return computed | inside[before]
 
 
 def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:

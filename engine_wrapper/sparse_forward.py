@@ -12,7 +12,7 @@ import torch
 
 from engine_wrapper.fused_layers import fuse
 from engine_wrapper.fused_rows import FusedRows
-from engine_wrapper.layer_loop import follow, no_hook
+from engine_wrapper.layer_loop import follow, follow_all, no_hook
 from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from engine_wrapper.rehearsal import rehearsal
 from kernels.layer_ops import has_kernels
@@ -80,20 +80,14 @@ class SparseForward:
             graphs = None
         hooks = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
-        course: Course = schedule
-        begun: int | None = None
-        while True:
-            deviations = follow(rows, course, self._geometry.num_layers, self._ranks, begun, *hooks)
-            if course.checkpoint is None or deviations is None:
-                return rows.output(course.output_rows)
-            begun = course.checkpoint.layer
-            course, found = course.checkpoint.decide(deviations)
-            if evidence_sink is not None:
-                for evidence in found:
-                    evidence_sink(evidence)
-            if graphs is not None and isinstance(rows, FusedRows) and graphs.fits(course, begun):
-                return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
-            course = course.to(self._pool.device)
+
+        def replayed(course: Course, begun: int) -> torch.Tensor | None:
+            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(course, begun):
+                return None
+            return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
+
+        layers = self._geometry.num_layers
+        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)
 
     @torch.inference_mode()
     def lowest(

@@ -55,14 +55,15 @@ class Bench:
     def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
         return replace(self.slice(plan.request_id, tuple(plan.prompt_token_ids), plan.prefix_end, end), plan=plan)
 
-    def run(self, *slices: SequenceSlice, max_rows: int | None = None) -> list[torch.Tensor]:
+    def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
         """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.
 
         With `max_rows` plans that need more run their lowest layers in parts, and one forward runs what is left.
         """
         self.evidence, self.lowest = [], []
         sink = self.evidence.append
-        works = [settled(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works_of(slices, NUM_LAYERS)]
+        works = works_of(slices, NUM_LAYERS, keys_per_row)
+        works = [settled(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
         hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
         return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
 

@@ -92,6 +92,28 @@ def test_planted_tokens_are_computed_and_the_result_is_cold(
     assert evidence.largest_kept < 1e-3
 
 
+@pytest.mark.parametrize("max_rows", [None, 20])
+def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, max_rows: int | None
+) -> None:
+    """Wrong in the check's layer at the planted tokens; NaN above in those and in short gaps."""
+    tokens, planted, between = (
+        tokens_of(60),
+        [9, 11, 16, 22, 40],
+        [10, 12, 13, 14, 15, 17, 18, 19, 20, 21, 41, 42, 43, 44],
+    )
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[1, :, :, planted] *= 3
+    donor[2:, :, :, planted + between] = float("nan")
+    bench.place(1, donor, 5, 45)
+    plan = plan_of(make_plan, tokens, [(5, 20), (20, 45)], SpanCheck(1, 0.1))
+    assert close(bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=3)[0], logits[45:])
+    assert close(bench.kv(1)[:, :, :, :60], own[:, :, :, :60])
+    (evidence,) = bench.evidence
+    assert (evidence.checked_tokens, evidence.reused_tokens, evidence.recomputed_tokens) == (40, 21, 19)
+
+
 def test_the_largest_share_finds_the_planted_tokens(bench: Bench, make_plan: PlanMaker) -> None:
     tokens, planted = tokens_of(60), [9, 10, 23, 40]
     logits, own = bench.cold(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule, schedule_of, works_of
 from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.span_check import SpanCheck
 
@@ -87,7 +88,22 @@ class Expected:
     is_dropped: bool
 
 
-def decide(plan: SemanticKvPlan, deviating: frozenset[int]) -> Expected:
+def widened(plan: SemanticKvPlan, skipped: set[int], keys_per_row: int) -> set[int]:
+    """The positions of short gaps; a plan's slice follows its promise."""
+    exact = {p for span in plan.spans if span.exact for p in range(span.target_start, span.target_end)}
+    computed = set(range(plan.num_computed_tokens, plan.prefix_end + 1)) - exact - skipped
+    found: set[int] = set()
+    if not keys_per_row:
+        return found
+    for position in skipped:
+        low = next(p for p in itertools.count(position, -1) if p not in skipped)
+        high = next(p for p in itertools.count(position) if p not in skipped)
+        if {low, high} <= computed and (high - low - 1) * keys_per_row <= high:
+            found.add(position)
+    return found
+
+
+def decide(plan: SemanticKvPlan, deviating: frozenset[int], keys_per_row: int) -> Expected:
     check, head = plan.execution.check, plan.execution.head_tokens
     assert check is not None
     checked, computed = [], set()
@@ -96,13 +112,16 @@ def decide(plan: SemanticKvPlan, deviating: frozenset[int]) -> Expected:
         found = [position for position in own if position in deviating]
         checked += own
         computed.update(own if len(found) > check.max_span_share * len(own) else found)
+    computed |= widened(plan, set(checked) - computed, keys_per_row)
     exact = sum(span.length for span in plan.spans if span.exact)
     saved = exact + len(checked) - len(computed)
     is_dropped = saved == 0 or saved < check.min_saved_share * plan.matched_tokens
     return Expected(set(checked) if is_dropped else computed, checked, is_dropped)
 
 
-def expected_rows(piece: SequenceSlice, deviating: frozenset[int], layer: int) -> tuple[list[int], list[int]]:
+def expected_rows(
+    piece: SequenceSlice, deviating: frozenset[int], keys_per_row: int, layer: int
+) -> tuple[list[int], list[int]]:
     """Positions whose K and V are computed in `layer`, and those that go through its attention."""
     own, plan = list(range(piece.begin, piece.end)), piece.plan
     if plan is None:
@@ -113,8 +132,10 @@ def expected_rows(piece: SequenceSlice, deviating: frozenset[int], layer: int) -
     placed = {p for span in plan.spans if not span.exact for p in range(span.target_start + head, span.target_end)}
     lowest, written_below = plan.execution.recompute_boundary_layer, plan.execution.recompute_boundary_layer
     if plan.is_checked and check is not None:
-        placed -= decide(plan, deviating).computed_above
+        placed -= decide(plan, deviating, keys_per_row).computed_above
         lowest, written_below = max(lowest, check.layer), max(lowest, check.layer + 1)
+    else:
+        placed -= widened(plan, placed, keys_per_row)
     written = [p for p in promised if p not in exact and (layer < written_below or p not in placed)] + own
     attending = [p for p in promised if p not in exact and (layer < lowest or p not in placed)] + own
     return written, attending
@@ -130,14 +151,16 @@ def deviations_of(checkpoint: Checkpoint, drawn: list[Drawn]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-@given(drawn=st.lists(requests, min_size=1, max_size=4))
-def test_every_layer_computes_what_the_checks_leave(drawn: list[Drawn], make_plan: PlanMaker) -> None:
+@given(drawn=st.lists(requests, min_size=1, max_size=4), keys_per_row=st.sampled_from([0, 1, 4, 12, 30]))
+def test_every_layer_computes_what_the_checks_leave(
+    drawn: list[Drawn], keys_per_row: int, make_plan: PlanMaker
+) -> None:
     pieces = [slice_of(request, index, make_plan) for index, request in enumerate(drawn, start=1)]
-    schedule = build_schedule(pieces, NUM_LAYERS)
+    schedule = schedule_of(works_of(pieces, NUM_LAYERS, keys_per_row), NUM_LAYERS)
     written, attending, found, last = follow(schedule, drawn)
     for index, (piece, request) in enumerate(zip(pieces, drawn, strict=True)):
         for layer in range(NUM_LAYERS):
-            wanted_written, wanted_attending = expected_rows(piece, request.deviating, layer)
+            wanted_written, wanted_attending = expected_rows(piece, request.deviating, keys_per_row, layer)
             assert attending[layer][index] == wanted_attending
             assert written[layer][index] == wanted_written
     outputs = [position for piece in pieces for position in range(piece.begin, piece.end)]
@@ -147,12 +170,15 @@ def test_every_layer_computes_what_the_checks_leave(drawn: list[Drawn], make_pla
         piece.request_id for piece in pieces if piece.plan is not None and piece.plan.is_checked
     ]
     for evidence in found:
-        check_evidence(evidence, pieces[evidence.request_id - 1].plan, drawn[evidence.request_id - 1].deviating)
+        number = evidence.request_id - 1
+        check_evidence(evidence, pieces[number].plan, drawn[number].deviating, keys_per_row)
 
 
-def check_evidence(evidence: CheckEvidence, plan: SemanticKvPlan | None, deviating: frozenset[int]) -> None:
+def check_evidence(
+    evidence: CheckEvidence, plan: SemanticKvPlan | None, deviating: frozenset[int], keys_per_row: int
+) -> None:
     assert plan is not None
-    expected = decide(plan, deviating)
+    expected = decide(plan, deviating, keys_per_row)
     exact = sum(span.length for span in plan.spans if span.exact)
     assert evidence.offered_tokens == sum(span.length for span in plan.spans)
     assert evidence.checked_tokens == len(expected.checked)

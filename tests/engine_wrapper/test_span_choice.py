@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.span_choice import choose
+from engine_wrapper.span_choice import choose, closed
 from semblend_trt.span_check import WINDOW_TOKENS, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
@@ -117,3 +118,39 @@ def test_a_span_is_computed_whole_above_its_bound_only(deviating: int, whole: bo
     choice = choose(SpanCheck(1, 0.5, max_span_share=0.25), values, [8, 12], 0, 20)
     assert choice.computed[:8].all() == whole
     assert not choice.computed[8:].any()
+
+
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=40), keys_per_row=st.integers(0, 8)
+)
+def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(
+    rows: list[tuple[bool, int]], keys_per_row: int
+) -> None:
+    """Where two rows' positions are more than 1 apart, positions without a row lie between them."""
+    computed, steps = (np.array(column) for column in zip(*rows, strict=True))
+    positions = np.cumsum(steps)
+    found = closed(computed, positions, keys_per_row)
+    assert (found >= computed).all()
+    # A gap that was short is closed whole, a longer one stays as it is.
+    bounds = np.flatnonzero(computed).tolist()
+    for low, high in itertools.pairwise(bounds):
+        gap = high - low - 1
+        short = keys_per_row and gap == positions[high] - positions[low] - 1 and gap * keys_per_row <= positions[high]
+        assert found[low + 1 : high].tolist() == [bool(short)] * (high - low - 1)
+    outer = bounds and [*range(bounds[0]), *range(bounds[-1] + 1, len(rows))]
+    assert not found[outer].any()
+    assert closed(found, positions, keys_per_row).tolist() == found.tolist()
+
+
+def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
+    values = np.where(np.arange(20) % 5 == 0, np.float32(1), np.float32(0.1))
+    choices = [
+        choose(
+            SpanCheck(1, 0.5), values, [20], 0, 20, lambda computed, keys=keys: closed(computed, np.arange(20), keys)
+        )
+        for keys in (4, 1)
+    ]
+    assert [choice.kept_tokens for choice in choices] == [16, 4]
+    assert [choice.largest_kept for choice in choices] == [np.float32(0.1)] * 2
+    choice = choose(SpanCheck(1, 0.5), values, [20], 0, 20, np.ones_like)
+    assert (choice.is_dropped, choice.kept_tokens) == (True, 0)
