@@ -63,13 +63,21 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.request_finished(request, block_ids), None
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.update_connector_output(connector_output)
+
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._working.register_kv_caches(kv_caches)
 
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002 - vLLM's own may be asked for anywhere
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begins the step: vLLM 0.32 calls `start_load_kv` behind the forward where no load was promised."""
+        super().bind_connector_metadata(connector_metadata)
         self._working.start_load_kv(self._step)
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Nothing to do: the step has begun."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are ordered before the forward."""

@@ -27,11 +27,12 @@ class Scheduled:
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """`told` is for our worker. `step` holds the requests by vLLM's id; `saving` those, vLLM's id by our number, that
-    ended since the last step and whose blocks are held until they are saved."""
+    ended since the last step and whose blocks are held until they are saved. `is_unread`: nobody knows who is in it."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)
     saving: dict[int, str] = field(default_factory=dict)
+    is_unread: bool = False
 
 
 class Steps:
@@ -52,6 +53,7 @@ class Steps:
         new, known, step = list[Any](), list[Any](), dict[str, Scheduled]()
         counts = output.num_scheduled_tokens
         for request in output.scheduled_new_reqs:
+            self._blocks.pop(request.req_id, None)  # the V2 runner is told so of those that come back from preemption
             self._add(new, step, request.req_id, request.num_computed_tokens, counts, request.block_ids[0])
         cached = output.scheduled_cached_reqs
         gained = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)

@@ -9,25 +9,45 @@ import numpy as np
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layer_loop import follow
+from engine_wrapper.layer_loop import follow, follow_all
 from engine_wrapper.layout_error import LayoutError
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm.rows import KEYS_PER_ROW, VllmRows
 from semblend_trt.runtime import EngineMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine_wrapper.course import Course
     from engine_wrapper.layer_loop import EvidenceSink
     from engine_wrapper.layer_schedule import LayerSchedule
     from engine_wrapper.vllm.metadata import Scheduled
+    from engine_wrapper.vllm.model_runner import ModelRunner
     from engine_wrapper.vllm.rows import Decoder
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend")
+
+
+class _OrderCheck:
+    """Whether the rows of a step stand in the order of its requests: its positions are read while it is computed."""
+
+    def __init__(self, positions: torch.Tensor, batch: Batch) -> None:
+        """`positions`: int64 [rows and padding], on the engine's device."""
+        self._spans = list(zip(batch.begins, batch.lengths, strict=True))
+        told = positions[: sum(batch.lengths)]
+        self._read = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.is_cuda)
+        self._read.copy_(told, non_blocking=True)
+        self._is_read = torch.cuda.current_stream().record_event() if told.is_cuda else None
+
+    def end(self) -> None:
+        """Raises LayoutError where they do not."""
+        if self._is_read is not None:
+            self._is_read.synchronize()
+        wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in self._spans])
+        if not np.array_equal(self._read.numpy(), wanted):
+            raise LayoutError("model_call", "the rows of the step stand in another order than its requests")
 
 
 class PlannedForward:
@@ -40,29 +60,34 @@ class PlannedForward:
 
     def __init__(
         self,
-        model: Any,
-        order: Callable[[], list[str]],
+        runner: ModelRunner,
         parts: Decoder,
         runtime: Runtime,
         failed: Callable[[SemanticKvPlan], None],
         max_rows: int | None,
         sink: EvidenceSink,
     ) -> None:
-        """`order` gives the requests of the running step in the order of their rows; no forward has more than
-        `max_rows` rows."""
-        self._model, self._order, self._parts, self._runtime = model, order, parts, runtime
+        """No forward has more than `max_rows` rows."""
+        self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows, self._sink = failed, max_rows, sink
-        self._stock = model.forward
+        self._stock = runner.model.forward
         self._is_proven = False
         # What the scheduler told of the running step, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
-        model.forward = self._forward
+        runner.model.forward = self._forward
 
     def remove(self) -> None:
-        """Leaves the model as it was found."""
-        vars(self._model).pop("forward", None)
+        """Leaves the model and its runner as they were found."""
+        vars(self._runner.model).pop("forward", None)
+        self._runner.remove()
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
+        hidden = self._run_step(arguments, options)
+        # With a grammar the V2 runner ends a step only when requests of the one before have ended.
+        self._runtime.is_forward_open = False
+        return hidden
+
+    def _run_step(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         plans = self._runtime.active_plans.take_all(each.number for each in self.step.values())
         if plans:
             try:
@@ -71,7 +96,6 @@ class PlannedForward:
                 logger.exception("KV reuse is off from now on: a plan could not be executed; its request is recomputed")
                 self._runtime.faults["planned_forward"] += 1
                 self._runtime.refusal = self._runtime.refusal or "planned_forward"
-            # vLLM's own recovery is wrong under async scheduling (vllm#45138) and in the V2 runner (#49250).
             try:
                 self._runtime.failed_loads.extend(plans)
                 whole = {number: plan.without_spans("planned_forward") for number, plan in plans.items()}
@@ -87,7 +111,10 @@ class PlannedForward:
 
     @torch.inference_mode()
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
-        hidden = self._run(self._batch(options), self._blocks(), plans, self._max_rows, self._sink)
+        batch = self._batch(options)
+        check = _OrderCheck(options["positions"], batch)
+        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._sink)
+        check.end()
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
 
@@ -102,54 +129,33 @@ class PlannedForward:
         ranks, layers = self._runtime.ranks, self._parts.geometry.num_layers
 
         def run(schedule: LayerSchedule) -> torch.Tensor:
-            rows = VllmRows(self._parts, schedule)
-            try:
-                return self._through(rows, schedule, sink)
-            finally:
-                rows.restore()
+            with VllmRows(self._parts, schedule) as rows:
+                if schedule.checkpoint is None and len(schedule.stages) == 1:
+                    return rows.whole(self._stock)
+                return follow_all(rows, schedule, layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
-            rows = VllmRows(self._parts, schedule)
-            try:
+            with VllmRows(self._parts, schedule) as rows:
                 found = follow(rows, schedule, layers, ranks)
-            finally:
-                rows.restore()
             assert found is not None
             return found
 
-        return batch.run(plans, blocks, self._parts.geometry, run, lowest, max_rows, sink)
-
-    def _through(self, rows: VllmRows, course: Course, sink: EvidenceSink | None) -> torch.Tensor:
-        """All layers, from check to check."""
-        begun: int | None = None
-        while True:
-            found = follow(rows, course, self._parts.geometry.num_layers, self._runtime.ranks, begun)
-            if found is None or course.checkpoint is None:
-                return rows.output(course.output_rows)
-            begun = course.checkpoint.layer
-            decided, evidence = course.checkpoint.decide(found)
-            course = decided.to(found.device)
-            for each in evidence if sink is not None else ():
-                sink(each)  # type: ignore[misc]
+        return batch.run(plans, blocks, self._parts.geometry, run, lowest, max_rows, sink, KEYS_PER_ROW)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
         """Raises LayoutError for a step that cannot be read."""
         if options.get("inputs_embeds") is not None or options.get("intermediate_tensors") is not None:
             raise LayoutError("model_call", "the model was called with embeddings or for a part of its layers")
-        told = [self.step[name] for name in self._order()]
+        told = [self.step[name] for name in self._runner.order()]
         lengths = tuple(each.tokens for each in told)
         ids = options.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.ndim != 1 or len(ids) < sum(lengths):
             raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that were scheduled")
         numbers, begins = tuple(each.number for each in told), tuple(each.begin for each in told)
-        positions = options["positions"][: sum(lengths)].cpu().numpy()
-        wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in zip(begins, lengths, strict=True)])
-        if not np.array_equal(positions, wanted):
-            raise LayoutError("model_call", "the rows of the step stand in another order than its requests")
         return Batch(numbers, begins, lengths, len(numbers), ids[: sum(lengths)])
 
     def _blocks(self) -> list[list[int]]:
-        return [list(self.step[name].block_ids) for name in self._order()]
+        return [list(self.step[name].block_ids) for name in self._runner.order()]
 
     # -- the self-check --------------------------------------------------------------------------------------------
 
@@ -163,6 +169,7 @@ class PlannedForward:
             fits = [i for i, begin in enumerate(batch.begins) if begin == 0 and batch.lengths[i] >= MIN_TOKENS]
             if not fits:
                 return
+            _OrderCheck(options["positions"], batch).end()
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
             try:

@@ -12,6 +12,9 @@ from typing import Any
 from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
 
 OLDEST = (0, 25)
+# Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
+# copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences times blocks.
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 # A sentence for each reason that counts, which says what to change.
 REASONS = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",
@@ -33,13 +36,13 @@ REASONS = {
     "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
     "diffusion": "Serve a model that generates from left to right.",
     "non_causal": "Set use_non_causal of the attention config to false.",
+    "attention_backend": "Set --attention-backend to FLASH_ATTN or TRITON_ATTN; of others nobody knows what they take.",
     "mla": "Serve a model without multi-head latent attention, whose cache is of another form.",
     "sliding_window": "Serve a model with full attention in every layer.",
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
     "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
     "speculative_decoding": "Start without --speculative-config.",
-    "async_scheduling": "Start with --no-async-scheduling; with it vLLM recovers wrongly from a failed load.",
     "lora": "Start without --enable-lora, with the adapter merged into the weights.",
     "weight_transfer": "Start without --weight-transfer-config; donors would outlive the weights they come from.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
@@ -48,7 +51,8 @@ REASONS = {
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Serve a model whose layers share one KV cache group.",
     "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
-    "model_runner": "Serve with vLLM's V1 model runner; another one's forward is not known.",
+    "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
+    "recovery": "Serve with vLLM's own scheduler; another one may not compute again what could not be loaded.",
     "prompt_logprobs": "Ask without prompt_logprobs: reused tokens have no logits.",
     "skip_reading_prefix_cache": "Ask without skip_reading_prefix_cache, which asks for a prompt computed in full.",
     "streamed_prompt": "Send the prompt as a whole; one that goes on later is computed.",
@@ -80,17 +84,17 @@ _ENGINE: _Rules = {
     "hybrid_model": (_OFF, "model_config.is_hybrid model_config.is_attention_free"),
     "diffusion": (_OFF, "model_config.is_diffusion"),
     "non_causal": (_OFF, "attention_config.use_non_causal"),
+    "attention_backend": ((*_OFF, *BACKENDS), "attention_config.backend"),
     "mla": (_OFF, "model_config.use_mla"),
     "sliding_window": (
         _OFF,
-        "cache_config.sliding_window model_config.get_sliding_window model_config.attention_chunk_size",
+        "cache_config.sliding_window model_config.get_sliding_window model_config.attention_chunk_size "
+        "model_config.rswa_window",
     ),
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
     "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
     "speculative_decoding": (_OFF, "speculative_config"),
-    # A failed load is recovered from with a token that nobody has sampled (vllm#45138).
-    "async_scheduling": (_OFF, "scheduler_config.async_scheduling"),
     "lora": (_OFF, "lora_config"),
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),

@@ -10,18 +10,25 @@ Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_conte
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.vllm.refusals import BACKENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
 
     from engine_wrapper.course import Checkpoint, Stage
     from engine_wrapper.layer_schedule import LayerSchedule
@@ -29,11 +36,15 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill import SequenceRows
     from semblend_trt.ranks import Ranks
 
+# A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
+# H200 with FlashAttention 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
+KEYS_PER_ROW = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """vLLM's decoder with what its attention needs: the caches' names by layer, their attention modules, and the
-    builder of the backend's metadata. `max_runs`: sequences that the backend has made room for, None for any number."""
+    """vLLM's decoder with what its attention needs: the caches' names by layer, their attention modules, and a builder
+    of the backend's metadata (`own_builder`). `unfused`: modules that vLLM leaves to its compiler (`unfused_of`)."""
 
     decoder: Any
     names: tuple[str, ...]
@@ -41,68 +52,128 @@ class Decoder:
     builder: Any
     pool: LayeredPool
     geometry: KvGeometry
-    max_runs: int | None
+    unfused: tuple[CustomOp, ...] = ()
+
+
+def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
+    """The modules that run as plain torch where vLLM compiles, and have a kernel of its own for a card."""
+    found = (each for each in decoder.modules() if isinstance(each, CustomOp))
+    return tuple(each for each in found if each._forward_method == each.forward_native)
+
+
+def own_builder(group: Any, max_rows: int) -> Any:
+    """A builder beside the engine's own of an attention group, for forwards of up to `max_rows` sequences.
+
+    No graph is captured of what it builds. Raises LayoutError for a backend that is not known to take them.
+    """
+    name = group.backend.get_name()
+    if name not in BACKENDS:
+        raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
+    theirs = group.get_metadata_builder(0)
+    config = copy(theirs.vllm_config)
+    config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
+    config.scheduler_config.max_num_seqs = max_rows
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    with set_current_vllm_config(config):
+        return type(theirs)(theirs.kv_cache_spec, theirs.layer_names, config, theirs.device)
+
+
+class _ComparedError(Exception):
+    """Leaves a layer whose K and V have been compared."""
 
 
 class VllmRows:
-    """Rows between two layers (`engine_wrapper.layer_loop.LayerRows`). Use it within vLLM's forward context, whose
-    metadata it replaces; `restore` gives them back."""
+    """Rows between two layers (`engine_wrapper.layer_loop.LayerRows`), within vLLM's forward context. While it is
+    entered the context's metadata is its own."""
 
     def __init__(self, parts: Decoder, schedule: LayerSchedule) -> None:
-        self._parts = parts
-        self._hidden = parts.decoder.embed_input_ids(schedule.token_ids)
+        self._parts, self._schedule = parts, schedule
+        self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
-        self._compared: int | None = None
-        context = get_forward_context()
-        self._context, self._kept = context, (context.attn_metadata, context.slot_mapping)
+        self._slots: torch.Tensor | None = None
+        self._left = ExitStack()
 
-    def restore(self) -> None:
-        """The forward context is vLLM's own again."""
-        self._context.attn_metadata, self._context.slot_mapping = self._kept
+    def __enter__(self) -> Self:
+        context = get_forward_context()
+        for name in ("attn_metadata", "slot_mapping", "cudagraph_runtime_mode"):
+            self._left.callback(setattr, context, name, getattr(context, name))
+        # Graphs were captured of the engine's own batches.
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        self._context = context
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._left.close()
 
     def enter(self, stage: Stage) -> None:
         """Drops the rows that the stage does not keep."""
         if stage.keep is not None:
+            assert self._hidden is not None
             self._hidden, self._positions = (
                 each.index_select(0, stage.keep) for each in (self._hidden, self._positions)
             )
             if self._residual is not None:
                 self._residual = self._residual.index_select(0, stage.keep)
-        metadata, slots = self._metadata(stage.sequences)
+        metadata, self._slots = self._metadata(stage.sequences)
         self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
-        self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
+        self._context.slot_mapping = dict.fromkeys(self._parts.names, self._slots)
+
+    def whole(self, forward: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The output rows of a schedule of one stage, by the model's own forward, compiled where vLLM compiles it."""
+        (stage,) = self._schedule.stages
+        self.enter(stage)
+        hidden = forward(input_ids=self._schedule.token_ids, positions=self._positions)
+        return hidden.index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
-        """Runs a layer, or what is left of it behind a checkpoint."""
-        if layer != self._compared:
-            self._run(layer)
+        """Runs a layer."""
+        if self._hidden is None:
+            self._begin()
+        self._hidden, self._residual = self._parts.decoder.layers[layer](self._positions, self._hidden, self._residual)
 
     def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
-        """Runs the checkpoint's layer for all rows; the deviations are taken before their K and V are written."""
-        geometry, found = self._parts.geometry, list[torch.Tensor]()
+        """Runs the checkpoint's layer up to K and V of all rows, which are written once the deviations are taken."""
+        geometry, pool, layer = self._parts.geometry, self._parts.pool, checkpoint.layer
+        found = list[torch.Tensor]()
 
-        def watch(_: Any, arguments: tuple[Any, ...]) -> None:
+        def leave(_: Any, arguments: tuple[Any, ...]) -> None:
             keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
-            found.append(checkpoint.deviations(keys, values, self._parts.pool, geometry, ranks))  # type: ignore[arg-type]
+            found.append(checkpoint.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
+            assert self._slots is not None
+            blocks, slots = self._slots // geometry.block_size, self._slots % geometry.block_size
+            pool.keys[layer][blocks, :, slots], pool.values[layer][blocks, :, slots] = keys, values
+            raise _ComparedError
 
-        hook = self._parts.attention[checkpoint.layer].register_forward_pre_hook(watch)
+        if self._hidden is None:
+            self._begin()
+        hook = self._parts.attention[layer].register_forward_pre_hook(leave)
+        # A layer writes into what it is given, and is run again for the rows that go on.
+        given = [None if each is None else each.clone() for each in (self._hidden, self._residual)]
         try:
-            self._run(checkpoint.layer)
+            self._parts.decoder.layers[layer](self._positions, *given)
+        except _ComparedError:
+            return found[0]
         finally:
             hook.remove()
-        self._compared = checkpoint.layer
-        return found[0]
+        raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
+        assert self._hidden is not None
         assert self._residual is not None
         normed: torch.Tensor
         normed, _ = self._parts.decoder.norm(self._hidden.index_select(0, rows), self._residual.index_select(0, rows))
         return normed
 
-    def _run(self, layer: int) -> None:
-        self._hidden, self._residual = self._parts.decoder.layers[layer](self._positions, self._hidden, self._residual)
+    def _begin(self) -> None:
+        """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels."""
+        for each in self._parts.unfused:
+            self._left.callback(setattr, each, "_forward_method", each._forward_method)
+            each._forward_method = each.forward_cuda
+        for op in _ir_ops() if self._parts.unfused else ():
+            self._left.enter_context(op.set_priority(["vllm_c", "native"]))
+        self._hidden = self._parts.decoder.embed_input_ids(self._schedule.token_ids)
 
     def _metadata(self, sequences: Sequence[SequenceRows]) -> tuple[Any, torch.Tensor]:
         """The backend's metadata for these rows, and the slots of their K and V, int64 [rows]."""
@@ -115,10 +186,6 @@ class VllmRows:
         runs = [np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) for own in places]
         lengths = np.array([len(run) for own in runs for run in own])
         ends = np.array([run[-1] + 1 for own in runs for run in own])
-        if self._parts.max_runs is not None and len(ends) > self._parts.max_runs:
-            raise LayoutError(
-                "too_many_runs", f"{len(ends)} runs of rows; the backend has room for {self._parts.max_runs}"
-            )
         table = np.zeros((len(ends), max(map(len, tables))), dtype=np.int32)
         row = 0
         for own, blocks in zip(runs, tables, strict=True):
@@ -141,3 +208,12 @@ class VllmRows:
             positions=self._positions,
         )
         return self._parts.builder.build(0, common), slot_mapping
+
+
+def _ir_ops() -> list[Any]:
+    """vLLM's operators that have a kernel of its own; none in a version without such a list."""
+    try:
+        from vllm.ir.op import IrOp
+    except ImportError:
+        return []
+    return [each for each in IrOp.registry.values() if "vllm_c" in each.impls]

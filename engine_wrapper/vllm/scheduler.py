@@ -10,6 +10,7 @@ import numpy as np
 
 from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
 from engine_wrapper.vllm.metadata import StepMetadata, Steps
+from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
@@ -59,6 +60,7 @@ class VllmScheduler:
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
         self._guard: BlockPoolGuard | None = None
+        self._recovery = recovery_for(arguments)
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
@@ -68,6 +70,11 @@ class VllmScheduler:
             self._runtime.publication_guard = True
         except AttributeError:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
+        try:
+            self._recovery.bind()
+        except Exception as error:
+            logger.warning("KV is not reused, since vLLM could not recover where that fails: %s", error)
+            self._runtime.refusal = self._runtime.refusal or "recovery"
         self._scheduler.wait_for_initialization()
 
     @never_raises(lambda: 0)
@@ -96,8 +103,13 @@ class VllmScheduler:
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
         self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
 
+    def update_connector_output(self, output: Any) -> None:
+        """Hears what the worker half has told; vLLM has taken no token of a request whose load failed."""
+        if getattr(output, "invalid_block_ids", None):
+            self._recovery.begin_again()
+
     def build_connector_meta(self, output: Any) -> StepMetadata:
-        """What the worker half does in this step. What was promised is loaded, whatever else cannot be read."""
+        """What the worker half does in this step. In one that cannot be read vLLM computes all that was promised."""
         saving, self._saving = self._saving, {}
         try:
             told_output, step = self._steps.read(output)
@@ -105,7 +117,7 @@ class VllmScheduler:
             logger.exception("a step of vLLM cannot be read; nothing is reused from now on")
             self._runtime.faults["build_connector_meta"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
-            told_output, step = None, {}
+            return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
 
     @never_raises(lambda: False)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_wrapper.attach import note_evidence
+from engine_wrapper.layout_error import LayoutError
 from engine_wrapper.vllm.layers import in_order, layered_pool
+from engine_wrapper.vllm.model_runner import model_runner_of_caller
 from engine_wrapper.vllm.planned_forward import PlannedForward
-from engine_wrapper.vllm.rows import Decoder
+from engine_wrapper.vllm.recovery import recovery_for
+from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.runtime import EngineMode, runtime_for
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine_wrapper.vllm.arguments import EngineArguments
-    from engine_wrapper.vllm.metadata import StepMetadata
+    from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
     from semblend_trt.plan import SemanticKvPlan
 
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 class VllmWorker:
     """Its methods are called as vLLM calls a connector's; none raises into the engine.
 
-    What was promised and cannot be had is reported as blocks that failed to load, which vLLM computes again.
+    What was promised and cannot be had is computed by our rows in the same step, or else again by vLLM.
     """
 
     def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
@@ -39,8 +41,9 @@ class VllmWorker:
         self._worker = SemBlendKvConnectorWorker(arguments)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
-        self._failed_blocks: set[int] = set()
+        self._recovery = recovery_for(arguments)
         self._saving: dict[int, str] = {}
+        self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Takes vLLM's caches as a pool and hooks its model; what is not known is refused, and vLLM serves as stock.
@@ -59,8 +62,9 @@ class VllmWorker:
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Applies the step's metadata: places plans' spans, on the current stream of the model runner."""
-        if self._forward is not None:
-            self._forward.step = metadata.step
+        self._begin(metadata.step)
+        if metadata.is_unread:
+            self._recovery.compute_all_again()
         self._saving.update(metadata.saving)
         self._worker.bind_connector_meta(metadata.told)
         try:
@@ -78,6 +82,7 @@ class VllmWorker:
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self._fail(plan)
+        self._begin({})  # what is run until the next step is none
         self._worker.wait_for_save(None)
 
     @never_raises(lambda: None)
@@ -88,8 +93,7 @@ class VllmWorker:
 
     def take_failed_blocks(self) -> set[int]:
         """The blocks that were promised and not loaded, each told once."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return self._recovery.take_failed_blocks()
 
     def close(self) -> None:
         """Ends what is being saved, and leaves the model as it was found."""
@@ -97,9 +101,13 @@ class VllmWorker:
             self._forward.remove()
         self._worker.close()
 
+    def _begin(self, step: Mapping[str, Scheduled]) -> None:
+        self._step = step
+        if self._forward is not None:
+            self._forward.step = step
+
     def _compute(self, plan: SemanticKvPlan) -> None:
-        """Has our rows compute all that was promised, where they can: vLLM's own recovery is wrong under async
-        scheduling (vllm#45138) and in the V2 runner (#49250)."""
+        """Has our rows compute all that was promised, where they can: what vLLM computes again is all that runs."""
         if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
             self._fail(plan)
             return
@@ -107,11 +115,11 @@ class VllmWorker:
         self._runtime.active_plans.put(plan.without_spans("load_failed"))
 
     def _fail(self, plan: SemanticKvPlan) -> None:
-        blocks = plan.target_block_ids or ()
+        blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
-        self._failed_blocks.update(blocks[first:last])
         self._runtime.active_plans.discard(plan.request_id)
         self._runtime.failed_loads.append(plan.request_id)
+        self._recovery.compute_again(blocks[first:last])
 
     def _pool_of(self, caches: Mapping[str, torch.Tensor]) -> LayeredPool | None:
         try:
@@ -129,9 +137,10 @@ class VllmWorker:
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
         """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
         be, nothing is reused."""
+        found = None
         try:
-            runner = _model_runner()
-            model, names = runner.get_model(), in_order(caches)
+            found, names = model_runner_of_caller(), in_order(caches)
+            runner, model = found.runner, found.model
             assert names is not None
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
@@ -143,15 +152,14 @@ class VllmWorker:
                 decoder=decoder,
                 names=tuple(names),
                 attention=tuple(modules[name] for name in names),
-                builder=runner.attn_groups[0][0].get_metadata_builder(0),
+                builder=own_builder(runner.attn_groups[0][0], int(scheduling.max_num_batched_tokens)),
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
-                max_runs=int(scheduling.max_num_seqs) if pool.is_cuda else None,
+                unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
             sink = partial(note_evidence, self._runtime)
             self._forward = PlannedForward(
-                model,
-                lambda: list(runner.input_batch.req_ids),
+                found,
                 parts,
                 self._runtime,
                 self._fail,
@@ -161,14 +169,7 @@ class VllmWorker:
         except Exception as error:
             logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
             self._runtime.faults["hook"] += 1
-            self._runtime.refusal = self._runtime.refusal or "model_runner"
-
-
-def _model_runner() -> Any:
-    """The model runner that is registering its caches: the connector is handed nothing but them. Raises LookupError."""
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "input_batch") and hasattr(owner, "attn_groups") and hasattr(owner, "get_model"):
-            return owner
-    raise LookupError("the model runner is of a kind that is not known")
+            if found is not None:
+                found.remove()
+            reason = error.reason if isinstance(error, LayoutError) else "model_runner"
+            self._runtime.refusal = self._runtime.refusal or reason

@@ -95,7 +95,11 @@ class Served:
 
     def forget(self) -> None:
         """vLLM's own prefix cache is empty from now on; donors stay."""
-        assert self.llm.reset_prefix_cache()
+        for _ in range(20):
+            if self.llm.reset_prefix_cache():
+                return
+            self.ask([1, 2, 3], max_tokens=4)  # a step that was on its way lets go of its blocks
+        raise AssertionError("blocks are held")
 
     def settle(self) -> None:
         """Waits until all that has ended is saved: another request's steps begin a save and tell its end."""
@@ -108,6 +112,33 @@ class Served:
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool = False) -> list[int]:
+    """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
+    from engine_wrapper.vllm.rows import VllmRows
+
+    layer, inside, failures = served.worker._forward._parts.decoder.layers[5], list[VllmRows](), list[int]()
+    run, enter, leave = layer.forward, VllmRows.__enter__, VllmRows.__exit__
+
+    def entered(rows: VllmRows) -> VllmRows:
+        inside.append(rows)
+        return enter(rows)
+
+    def left(rows: VllmRows, *raised: object) -> None:
+        inside.remove(rows)
+        leave(rows, *raised)
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if inside and not (once and failures):
+            failures.append(5)
+            raise RuntimeError("the fifth layer fails")
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(VllmRows, "__enter__", entered)
+    monkeypatch.setattr(VllmRows, "__exit__", left)
+    monkeypatch.setattr(layer, "forward", fails)
+    return failures
 
 
 def serving(**options: Any) -> Served:
@@ -170,3 +201,22 @@ def engine(profile: Path) -> Iterator[Callable[..., Served]]:
         served.close()
     opened.clear()
     gc.collect()
+
+
+@pytest.fixture
+def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
+    turns that off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        stock(config)
+        config.scheduler_config.async_scheduling = request.param
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep))
+    return bool(request.param)
+
+
+both_schedulings = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])

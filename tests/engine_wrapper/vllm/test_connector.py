@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from tests.engine_wrapper.vllm.conftest import Served
 
+pytestmark = pytest.mark.every_version
+
 RANDOM = random.Random(0)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, serving
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, both_schedulings, fail_planned, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,28 +34,6 @@ def taught(served: Served) -> Served:
     served.settle()
     assert served.runtime.mode.value == "wrapper"
     return served
-
-
-@pytest.fixture
-def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
-    turns that off, and we refuse it until vLLM recovers from failed loads there."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    from engine_wrapper.vllm import refusals
-
-    stock = CpuPlatform.check_and_update_config
-
-    def keep(config: Any) -> None:
-        stock(config)
-        config.scheduler_config.async_scheduling = request.param
-
-    monkeypatch.delitem(refusals._ENGINE, "async_scheduling")
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep))
-    return bool(request.param)
-
-
-both_schedulings = pytest.mark.parametrize("is_async", [True, False], indirect=True, ids=["async", "in turn"])
 
 
 def near(ours: list[float], theirs: list[float]) -> bool:
@@ -133,7 +111,10 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(
     assert not served.runtime.faults
 
 
-def test_an_answer_that_stops_early_is_cold_and_a_donor(engine: Callable[..., Served], cold: dict[str, Any]) -> None:
+@both_schedulings
+def test_an_answer_that_stops_early_is_cold_and_a_donor(
+    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool
+) -> None:
     served = taught(engine(*WHOLE))
     stop = cold["moved"].tokens[5]
     until = cold["moved"].tokens.index(stop) + 1
@@ -168,26 +149,19 @@ def test_answers_are_cold_ones_in_either_scheduling(
 def test_a_plan_that_fails_is_computed_in_either_scheduling(
     engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine_wrapper.vllm.rows import VllmRows
-
     served = taught(engine("position_fix"))
-    worker, run = served.worker._worker, VllmRows.run
+    worker = served.worker._worker
 
     def fails(plans: Any) -> None:
         if plans:
             raise RuntimeError("injected")
-
-    def fails_once(rows: VllmRows, layer: int) -> None:
-        if layer == 5 and not served.runtime.faults:
-            raise RuntimeError("injected")
-        run(rows, layer)
 
     def lost(plans: Any, load: Any = worker._load) -> None:
         worker.store.clear()
         load(plans)
 
     if fault == "forward":
-        monkeypatch.setattr(VllmRows, "run", fails_once)
+        fail_planned(monkeypatch, served, once=True)
     else:
         monkeypatch.setattr(worker, "_load", fails if fault == "load" else lost)
     answers = served.ask(NEW, MOVED, max_tokens=16)
@@ -214,7 +188,6 @@ def test_an_aborted_request_leaves_what_was_computed(
     while llm_engine.has_unfinished_requests():
         llm_engine.step()
     served.settle()
-    served.ask([1, 2, 3], max_tokens=4)  # a step that was on its way lets go of its blocks
     served.forget()
     answer = served.ask(MOVED, max_tokens=16)
     assert answer.cached >= 256  # what was computed is a donor, and right

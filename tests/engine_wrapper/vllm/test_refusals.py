@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
@@ -55,7 +56,13 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("sliding_window", "cache_config.sliding_window", (128,)),
     ("sliding_window", "model_config.hf_text_config.sliding_window", (128,)),
     ("sliding_window", "model_config.attention_chunk_size", (128,)),
+    ("sliding_window", "model_config.model_arch_config.rswa_window", (128,)),
     ("non_causal", "attention_config.use_non_causal", (True,)),
+    (
+        "attention_backend",
+        "attention_config.backend",
+        (AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.FLEX_ATTENTION, "AUTO"),
+    ),
     ("prompt_embeds", "model_config.enable_prompt_embeds", (True,)),
     ("routed_experts", "model_config.enable_return_routed_experts", (True,)),
     ("model_kwargs", "model_config.hf_overrides", ({"rope_theta": 1.0}, lambda config: config)),
@@ -223,7 +230,8 @@ def test_a_request_of_unknown_shape_is_refused(asked: object) -> None:
 
 def test_every_reason_has_one_sentence() -> None:
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
-    named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing", "model_runner"}
+    named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
+    named |= {"model_runner", "recovery"}
     assert named == set(REASONS)
     assert all(text[0].isupper() and text.endswith(".") and ". " not in text for text in REASONS.values())
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.vllm.rows import VllmRows
+from tests.engine_wrapper.vllm.conftest import fail_planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +91,7 @@ def test_a_plan_is_cut_to_the_budget_of_a_step(
     assert not served.runtime.faults
 
 
+@pytest.mark.every_version
 def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]) -> None:
     served = taught(engine("position_fix"))
     served.forget()
@@ -103,22 +105,14 @@ def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: 
     assert again.tokens == cold[tuple(MOVED[0])]
 
 
+@pytest.mark.every_version
 def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
     engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = taught(engine("position_fix"))
-    run, calls = VllmRows.run, 0
-
-    def fails(rows: VllmRows, layer: int) -> None:
-        nonlocal calls
-        calls += 1
-        if layer == 5:
-            raise RuntimeError("the fifth layer fails")
-        run(rows, layer)
-
-    monkeypatch.setattr(VllmRows, "run", fails)
+    failures = fail_planned(monkeypatch, served)
     assert_cold(served, cold, MOVED[0], NEW)
-    assert calls
+    assert len(failures) == 2
     assert served.runtime.faults["planned_forward"] == 1
     assert served.runtime.refusal == "planned_forward"
     assert_cold(served, cold, MOVED[1])  # served as without us from then on

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from semblend_trt.reuse_profile import ReuseProfile
 from validation.families.catalog import write_family
 from validation.prompt_form import form_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.engine_wrapper.vllm.conftest import Served
     from validation.cases import Case
@@ -42,7 +44,7 @@ def answers(served: Served, cases: list[Case], *, donors: bool) -> tuple[int, in
     return right, wrong, sum(each.cached for each in found)
 
 
-@pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
+@pytest.mark.parametrize("family", [pytest.param("header_trap", marks=pytest.mark.every_version), "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[..., Served], family: str) -> None:
     served = engine(None, enable_prefix_caching=False)
     cases = cases_of(served, family)
@@ -65,3 +67,18 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
     evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
     assert sum(each.evidence.get("reused_tokens", 0) for each in evidence) > 0.25 * GROUPS * TOKENS
     assert not served.runtime.faults
+
+
+@pytest.mark.every_version
+def test_a_profile_without_this_engine_is_refused_by_name(
+    engine: Callable[..., Served], profile: Path, tmp_path: Path
+) -> None:
+    listed = ReuseProfile.read(profile)
+    others = tuple(each for each in listed.engines if not each.startswith("vllm-"))
+    listed.model_copy(update={"engines": others}).write(profile_elsewhere := tmp_path / "profile.json")
+    served = engine("boundary", {"policy": "verified", "profile": str(profile_elsewhere)})
+    cases = cases_of(served, "reordered")
+    assert answers(served, cases, donors=True)[0] == GROUPS
+    settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
+    assert "profile_mismatch" in {each.reason for each in settled}
+    assert all(not each.evidence.get("reused_tokens") for each in settled)

@@ -1,0 +1,204 @@
+"""What could be neither placed nor computed by our rows is computed by vLLM: answers are cold ones, everybody's."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.vllm.recovery import Recovery
+from tests.engine_wrapper.vllm.conftest import both_schedulings, fail_planned, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+RANDOM = random.Random(6)
+
+
+def some(count: int) -> list[int]:
+    return [RANDOM.randrange(10, 2000) for _ in range(count)]
+
+
+DOCUMENT = some(500)
+DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
+NEW, LONG = some(150), some(90)
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[tuple[int, ...], Any]:
+    """Answers of vLLM without a connector."""
+    served = serving(enable_prefix_caching=False)
+    try:
+        return {tuple(prompt): served.ask(prompt, max_tokens=24) for prompt in (DONOR, MOVED, NEW, LONG)}
+    finally:
+        served.close()
+
+
+def taught(served: Served) -> Served:
+    """The engine with the donor, and none of its blocks in vLLM's own prefix cache."""
+    served.ask(DONOR, max_tokens=1)
+    served.settle()
+    served.forget()
+    assert served.runtime.mode.value == "wrapper"
+    return served
+
+
+def assert_cold(served: Served, cold: dict[tuple[int, ...], Any], *prompts: list[int]) -> list[Any]:
+    answers = served.ask(*prompts, max_tokens=24)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == cold[tuple(prompt)].tokens
+        difference = [abs(a - b) for a, b in zip(answer.logprobs, cold[tuple(prompt)].logprobs, strict=True)]
+        assert max(difference) < 1e-3
+    return list(answers)
+
+
+def fails_twice(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """Neither plans nor what they promised can be computed by our rows."""
+    fail_planned(monkeypatch, served)
+
+
+def cannot_be_read(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """The order of a step's requests is unknown."""
+    forward = served.worker._forward
+    monkeypatch.setattr(forward, "_batch", lambda options: (_ for _ in ()).throw(LookupError("injected")))
+
+
+def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """vLLM runs its steps past our forward."""
+    served.worker._forward.remove()
+
+
+def is_unread(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """A step in which something was promised is told in words that are not known."""
+    half = served.core.scheduler.connector._scheduler
+    read = half._steps.read
+
+    def fails(output: Any) -> Any:
+        if any(request.num_computed_tokens > 400 for request in output.scheduled_new_reqs):
+            raise AttributeError("injected")
+        return read(output)
+
+    monkeypatch.setattr(half._steps, "read", fails)
+
+
+FAILURES = [fails_twice, cannot_be_read, is_lost, is_unread]
+
+
+@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 96, "max_num_seqs": 2}], ids=str)
+@both_schedulings
+def test_a_double_failure_costs_nobody_a_token(
+    engine: Callable[..., Served],
+    cold: dict[tuple[int, ...], Any],
+    is_async: bool,
+    fail: Callable[..., None],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = taught(engine("position_fix", **options))
+    assert (served.core.batch_queue is not None) == is_async
+    fail(monkeypatch, served)
+    # With two sequences at a time the plan fails while its neighbour decodes, and others wait.
+    answers = assert_cold(served, cold, LONG, NEW, MOVED, DONOR)
+    assert served.runtime.refusal in ("planned_forward", "plan_not_executed", "step_unreadable")
+    assert [each.cached for each in answers[:2]] == [0, 0]
+    assert_cold(served, cold, MOVED, NEW)
+    assert len(served.runtime.faults) == 1
+
+
+def test_a_request_may_end_behind_a_forward_whose_step_has_not(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a grammar the V2 runner samples a step after vLLM has ended requests of the one before."""
+    served = taught(engine("position_fix"))
+    open_behind, end = [], served.worker.wait_for_save
+
+    def watched(metadata: Any) -> None:
+        open_behind.append(served.runtime.is_forward_open)
+        end(metadata)
+
+    monkeypatch.setattr(served.worker, "wait_for_save", watched)
+    assert_cold(served, cold, NEW, LONG)
+    assert open_behind
+    assert not any(open_behind)
+
+
+@both_schedulings
+def test_what_was_never_written_is_not_hit(
+    engine: Callable[..., Served],
+    cold: dict[tuple[int, ...], Any],
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = taught(engine("position_fix"))
+    fails_twice(monkeypatch, served)
+    # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
+    assert_cold(served, cold, DONOR, NEW, DONOR, DONOR)
+    assert served.runtime.refusal == "planned_forward"
+    assert_cold(served, cold, DONOR, MOVED)
+    served.settle()
+    pool = served.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@both_schedulings
+def test_a_step_that_failed_can_be_aborted(
+    engine: Callable[..., Served],
+    cold: dict[tuple[int, ...], Any],
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import SamplingParams
+
+    served = taught(engine("position_fix"))
+    fails_twice(monkeypatch, served)
+    llm_engine = served.llm.llm_engine
+    for name, prompt in (("gone", MOVED), ("kept", NEW)):
+        llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=24, temperature=0))
+    llm_engine.step()
+    assert served.runtime.refusal == "planned_forward"
+    llm_engine.abort_request(["gone"])
+    ended = []
+    while llm_engine.has_unfinished_requests():
+        ended += [output for output in llm_engine.step() if output.finished]
+    assert [(each.request_id, list(each.outputs[0].token_ids)) for each in ended] == [("kept", cold[tuple(NEW)].tokens)]
+    assert_cold(served, cold, MOVED, NEW)
+
+
+def test_a_scheduler_of_another_kind_is_refused(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda scheduler: True)
+    served = engine("position_fix")
+    assert served.runtime.refusal == "recovery"
+    served.ask(DONOR, max_tokens=1)
+    assert [each.cached for each in assert_cold(served, cold, MOVED, NEW)] == [0, 0]
+
+
+def test_blocks_are_told_where_vllm_cannot_begin_again() -> None:
+    class Broken:
+        class scheduler_config:  # noqa: N801 - vLLM's name
+            async_scheduling = True
+
+        def update_from_output(self) -> None:
+            """Marks vLLM's scheduler."""
+
+        def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+            raise AssertionError("injected")
+
+        def bound(self) -> Recovery:
+            recovery = Recovery()
+            recovery.bind()
+            return recovery
+
+    recovery = Broken().bound()
+    recovery.compute_again([3, 4])
+    assert recovery.take_failed_blocks() == {3, 4}
+    assert recovery.take_failed_blocks() == set()
+    with pytest.raises(LookupError, match="not among the callers"):
+        Recovery().bind()

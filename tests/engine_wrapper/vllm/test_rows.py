@@ -1,0 +1,111 @@
+"""Runs of rows as sequences of their own: more of them than the engine serves requests, and short gaps closed."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from engine_wrapper import sequence_work
+from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.span_choice import choose
+from engine_wrapper.vllm import planned_forward
+from engine_wrapper.vllm.rows import VllmRows, own_builder
+from semblend_trt.span_check import SpanCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+RANDOM = random.Random(3)
+DOCUMENT = [RANDOM.randrange(10, 2000) for _ in range(600)]
+DONOR, MOVED = ([*(RANDOM.randrange(10, 2000) for _ in range(count)), *DOCUMENT, 7, 8, 9] for count in (30, 41))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each stage had."""
+    found: list[int] = []
+    metadata = VllmRows._metadata
+
+    def counted(rows: VllmRows, sequences: Any) -> Any:
+        built = metadata(rows, sequences)
+        found.append(len(built[0].seq_lens))
+        return built
+
+    monkeypatch.setattr(VllmRows, "_metadata", counted)
+    return found
+
+
+def deviate(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Every so many checked tokens one deviates, whatever the check finds."""
+
+    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
+        found = (np.arange(len(deviations)) % every == 0).astype(np.float32)
+        return choose(SpanCheck(check.layer, 0.5), found, *rest)
+
+    monkeypatch.setattr(sequence_work, "choose", chosen)
+
+
+def taught(engine: Callable[..., Served]) -> Served:
+    served = engine("verified", max_num_seqs=2)
+    served.ask(DONOR, max_tokens=1)
+    served.settle()
+    return served
+
+
+def evidence_of(served: Served) -> dict[str, Any]:
+    outcome = served.scheduler.outcomes.of(served.last)
+    assert outcome is not None
+    evidence: dict[str, Any] = outcome.evidence
+    return evidence
+
+
+def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(
+    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    served = taught(engine)
+    deviate(monkeypatch, 18)
+    assert served.ask(MOVED).cached > 500
+    found = evidence_of(served)
+    assert 30 < max(runs) <= found["recomputed_tokens"] < 60
+    assert found["offered_tokens"] == found["reused_tokens"] + found["recomputed_tokens"]
+    assert not served.runtime.faults
+
+
+def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(
+    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    cold = engine(None, enable_prefix_caching=False).ask(MOVED, max_tokens=16).tokens
+    served = taught(engine)
+    monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
+    deviate(monkeypatch, 17)
+    runs.clear()
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.tokens, answer.cached > 500) == (cold, True)
+    assert set(runs) == {1}
+    found = evidence_of(served)
+    assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])
+    assert not served.runtime.faults
+
+
+def test_the_builder_is_our_own_and_the_engine_keeps_its(engine: Callable[..., Served]) -> None:
+    served = engine("verified", max_num_seqs=2, max_num_batched_tokens=512)
+    parts = served.worker._forward._parts
+    runner = served.core.model_executor.driver_worker.worker.model_runner
+    theirs = runner.attn_groups[0][0].get_metadata_builder(0)
+    assert type(parts.builder) is type(theirs)
+    assert parts.builder is not theirs
+    assert parts.builder.vllm_config.scheduler_config.max_num_seqs == 512
+    assert theirs.vllm_config.scheduler_config.max_num_seqs == 2
+
+
+def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused() -> None:
+    group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))
+    with pytest.raises(LayoutError, match="backend is FLASHINFER; use one of FLASH_ATTN") as refusal:
+        own_builder(group, 512)
+    assert refusal.value.reason == "attention_backend"
