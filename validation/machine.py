@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "triton", "rouge-score")
+_DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "triton", "rouge-score", "vllm")
 
 
 def versions() -> dict[str, str]:

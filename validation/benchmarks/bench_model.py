@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from engine_wrapper.embedded.model_runner import ModelRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from semblend_trt.ranks import Ranks
@@ -52,20 +53,26 @@ def make_runner(
     """
     narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return _make(_QWEN_7B | narrow, folder, device, dtype, seed, ranks)
+    return _make(narrow, folder, device, dtype, seed, ranks)
+
+
+def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2Config:
+    """Writes the model's config.json to `folder`, for an engine that makes the weights itself; `small` changes it."""
+    config = Qwen2Config(**_QWEN_7B | dict(small or {}))
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    return config
 
 
 def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
     """Makes a small model in float32 whose answers are the same whatever the order in which sums are added."""
-    return _make(_QWEN_7B | _DECIDED, folder, device, torch.float32, 0, ranks)
+    return _make(_DECIDED, folder, device, torch.float32, 0, ranks)
 
 
 def _make(
     shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, seed: int, ranks: Ranks | None
 ) -> ModelRunner:
-    config = Qwen2Config(**shape)
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(folder)
+    config = write_config(folder, shape)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,0 +1,50 @@
+"""The dry run of the benchmark inside vLLM: everything is measured and written, and what is refused gives no figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from validation.results import read_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "validation.benchmarks.vllm", "--small"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], check=False, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run("--out", str(out), "--arms", "stock,verified", "--json", str(tmp_path / "json"))
+    assert ended.returncode == 0, ended.stderr
+    rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
+    assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
+    measured = ("verified_ttft_1k_over_cold", "rag_throughput_gain_verified", "rag_ttft_p95_ratio_verified")
+    for name in (*measured, "decode_slowdown_verified", "stock_hit_ttft_1k_ms", "stock_rag_requests_per_s"):
+        assert rows[f"vllm_{name}"].value > 0
+    assert "vllm_miss_overhead_512_verified" in rows
+    assert rows["vllm_contaminated_hits_verified"].value == 0
+    assert all(row.goal is None for row in rows.values())
+    told = json.loads((out / "verified.json").read_text())
+    assert all(part.get("problem") is None for part in told["parts"].values())
+    reused = [told["parts"][name]["served"] for name in ("ttft", "decode", "rag", "arrivals", "contaminated")]
+    assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
+    assert all(0 < each["largest_kept"] < 0.01 for each in reused)
+    assert told["engine"]["engine_key"].startswith("vllm-")
+    assert "| `vllm_verified_ttft_1k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
+
+
+def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path: Path) -> None:
+    ended = run("--out", str(tmp_path), "--arms", "position_fix", "--our-option", "enable_prompt_embeds=true")
+    assert ended.returncode == 1
+    assert "refusal prompt_embeds" in ended.stderr
+    assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}

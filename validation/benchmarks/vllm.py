@@ -1,0 +1,300 @@
+"""vLLM with our connector against stock vLLM: times to the first token, retrieval prompts, decoding beside prefills.
+
+`python -m validation.benchmarks.vllm --out DIR` runs every arm in a process of its own, one after the other; each
+writes DIR/<arm>.json behind every measurement, and the rows are made of those that are there. So a run may be spread
+over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, which needs no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from validation.benchmarks import goals
+from validation.benchmarks.goals import label
+from validation.benchmarks.ttft import Rows
+from validation.benchmarks.vllm_arm import ARMS, LOAD, PARTS, POSITION_FIX, SMALL, STOCK, VERIFIED, Sizes, VllmArm
+from validation.files import write_json, write_text
+from validation.machine import describe, versions
+from validation.results import Measured, today, write_rows
+from validation.scoreboard import markdown_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The arena of donors on the card lies beside what vLLM takes.
+_OURS = {"gpu_memory_utilization": 0.8}
+_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+
+
+def measure_arm(options: argparse.Namespace) -> None:
+    """The process of one arm: starts the engine, measures, and writes DIR/<arm>.json behind every part.
+
+    Raises SystemExit where nothing is reused.
+    """
+    name: str = options.arm
+    own = (_SMALL if options.small else {}) | _settings(options.engine_option)
+    if name != STOCK:
+        own = ({} if options.small else _OURS) | own | _settings(options.our_option)
+    variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
+    os.environ.update(variables)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, small=options.small)
+        told = {
+            "arm": name,
+            "engine": arm.facts,
+            "options": own | variables,
+            "machine": describe(arm.device),
+            "versions": versions(),
+            "command": options.command,
+            "date": today(),
+            "start_s": time.perf_counter() - begin,
+        }
+        try:
+            _measure_parts(arm, told, options)
+        finally:
+            arm.close()
+
+
+def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespace) -> None:
+    path = options.out / f"{arm.name}.json"
+    # What an earlier call measured of the same engine stays.
+    earlier = _read(path)
+    told["parts"] = earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(told["engine"])) else {}
+    told["problem"] = arm.begin()
+    write_json(path, told)
+    if told["problem"]:
+        raise SystemExit(f"{arm.name}: nothing is reused in this engine: {told['problem']}")
+    for part in PARTS:
+        if part not in options.parts or (part == "contaminated" and arm.name == STOCK):
+            continue
+        begin = time.perf_counter()
+        if part == "arrivals":
+            stock = told if arm.name == STOCK else _read(options.out / f"{STOCK}.json")
+            if (rag := stock.get("parts", {}).get("rag")) is None:
+                print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
+                continue
+            found = arm.arrivals(LOAD * rag["requests_per_s"])
+        else:
+            found = getattr(arm, part)()
+        found["took_s"] = time.perf_counter() - begin
+        told["parts"][part] = found
+        write_json(path, told)
+        print(f"{arm.name} {part}: {found['took_s']:.1f} s {found.get('problem') or ''}", flush=True)
+        if arm.is_refused:
+            raise SystemExit(f"{arm.name}: nothing is reused in this engine any more")
+
+
+def add_rows(arms: dict[str, Any], rows: Rows) -> list[str]:
+    """Adds the rows of the arms that were measured; returns what was not served as its row says, which gives none."""
+    problems: list[str] = []
+
+    def part(arm: str, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = arms.get(arm, {}).get("parts", {}).get(name)
+        if found is not None and found.get("problem"):
+            problems.append(f"{arm} {name}: {found['problem']}")
+            return None
+        return found
+
+    stock = {name: part(STOCK, name) for name in PARTS}
+    for arm in (POSITION_FIX, VERIFIED):
+        for name in PARTS:
+            found, beside = part(arm, name), stock[name]
+            if found is not None and (beside is not None or name == "contaminated"):
+                _ROWS[name](arm, found, beside, rows)
+    if (found := stock["ttft"]) is not None:
+        size = label(found["tokens"])
+        rows.add(f"vllm_stock_cold_ttft_{size}_ms", _median(found["cold_ms"]), "ms", _spread(found["cold_ms"]))
+        rows.add(f"vllm_stock_hit_ttft_{size}_ms", _median(found["exact_hit_ms"]), "ms", _spread(found["exact_hit_ms"]))
+    if (found := stock["rag"]) is not None:
+        rows.add("vllm_stock_rag_requests_per_s", found["requests_per_s"], "1/s", _of_rag(found), better="higher")
+    return problems
+
+
+def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+    size, times = label(ours["tokens"]), ours["shifted_ms"]
+    ttft, cold, hit = _median(times), _median(stock["cold_ms"]), _median(stock["exact_hit_ms"])
+    counts = f"{_reused(ours)}; {_spread(times)}"
+    if arm == POSITION_FIX:
+        baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
+        rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, goals.VLLM_OVER_EXACT_HIT)
+    name, goal = {POSITION_FIX: ("shifted", goals.VLLM_SHIFTED_OVER_COLD)}.get(
+        arm, ("verified", goals.VLLM_VERIFIED_OVER_COLD)
+    )
+    baseline = f"{ttft:,.1f} ms over stock vLLM cold {cold:,.1f} ms; {counts}"
+    rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, goal)
+    rows.add(f"vllm_{name}_ttft_{size}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
+
+
+def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+    mine, theirs = _median(ours["ms"]), _median(stock["ms"])
+    baseline = (
+        f"{mine:,.2f} ms ({_spread(ours['ms'])}) against stock vLLM {theirs:,.2f} ms ({_spread(stock['ms'])}), one "
+        "process behind the other; every prompt is saved while the next one runs"
+    )
+    name = f"vllm_miss_overhead_{label(ours['tokens'])}" + ("" if arm == POSITION_FIX else f"_{arm}")
+    rows.add(name, 100 * (mine / theirs - 1), "%", baseline, goals.VLLM_MISS_OVERHEAD_PERCENT)
+
+
+def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+    mine, theirs = statistics.fmean(ours["ms"]), statistics.fmean(stock["ms"])
+    told = "; ".join(
+        f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {_median(each['ms']):,.1f}, p95 "
+        f"{_percentile(each['ms'], 95):,.1f} ms, alone {_median(each['alone_ms']):,.1f} ms"
+        for who, each in (("ours", ours), ("stock vLLM beside cold prefills", stock))
+    )
+    baseline = f"inter-token time, prefills of {label(ours['tokens'])} one behind the other: {told}"
+    rows.add(f"vllm_decode_slowdown_{arm}", mine / theirs, "x", baseline, goals.VLLM_DECODE_SLOWDOWN)
+
+
+def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+    gain, goal = ours["requests_per_s"] / stock["requests_per_s"], goals.VLLM_RAG_GAIN[arm]
+    baseline = (
+        f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
+        f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {_reused(ours)}"
+    )
+    rows.add(f"vllm_rag_throughput_gain_{arm}", gain, "x", baseline, goal, "higher")
+
+
+def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+    mine, theirs = (_percentile(each["ttft_ms"], 95) for each in (ours, stock))
+    baseline = (
+        f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {_median(ours['ttft_ms']):,.0f} and "
+        f"{_median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
+        f"the same times; {ours['requests']} requests; {_reused(ours)}"
+    )
+    rows.add(f"vllm_rag_ttft_p95_ratio_{arm}", mine / theirs, "x", baseline, goals.VLLM_RAG_P95_RATIO)
+
+
+def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Rows) -> None:
+    baseline = (
+        f"{ours['prompts']} planned prompts with their answers asked again as stock; largest hit "
+        f"{ours['largest_hit_tokens']} of {ours['exact_limit_tokens']} exact tokens; asked a third time at least "
+        f"{ours['smallest_exact_hit_tokens']} are hit"
+    )
+    rows.add(f"vllm_contaminated_hits_{arm}", ours["hits"], "requests", baseline, 0)
+
+
+_ROWS = {
+    "ttft": _ttft_rows,
+    "miss": _miss_rows,
+    "decode": _decode_rows,
+    "rag": _rag_rows,
+    "arrivals": _arrival_rows,
+    "contaminated": _contaminated_rows,
+}
+
+
+def _of_rag(found: dict[str, Any]) -> str:
+    return f"{found['requests']} requests, {found['prompt_tokens'] // found['requests']:,} tokens each"
+
+
+def _reused(ours: dict[str, Any]) -> str:
+    told = ours["served"]
+    return f"{told['reused_tokens']:,} of {told['offered_tokens']:,} offered tokens reused"
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _spread(values: list[float]) -> str:
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{len(values)} runs, half of them within {low:,.1f} and {high:,.1f} ms"
+
+
+def _settings(options: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE, the value as JSON or else as text."""
+    found = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, runs the arms, prints and writes. Exits with 1 when an arm failed or was refused."""
+    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.vllm", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write the rows to DIR/vllm.json as well")
+    parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas between them (default: all)")
+    parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
+    for name, told in (
+        ("engine", "of vLLM's engine, or a variable in capitals"),
+        ("our", "the same, in our arms only"),
+    ):
+        parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=told)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--command", help=argparse.SUPPRESS)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    options.parts = [each for each in options.parts.split(",") if each]
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts has {', '.join(sorted(unknown))}; possible are {', '.join(PARTS)}")
+    if options.arm is not None:
+        measure_arm(options)
+        return
+    chosen = [] if options.arms == "none" else options.arms.split(",")
+    if unknown := set(chosen) - set(ARMS):
+        parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python -m validation.benchmarks.vllm", *given])
+    failed = [arm for arm in ARMS if arm in chosen and _run(arm, given, command)]
+    problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
+    for problem in problems:
+        print(f"no figure: {problem}", file=sys.stderr)
+    if problems:
+        raise SystemExit(1)
+
+
+def _run(arm: str, given: Sequence[str], command: str) -> int:
+    own = [sys.executable, "-m", "validation.benchmarks.vllm", *given, "--arm", arm, "--command", command]
+    return subprocess.run(own, check=False).returncode
+
+
+def _record(options: argparse.Namespace) -> list[str]:
+    """Prints and writes the rows of what is there; returns the problems."""
+    arms = {arm: _read(options.out / f"{arm}.json") for arm in ARMS}
+    there = [found for found in arms.values() if found]
+    if not there:
+        return [f"{options.out} holds no arm"]
+    commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
+    console = Console()
+    rows = Rows(Measured(commands, there[0]["machine"], there[0]["versions"], there[0]["date"]), options.small, console)
+    problems = add_rows(arms, rows)
+    console.print(rows.table())
+    for folder in filter(None, (options.out / "rows", options.json)):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / "vllm.json", rows.rows)
+    if rows.rows:
+        table = markdown_table("*", {f"{there[0]['machine']['name']}/vllm": rows.rows})
+        write_text(options.out / "rows" / "vllm.md", table)
+    return problems
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Answers of trained models inside vLLM, under policy verified against cold, as result rows.
+
+`python -m validation.benchmarks.vllm_answers --model DIR --out DIR` calibrates each model in vLLM, in float32, and
+serves prompts there that it was not calibrated with; each of the two in a process of its own. A profile that lies in
+--out as <model>.profile.json already is used as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from validation.arms import VERIFIED
+from validation.results import Row, rows_of, write_rows
+from validation.scoreboard import markdown_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAMILIES = ("header_trap", "unit_trap", "near_duplicates", "reordered")
+# The rows of a quality run that are kept, by what they are called here.
+NAMES = {"verified_em_vs_cold": "vllm_em_vs_cold", "position_fix_em": "vllm_position_fix_em"}
+# Far from the seeds that a calibration uses.
+_FRESH = 5_000
+
+
+def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
+    """Calibrates and serves one model. Raises CalledProcessError when one of the two fails, and SystemExit where
+    nothing could be reused: equal answers would say nothing then."""
+    profile = options.out / f"{model.name}.profile.json"
+    shared = ["--engine", "vllm", "--model", str(model), "--dtype", "float32", "--families", options.families]
+    shared += ["--groups", str(options.groups), "--questions", str(options.questions), "--tokens", str(options.tokens)]
+    if not profile.is_file():
+        _run("calibrate", [*shared, "--output", str(profile)], allowed=(0, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        document, record = options.out / f"{model.name}.json", Path(folder) / "rows"
+        given = [*shared, "--seed", str(_FRESH), "--profile", str(profile), "--output", str(document)]
+        # 1 says that a family is not shown to be as good as cold: its rows say by how much.
+        _run("quality", [*given, "--record", str(record)], allowed=(0, 1))
+        if idle := not_offered(json.loads(document.read_text(encoding="utf-8"))):
+            raise SystemExit(f"{model.name}: no token was offered in {', '.join(idle)}; does {profile} hold here?")
+        [path] = record.rglob("*.json")
+        found = rows_of(path)
+    return renamed(found, model.name, options.command)
+
+
+def not_offered(report: dict[str, Any]) -> list[str]:
+    """The families in which the plans of policy verified offered nothing."""
+    return [line["family"] for line in report["lines"] if line["arm"] == VERIFIED and not line["offered"]]
+
+
+def renamed(rows: Sequence[Row], model: str, command: str) -> list[Row]:
+    """The rows that are kept, under their names here with the model behind them."""
+    kept = [(row, theirs) for row in rows for theirs in NAMES if row.name.startswith(theirs)]
+    return [
+        row.model_copy(update={"name": f"{row.name.replace(theirs, NAMES[theirs], 1)}_{model}", "command": command})
+        for row, theirs in kept
+    ]
+
+
+def _run(command: str, given: Sequence[str], allowed: Sequence[int]) -> None:
+    arguments = [sys.executable, "-m", "validation", command, *given]
+    code = subprocess.run(arguments, check=False).returncode
+    if code not in allowed:
+        raise subprocess.CalledProcessError(code, arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, serves every model, prints and writes."""
+    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.vllm_answers", description=__doc__)
+    parser.add_argument("--model", type=Path, action="append", required=True, metavar="DIR", help="may be repeated")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="profiles, answers and vllm_answers.json"
+    )
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write the rows to DIR/vllm_answers.json as well")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="with commas between them")
+    parser.add_argument("--groups", type=int, default=25, help="groups of questions on the same documents")
+    parser.add_argument("--questions", type=int, default=4, help="questions in each group")
+    parser.add_argument("--tokens", type=int, default=1_024, help="longest prompt, in tokens")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    options.command = " ".join(["python -m validation.benchmarks.vllm_answers", *given])
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for model in options.model:
+        rows += rows_for(model, options)
+        # Behind every model: a run that is cut short has written what it found.
+        for folder in filter(None, (options.out / "rows", options.json)):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_rows(folder / "vllm_answers.json", rows)
+    print(markdown_table("*", {f"{rows[0].machine['name']}/vllm_answers": rows}) if rows else "no row")
+
+
+if __name__ == "__main__":
+    main()

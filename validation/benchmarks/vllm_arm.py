@@ -1,0 +1,533 @@
+"""One arm of the benchmark inside vLLM: an engine in this process, and everything that is measured of it.
+
+A measurement is a dict for JSON. Where it was not served as its row says, `problem` holds a sentence.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter, deque
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from semblend_trt.connector.profile_match import ProfileMatcher
+from semblend_trt.policy import ReusePolicy
+from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.runtime import EngineMode
+from validation.benchmarks.bench_model import write_config
+from validation.benchmarks.prompts import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts
+from validation.models import PROFILE_NAME, shipped_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+STOCK, POSITION_FIX, VERIFIED = "stock", "position_fix", "verified"
+ARMS = (STOCK, POSITION_FIX, VERIFIED)
+PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
+WARM_UPS = 2
+# Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
+SERVED_SHARE = 0.9
+# Requests at 80 % of what stock vLLM sustains.
+LOAD = 0.8
+_TRANSFER = {
+    "kv_connector": "SemBlendConnector",
+    "kv_connector_module_path": "engine_wrapper.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+# A save begins in one step and is told of in a later one.
+_SETTLING_STEPS = 1_000
+_SMALL_MODEL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is asked: tokens of prompts and documents, and how many of each."""
+
+    long: int = 24_576
+    miss: int = 8_192
+    document: int = 1_024
+    documents: int = 24
+    per_prompt: int = 8
+    requests: int = 96
+    warm_ups: int = 16
+    at_once: int = 32
+    new_tokens: int = 64
+    decoding: int = 8
+    decoding_prompt: int = 1_024
+    decoding_tokens: int = 512
+    alone: int = 64
+    prefills: int = 10
+    repeats: int = 7
+    misses: int = 20
+    donor_device_bytes: int = 4 << 30
+    donor_host_bytes: int = 8 << 30
+
+    @property
+    def longest(self) -> int:
+        return self.long + 1_024
+
+
+SMALL = Sizes(
+    long=1_024,
+    miss=512,
+    document=128,
+    documents=6,
+    per_prompt=3,
+    requests=8,
+    warm_ups=3,
+    at_once=4,
+    new_tokens=8,
+    decoding=3,
+    decoding_prompt=64,
+    decoding_tokens=64,
+    alone=4,
+    prefills=2,
+    repeats=2,
+    misses=2,
+    donor_device_bytes=1 << 26,
+    donor_host_bytes=1 << 28,
+)
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of requests served together, by their order: seconds to the first token and tokens of the answer. `seconds` is
+    the time of all; `cached` prompt tokens were not computed, as vLLM counts them."""
+
+    first: list[float]
+    tokens: list[list[int]]
+    seconds: float
+    cached: int
+
+
+@dataclass(slots=True)
+class Served:
+    """How our connector served some requests: all zero in stock vLLM."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def problem(self, in_donors: int) -> str | None:
+        """Why the requests do not show reuse: `in_donors` of their tokens stand in donors."""
+        told = self.told
+        if told["mode"] != EngineMode.WRAPPER.value or told["refusal"] or told["faults"]:
+            return f"mode {told['mode']}, refusal {told['refusal']}, faults {told['faults']}"
+        declined = told["outcomes"].get("backend_declined_reuse", 0)
+        if declined:
+            return f"{declined} of {told['requests']} requests were declined: {told['reasons']}"
+        reused = told["exact_prefix_tokens"] + told["reused_tokens"]
+        if reused < SERVED_SHARE * in_donors:
+            return f"{reused} of {in_donors} tokens in donors were reused: {told['outcomes']}, {told['reasons']}"
+        return None
+
+
+class VllmArm:
+    """The arm's engine, started with vLLM's defaults and `options`."""
+
+    def __init__(self, name: str, folder: Path, sizes: Sizes, options: Mapping[str, Any], *, small: bool) -> None:
+        """Makes the model in `folder`. Raises what vLLM raises when it does not start."""
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.name, self.sizes = name, sizes
+        config = write_config(folder, _SMALL_MODEL if small else None)
+        given: dict[str, Any] = {
+            "model": str(folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32" if small else "bfloat16",
+            "max_model_len": sizes.longest,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+        }
+        # There is no tokenizer, without which an embedder has no text.
+        self._settings = {
+            "policy": name,
+            "device_bytes": sizes.donor_device_bytes,
+            "host_bytes": sizes.donor_host_bytes,
+            "model_revision": "random",
+            "tokenizer_revision": "none",
+            "embedder": "off",
+        }
+        if name != STOCK:
+            given["kv_transfer_config"] = KVTransferConfig(**_TRANSFER, kv_connector_extra_config=self._settings)
+        self._llm = LLM(**given | dict(options))
+        self._engine = self._llm.llm_engine
+        self._core: Any = self._engine.engine_core.engine_core
+        self.prompts = Prompts(int(config.vocab_size))
+        self._vocabulary = int(config.vocab_size)
+        self._asked = 0
+        self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
+        if name == VERIFIED:
+            self._use_profile(folder / "reuse-profile.json")
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What engine it is, for JSON."""
+        import vllm
+
+        config = self._engine.vllm_config
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        graphs = config.compilation_config.cudagraph_mode
+        told: dict[str, Any] = {
+            "vllm": vllm.__version__,
+            "model": "Qwen2.5-7B's shape, dummy weights" if self.sizes != SMALL else "a small dry run",
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "runner": type(runner).__module__,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "enforce_eager": bool(config.model_config.enforce_eager),
+            "cudagraph_mode": getattr(graphs, "name", str(graphs)),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "block_size": config.cache_config.block_size,
+            "num_gpu_blocks": config.cache_config.num_gpu_blocks,
+            "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "engine_process": "the benchmark's own",
+        }
+        if self.name != STOCK:
+            namespace = self._scheduler.namespace
+            told["engine_key"] = None if namespace is None else namespace.backend_cache_layout
+            told["connector"] = self._settings
+        if self.name == VERIFIED:
+            told["profile"] = (
+                f"the shipped model's, made for this engine: {self._profile.check}, head_tokens "
+                f"{self._profile.head_tokens}; dummy weights are so small that K and V hardly hang on other tokens, so "
+                "that nearly all is kept, as of harmless text"
+            )
+        return told
+
+    def begin(self) -> str | None:
+        """Serves a first prompt, which our connector checks itself by; returns why nothing is reused, if so."""
+        with self.watched() as served:
+            self.ask([self.prompts.fresh(self.sizes.long)])
+        self.settle()
+        return None if self.name == STOCK else served.problem(0)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._engine.engine_core.shutdown()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing is reused any more."""
+        return self.name != STOCK and self._scheduler._runtime.refusal is not None
+
+    def ask(self, prompts: Sequence[list[int]], new_tokens: int = 1) -> list[Any]:
+        """vLLM's outputs of prompts that are asked together through `generate`."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found: list[Any] = self._llm.generate(asked, self._params(new_tokens), use_tqdm=False)
+        return found
+
+    def ttft_ms(self, prompt: list[int]) -> float:
+        """Wall time of `generate` with one new token."""
+        begin = time.perf_counter()
+        self.ask([prompt])
+        return (time.perf_counter() - begin) * 1e3
+
+    def settle(self) -> None:
+        """Waits until what has ended is saved; steps of short requests tell of it. Raises RuntimeError."""
+        for _ in range(_SETTLING_STEPS):
+            if not self._core.scheduler.requests:  # those that have ended are there until they are saved
+                return
+            self.ask([[0]])
+        raise RuntimeError(f"saves have not ended after {_SETTLING_STEPS} steps")
+
+    def serve(
+        self, prompts: Sequence[list[int]], new_tokens: int, at_once: int, arrivals: Sequence[float] | None = None
+    ) -> Answers:
+        """Serves prompts step by step: `at_once` of them all the time, or each at its arrival, in seconds from now."""
+        waiting, asked, first = deque(range(len(prompts))), dict[str, float](), dict[str, float]()
+        tokens, names, cached = dict[str, list[int]](), list[str](), 0
+        begin = time.perf_counter()
+        while waiting or len(tokens) < len(names):
+            now, running = time.perf_counter() - begin, len(names) - len(tokens)
+            while waiting and (running < at_once if arrivals is None else arrivals[waiting[0]] <= now):
+                index = waiting.popleft()
+                names.append(self._add(prompts[index], new_tokens))
+                asked[names[-1]] = now if arrivals is None else arrivals[index]
+                running += 1
+            if not running:
+                assert arrivals is not None
+                time.sleep(max(0.0, arrivals[waiting[0]] - now))
+                continue
+            for output in self._engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begin)
+                if output.finished and output.request_id in asked:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+                    cached += output.num_cached_tokens or 0
+        seconds = time.perf_counter() - begin
+        return Answers([first[name] - asked[name] for name in names], [tokens[name] for name in names], seconds, cached)
+
+    @contextmanager
+    def watched(self) -> Iterator[Served]:
+        """Tells, once the block is left, how the requests within it were served."""
+        found, before = Served(), self._last
+        yield found
+        if self.name == STOCK:
+            return
+        runtime = self._scheduler._runtime
+        settled = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
+        known = [each for each in settled if each is not None and each.reason != "short_prompt"]
+        found.told = {
+            "requests": len(known),
+            "outcomes": dict(Counter(each.outcome.value for each in known)),
+            "reasons": dict(Counter(each.reason for each in known if each.reason)),
+            "faults": dict(runtime.faults),
+            "refusal": runtime.refusal,
+            "mode": runtime.mode.value,
+            "held": {} if self._scheduler.library is None else asdict(self._scheduler.library.held()),
+        }
+        for name in ("exact_prefix_tokens", "offered_tokens", "reused_tokens", "recomputed_tokens"):
+            found.told[name] = sum(each.evidence.get(name) or 0 for each in known)
+        found.told["largest_kept"] = max((each.evidence.get("largest_kept") or 0.0 for each in known), default=0.0)
+
+    # -- measurements ----------------------------------------------------------------------------------------------
+
+    def ttft(self) -> dict[str, Any]:
+        """The long prompt: cold and behind an exact prefix in stock vLLM, else behind another first block."""
+        size = self.sizes.long
+        document = self.prompts.document(size)
+        if self.name == STOCK:
+            cold = self._times(lambda: self.prompts.fresh(size))
+            self.ask([document + self.prompts.fresh(NEW_TOKENS)])
+            hit = self._times(lambda: document + self.prompts.fresh(NEW_TOKENS))
+            return {"tokens": size, "cold_ms": cold, "exact_hit_ms": hit}
+        self.ask([self.prompts.donor(document)])
+        self.settle()
+        with self.watched() as served:
+            times = self._times(lambda: self.prompts.shifted(document))
+        problem = served.problem(len(document) * (WARM_UPS + self.sizes.repeats))
+        return {"tokens": size, "shifted_ms": times, "served": served.told, "problem": problem}
+
+    def miss(self) -> dict[str, Any]:
+        """Prompts that nobody has asked before, one directly behind the other: each is saved while the next runs."""
+        with self.watched() as served:
+            times = self._times(lambda: self.prompts.fresh(self.sizes.miss), self.sizes.misses, settles=False)
+            self.settle()
+        found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": times, "served": served.told}
+        if self.name != STOCK:
+            saved = served.told["held"]["donors"]
+            found["problem"] = served.problem(0) or (None if saved else "nothing was saved")
+        return found
+
+    def decode(self) -> dict[str, Any]:
+        """Times between the tokens of running requests, alone and while long prompts pass one behind the other."""
+        sizes = self.sizes
+        document = self.prompts.document(sizes.long)
+        self.ask([self.prompts.donor(document)])
+        self.settle()
+        names = [
+            self._add(self.prompts.fresh(sizes.decoding_prompt), sizes.decoding_tokens) for _ in range(sizes.decoding)
+        ]
+        last: dict[str, float] = {}
+        ended: set[str] = set()
+
+        def step() -> list[float]:
+            gaps = []
+            for output in self._engine.step():
+                now = time.perf_counter()
+                if output.request_id in names:
+                    gaps.append((now - last.get(output.request_id, now)) * 1e3)
+                    last[output.request_id] = now
+                if output.finished:
+                    ended.add(output.request_id)
+            return gaps
+
+        while len(last) < len(names):
+            step()
+        alone = [gap for _ in range(sizes.alone) for gap in step()]
+        beside: list[float] = []
+        with self.watched() as served:
+            for index in range(1 + sizes.prefills):
+                stock = self.name == STOCK
+                passing = self._add(self.prompts.fresh(sizes.long) if stock else self.prompts.shifted(document), 1)
+                while passing not in ended:
+                    gaps = step()
+                    beside += gaps if index else []  # the first one warms up
+        problem = None if self.name == STOCK else served.problem(len(document) * (1 + sizes.prefills))
+        if not ended.isdisjoint(names):
+            problem = f"the {sizes.decoding} running requests ended before the prefills did"
+        self._engine.abort_request(names)
+        self._drain()
+        return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.told, "problem": problem}
+
+    def rag(self) -> dict[str, Any]:
+        """Requests a second of retrieval prompts in random order, `at_once` of them all the time."""
+        self._warm_rag()
+        return self._rag("closed", None)
+
+    def arrivals(self, per_second: float) -> dict[str, Any]:
+        """Times to the first token when such prompts come by chance, `per_second` of them."""
+        if not hasattr(self, "_documents"):
+            self._warm_rag()
+        gaps = np.random.default_rng(3).exponential(1 / per_second, self.sizes.requests)
+        return {"per_second": per_second} | self._rag("open", np.cumsum(gaps).tolist())
+
+    def contaminated(self) -> dict[str, Any]:
+        """Asks planned prompts with their answers again, as stock: none may hit more than the tokens in front of the
+        first one that was reused. Asked a third time all of it may be hit, or there was nothing to see."""
+        if not hasattr(self, "_documents"):
+            self._warm_rag()
+        rng, sizes = np.random.default_rng(4), self.sizes
+        prompts = [
+            self.prompts.fresh(INSTRUCTION) + self._drawn(rng) + self.prompts.fresh(QUESTION)
+            for _ in range(sizes.warm_ups)
+        ]
+        with self.watched() as served:
+            answers = self.serve(prompts, sizes.new_tokens, sizes.at_once)
+        problem = served.problem(sizes.per_prompt * sizes.document * len(prompts))
+        self.settle()
+        for _ in range(sizes.repeats):
+            self.ask([self.prompts.fresh(sizes.miss)])
+        self.settle()
+        again = [prompt + answer for prompt, answer in zip(prompts, answers.tokens, strict=True)]
+        runtime = self._scheduler._runtime
+        kept, runtime.refusal = runtime.refusal, runtime.refusal or "benchmark"
+        try:
+            hits = [self.ask([prompt])[0].num_cached_tokens for prompt in again]
+            control = [self.ask([prompt])[0].num_cached_tokens for prompt in again]
+        finally:
+            runtime.refusal = kept
+        if min(control) <= INSTRUCTION:
+            problem = problem or "not even exact prefixes were hit"
+        return {
+            "prompts": len(prompts),
+            "exact_limit_tokens": INSTRUCTION,
+            "hits": sum(cached > INSTRUCTION for cached in hits),
+            "largest_hit_tokens": max(hits),
+            "smallest_exact_hit_tokens": min(control),
+            "served": served.told,
+            "problem": problem,
+        }
+
+    # -- parts of them ---------------------------------------------------------------------------------------------
+
+    def _times(self, prompt: Any, repeats: int | None = None, *, settles: bool = True) -> list[float]:
+        """Milliseconds of prompts that `prompt` makes, without those that warm up."""
+        gc.collect()
+        times = []
+        for _ in range(WARM_UPS + (repeats or self.sizes.repeats)):
+            asked = prompt()
+            times.append(self.ttft_ms(asked))
+            if settles:
+                self.settle()
+        return times[WARM_UPS:]
+
+    def _warm_rag(self) -> None:
+        """Has every document served once, in prompts of their own, and then some prompts in random order. The same
+        ones in all arms."""
+        sizes, own = self.sizes, Prompts(self._vocabulary, seed=1)
+        self._documents = [own.fresh(sizes.document) for _ in range(sizes.documents)]
+        self._instruction = own.fresh(INSTRUCTION)
+        self._questions = own
+        for begin in range(0, sizes.documents, sizes.per_prompt):
+            order = range(begin, min(begin + sizes.per_prompt, sizes.documents))
+            self.serve([self._retrieval([self._documents[i] for i in order])], 1, 1)
+            self.settle()
+        rng = np.random.default_rng(1)
+        self.serve([self._rag_prompt(rng) for _ in range(sizes.warm_ups)], sizes.new_tokens, sizes.at_once)
+        self.settle()
+
+    def _rag(self, kind: str, arrivals: list[float] | None) -> dict[str, Any]:
+        sizes, rng = self.sizes, np.random.default_rng(2 if arrivals is None else 5)
+        prompts = [self._rag_prompt(rng) for _ in range(sizes.requests)]
+        gc.collect()
+        with self.watched() as served:
+            found = self.serve(prompts, sizes.new_tokens, sizes.at_once, arrivals)
+        self.settle()
+        in_donors = sizes.per_prompt * sizes.document * len(prompts)
+        return {
+            "kind": kind,
+            "requests": len(prompts),
+            "prompt_tokens": sum(map(len, prompts)),
+            "cached_tokens": found.cached,
+            "seconds": found.seconds,
+            "requests_per_s": len(prompts) / found.seconds,
+            "ttft_ms": [1e3 * each for each in found.first],
+            "warm_up": f"prompts that hold each document once, one after the other; then {sizes.warm_ups} in random "
+            "order; the same in all arms",
+            "served": served.told,
+            "problem": None if self.name == STOCK else served.problem(in_donors),
+        }
+
+    def _rag_prompt(self, rng: np.random.Generator) -> list[int]:
+        return self._instruction + self._drawn(rng) + self._questions.fresh(QUESTION)
+
+    def _retrieval(self, documents: Sequence[list[int]]) -> list[int]:
+        return self._instruction + [token for each in documents for token in each] + self._questions.fresh(QUESTION)
+
+    def _drawn(self, rng: np.random.Generator) -> list[int]:
+        """Documents in random order, joined."""
+        chosen = rng.permutation(self.sizes.documents)[: self.sizes.per_prompt]
+        return [token for index in chosen for token in self._documents[index]]
+
+    def _drain(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self.settle()
+
+    def _add(self, prompt: list[int], new_tokens: int) -> str:
+        self._asked += 1
+        name = f"benchmark{self._asked}"
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params(new_tokens))
+        return name
+
+    def _params(self, new_tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    @property
+    def _scheduler(self) -> Any:
+        """Our scheduler half for every engine."""
+        return self._core.scheduler.connector._scheduler._scheduler
+
+    @property
+    def _last(self) -> int:
+        """Our number of the request that was asked last; 0 in stock vLLM."""
+        if self.name == STOCK:
+            return 0
+        return int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
+
+    def _use_profile(self, path: Path) -> None:
+        """Makes the shipped model's profile one for this engine, whose name only the running engine knows, and has it
+        used."""
+        scheduler = self._scheduler
+        runtime, namespace = scheduler._runtime, scheduler.namespace
+        if namespace is None:
+            return  # refused; the first prompt tells why
+        shipped = self._profile
+        profile = ReuseProfile.made_for(
+            namespace,
+            runtime.pool.geometry,
+            policy=ReusePolicy.VERIFIED,
+            check=shipped.check,
+            head_tokens=shipped.head_tokens,
+        )
+        profile.write(path)
+        scheduler._profiles = ProfileMatcher(scheduler._settings.model_copy(update={"profile_path": path}))
+        runtime.check_layers = scheduler._profiles.check_layers
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
