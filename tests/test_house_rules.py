@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation")  # lowest first
 MAX_LINES = 600
-PINS = ("constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt")
+PINS = ("constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", "requirements-vllm-next.txt")
 PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")
 URL_HOSTS = {
     "github.com",

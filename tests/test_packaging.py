@@ -166,8 +166,8 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
 def test_sdist_can_be_built_and_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    pins = {"constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", ".ci/lock.py"}
-    assert {"Makefile", *pins, "LICENSE", "tests/test_packaging.py"} <= names
+    locks = {f"requirements-{name}.txt" for name in ("ci", "vllm", "vllm-next")}
+    assert {"Makefile", "constraints-cpu.txt", *locks, ".ci/lock.py", "LICENSE", "tests/test_packaging.py"} <= names
 
 
 def test_kernels_is_a_namespace_package(wheel_files: set[str]) -> None:
@@ -275,6 +275,7 @@ def locked(name: str) -> dict[str, str]:
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     found = [re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
     assert all(found)
+    assert found
     return {canonicalize_name(match[1]): match[2] for match in found if match is not None}
 
 
@@ -310,6 +311,8 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(tmp_path: Pat
     assert f"-m venv {tmp_path}/venv-vllm" in steps
     assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
     assert "-n 0 tests/engine_wrapper/vllm" in steps
+    assert f"--require-hashes --target {tmp_path}/venv-vllm/next -r requirements-vllm-next.txt" in steps
+    assert re.search(rf"PYTHONPATH={tmp_path}/venv-vllm/next .* -m every_version", steps)
     elsewhere = [f"VENV={tmp_path}/venv", "LOCK_PLATFORM=3-11-glibc-other", "vllm-env"]
     refused = run("make", "-C", ROOT, *elsewhere, cwd=tmp_path)
     assert refused.returncode != 0

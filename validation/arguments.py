@@ -12,6 +12,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
 from validation import judge
 from validation.arms import ALL_NAMES, BOUNDARY, POSITION_FIX, VERIFIED
+from validation.engines import EMBEDDED, VLLM
 from validation.gates import GateBounds
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ gates:
   most 1.01 times the noise floor's.
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
-  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only.
+  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm they
+  are compared with vLLM's own, whatever the type, and may differ as much as those do among themselves.
   A gate without a sample to read (with --prompts) is shown as such and does not fail.
 """
 
@@ -60,6 +62,13 @@ def parse_run(arguments: Sequence[str]) -> argparse.Namespace:
     what = parser.add_argument_group("what is run")
     what.add_argument(
         "--model", type=named, metavar="PATH_OR_ID", help="model folder or hub id (default: the shipped model)"
+    )
+    what.add_argument(
+        "--engine",
+        choices=(EMBEDDED, VLLM),
+        default=EMBEDDED,
+        help="where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after "
+        "the other, on a device that it chooses itself",
     )
     what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=_PROMPTS)
     what.add_argument(

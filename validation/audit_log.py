@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.errors import SemBlendError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -56,9 +58,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def settled(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How every request ended, in the order in which they were asked."""
+def settled(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:
+    """How every request ended, in the order in which they were asked. Raises SemBlendError for fewer than `asked`."""
     ended = [event for event in events if event["event"] == "request_settled"]
+    if len(ended) < asked:
+        raise SemBlendError(
+            f"The connector's audit log tells the end of {len(ended)} requests, but {asked} were served; without it "
+            "nothing shows what was reused. The engine's log says why, or the disk of the temporary folder was slow."
+        )
     return sorted(ended, key=lambda event: int(event["request_id"]))
 
 

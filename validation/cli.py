@@ -32,7 +32,9 @@ from validation.arms import (
 from validation.calibration.arguments import parse_calibrate, parse_confirm
 from validation.calibration.command import run_calibrate
 from validation.calibration.confirmation import run_confirm
-from validation.exactness import max_logit_difference
+from validation.embedded_engine import EmbeddedEngines
+from validation.engines import EMBEDDED
+from validation.exactness import plain_difference, stock_difference
 from validation.files import check_writable, write_json, write_text
 from validation.gates import GateBounds, gates_of
 from validation.jsonl import read_cases
@@ -55,9 +57,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.arms import ArmChoices
     from validation.cases import Case
+    from validation.engines import Engines
+    from validation.exactness import Exactness
     from validation.measurement import Measured
     from validation.samples import Sample
 
@@ -101,16 +104,18 @@ def _run(options: argparse.Namespace, command: str) -> int:
     _check_options(options)
     judge = None if options.judge_command is None else Judge.parse(options.judge_command)
     own_cases = None if options.prompts is None else read_cases(options.prompts)
-    for path in filter(None, (options.output, options.audit_path, options.record and options.record / FILE_NAME)):
+    prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
+    rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
+    for path in filter(None, (options.output, options.audit_path, rows_path)):
         check_writable(path)
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
-    runner = models.load(options.model, options.device, options.dtype)
-    device = str(runner.device)
+    engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
+    device, dtype = models.place_of(engines, options.dtype)
     scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
-    cases = own_cases or _built_in(runner, options)
-    choices = models.choices_of(runner, options.boundary, profile)
+    cases = own_cases or _built_in(engines, options)
+    choices = models.choices_of(engines, options.boundary, profile)
     settings = MeasurementSettings(
         model=str(options.model or shipped_model()),
         arms=arms_of(_arm_names(options.arms, policy, choices), choices),
@@ -118,7 +123,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         min_span=options.min_match_length,
         repeats=options.repeat,
     )
-    measured, logit_difference = _measure(runner, cases, settings)
+    measured, exactness = _measure(engines, options.engine, cases, settings)
     samples = _scores(measured, cases, scorer, judge)
     report = Report(
         model=settings.model,
@@ -126,15 +131,20 @@ def _run(options: argparse.Namespace, command: str) -> int:
         samples=samples,
         audit=measured.audit,
         audit_path=str(options.audit_path),
-        gates=gates_of(samples, measured.audit[policy], policy, bounds, logit_difference),
-        settings=settings_in_text(options, boundary=choices.boundary, dtype=str(runner.dtype)),
+        gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
+        settings=settings_in_text(options, boundary=choices.boundary, dtype=dtype),
         command=command,
         machine=machine.describe(device, options.machine),
         versions=machine.versions(),
         date=results.today(),
         seconds=time.perf_counter() - began,
+        notes=engines.notes,
     )
-    _write(options, report, measured, logit_difference, device)
+    _write(options, report, measured)
+    if options.record is not None:
+        common = results.Measured(report.command, report.machine, report.versions, report.date)
+        rows = end_to_end_rows(samples, exactness, device, common, prefix)
+        results.write_rows(options.record / report.machine["name"] / f"{prefix}{FILE_NAME}", rows)
     return _show(report, options)
 
 
@@ -147,15 +157,17 @@ def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str
 
 
 def _measure(
-    runner: ModelRunner, cases: Sequence[Case], settings: MeasurementSettings
-) -> tuple[Measured, float | None]:
-    """All samples, and the wrapper's largest logit difference where the weights are float32."""
-    measurement = Measurement(runner, cases, settings)
-    logit_difference = None
-    if runner.dtype is torch.float32:
-        logit_difference = max_logit_difference(runner, measurement.longest_prompt)
+    engines: Engines, name: str, cases: Sequence[Case], settings: MeasurementSettings
+) -> tuple[Measured, Exactness | None]:
+    """All samples, and how exact the wrapper is; in the embedded engine where the weights are float32."""
+    measurement, exactness = Measurement(engines, cases, settings), None
+    prompt = measurement.longest_prompt
+    if not isinstance(engines, EmbeddedEngines):
+        exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
+    elif engines.runner.dtype is torch.float32:
+        exactness = plain_difference(engines.runner, prompt)
     with progress(Console(stderr=True), "Measuring", measurement.steps) as on_step:
-        return measurement.run(on_step), logit_difference
+        return measurement.run(on_step), exactness
 
 
 def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, judge: Judge | None) -> list[Sample]:
@@ -169,13 +181,13 @@ def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, ju
     return samples
 
 
-def _built_in(runner: ModelRunner, options: argparse.Namespace) -> list[Case]:
+def _built_in(engines: Engines, options: argparse.Namespace) -> list[Case]:
     """Harmless prompts, controls, and a trap: rows that stood under other headers in the donor."""
-    tokenizer = runner.tokenizer
+    tokenizer = engines.tokenizer
     writer = WorkloadWriter(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), options.seed)
-    context = runner.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
+    context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
     cases = writer.write(DEFAULT_BATCHES, context)
-    return cases + write_cases(runner, replace(_TRAP, seed=options.seed, tokens=min(_TRAP.tokens, context)))
+    return cases + write_cases(engines, replace(_TRAP, seed=options.seed, tokens=min(_TRAP.tokens, context)))
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -184,15 +196,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
 
 
-def _write(
-    options: argparse.Namespace, report: Report, measured: Measured, logit_difference: float | None, device: str
-) -> None:
+def _write(options: argparse.Namespace, report: Report, measured: Measured) -> None:
     write_text(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in measured.events))
     write_json(options.output, report.to_dict())
-    if options.record is not None:
-        common = results.Measured(report.command, report.machine, report.versions, report.date)
-        rows = end_to_end_rows(report.samples, logit_difference, device, common)
-        results.write_rows(options.record / report.machine["name"] / FILE_NAME, rows)
 
 
 def _show(report: Report, options: argparse.Namespace) -> int:
@@ -204,6 +210,8 @@ def _show(report: Report, options: argparse.Namespace) -> int:
     failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
     if failures:
         _complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
+    for note in report.notes:
+        console.print(printable(f"note: {note}"), markup=False, highlight=False)
     told = printable(f"{report.seconds:.0f} s; every sample is in {options.output}")
     console.print(told, markup=False, highlight=False)
     for gate in report.failed:

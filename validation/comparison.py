@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_cold(case: Case, served: Mapping[str, Served]) -> None:
     """Raises SemBlendError when a cold arm found KV for the timed case of a group: nothing could be compared then."""
     for name in (COLD, COLD_AGAIN):
-        if case.is_timed and served[name].exact_prefix_tokens + served[name].reused_tokens:
+        if case.is_timed and name in served and served[name].exact_prefix_tokens + served[name].reused_tokens:
             raise SemBlendError(
                 f"Case {case.id}: the arm {name} found {served[name].exact_prefix_tokens} cached tokens although "
                 "nothing was served under its salt before; the engine does not isolate salts."

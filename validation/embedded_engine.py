@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.model_runner import ModelRunner
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
-    from validation.engines import ArmEngine, EngineSettings
+    from validation.engines import EngineSettings
 
 
 class EmbeddedEngines:
     """Embedded engines that share the weights of `runner`."""
 
     starts_slowly = False
+    notes = ()
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -38,24 +39,20 @@ class EmbeddedEngines:
         facts = self.runner.facts
         return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
 
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
-        return open_engine(arm, settings, self.runner, str(audit_path))
-
-
-def open_engine(arm: Arm, settings: EngineSettings, runner: ModelRunner, audit_path: str | None) -> LLM:
-    """Builds the arm's engine over `runner`'s weights with a pool of its own; the caller shuts it down."""
-    connector = None
-    if arm.variables is not None:
-        connector = KvCacheConnectorConfig(
-            connector_module="engine_wrapper.connector",
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
-    with environment(connector_variables(arm, settings, audit_path)):
-        return LLM(
-            model=settings.model,
-            runner=runner.share(),
-            max_batch_size=settings.batch_size,
-            kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
-            kv_connector_config=connector,
-        )
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
+        """The arm's engine, over the shared weights with a pool of its own."""
+        connector = None
+        if arm.variables is not None:
+            connector = KvCacheConnectorConfig(
+                connector_module="engine_wrapper.connector",
+                connector_scheduler_class="SemBlendKvConnectorScheduler",
+                connector_worker_class="SemBlendKvConnectorWorker",
+            )
+        with environment(connector_variables(arm, settings, str(audit_path))):
+            return LLM(
+                model=settings.model,
+                runner=self.runner.share(),
+                max_batch_size=settings.batch_size,
+                kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
+                kv_connector_config=connector,
+            )

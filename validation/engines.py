@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
+from engine_wrapper.embedded.prompts import one_each
+from engine_wrapper.embedded.sampling import SamplingParams
 from validation.arms import variables_of
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.embedded.sampling import SamplingParams
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
 
@@ -56,7 +57,7 @@ class ArmEngine(Protocol):
         self,
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | None = None,
+        cache_salt: Sequence[str | None] | str | None = None,
     ) -> Sequence[RequestOutput]:
         """Answers all prompts together. Raises SemBlendError."""
         ...
@@ -71,8 +72,8 @@ class ArmEngine(Protocol):
 
 
 class Engines(ServedModel, Protocol):
-    """Opens engines over one model. `token_bytes` of KV are a token's at most; one that `starts_slowly` is worth being
-    asked everything that an arm has to be asked."""
+    """Opens engines over one model. `token_bytes` of KV are a token's at most; one that `starts_slowly` runs alone, and
+    is worth being asked everything that an arm has to be asked."""
 
     @property
     def token_bytes(self) -> int: ...
@@ -80,38 +81,74 @@ class Engines(ServedModel, Protocol):
     @property
     def starts_slowly(self) -> bool: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a timed run cannot do with them, a sentence each."""
+        ...
+
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """The arm's engine, whose connector writes its audit log there. The caller shuts it down."""
         ...
 
 
-def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str | None) -> dict[str, str]:
+def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
     """The settings of the arm's connector by variable; none without a connector."""
     if arm.variables is None:
         return {}
-    variables = {
+    return {
         **variables_of(arm),
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
         "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
+        "SEMBLEND_AUDIT_PATH": audit_path,
     }
-    if audit_path is not None:
-        variables["SEMBLEND_AUDIT_PATH"] = audit_path
-    return variables
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt with all that is asked of it; requests are numbered from 1 on."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: str | None
+
+
+def asked_of(
+    first: int,
+    prompts: Sequence[list[int]],
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    cache_salt: Sequence[str | None] | str | None,
+) -> list[Asked]:
+    """The arguments of `ArmEngine.generate` by prompt, numbered from `first` on. Raises SemBlendError."""
+    params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+    salts = one_each("cache_salt", cache_salt, len(prompts), str)
+    return [
+        Asked(number, list(prompt), param, salt)
+        for number, (prompt, param, salt) in enumerate(zip(prompts, params, salts, strict=True), start=first)
+    ]
 
 
 def answered(
-    number: int, prompt: list[int], tokens: list[int], finish_reason: str | None, logits: torch.Tensor | None
+    asked: Asked,
+    tokens: list[int],
+    finish_reason: str | None,
+    logits: torch.Tensor | None,
+    cached_tokens: int = 0,
+    time_to_first_token: float | None = None,
 ) -> RequestOutput:
-    """An answer of an engine that tells neither its text nor times. `logits`: float32 [tokens, vocabulary]."""
+    """An answer of an engine that does not tell its text. `logits`: float32 [tokens, vocabulary].
+
+    `cached_tokens` are all that the engine did not compute, a connector's among them, which its audit log tells apart.
+    """
     return RequestOutput(
-        request_id=number,
+        request_id=asked.number,
         prompt=None,
-        prompt_token_ids=prompt,
+        prompt_token_ids=asked.prompt,
         outputs=[CompletionOutput("", tokens, finish_reason, logits)],
-        cached_tokens=0,
+        cached_tokens=cached_tokens,
         reused_tokens=0,
-        computed_tokens=0,
-        time_to_first_token=None,
+        computed_tokens=len(asked.prompt) - cached_tokens,
+        time_to_first_token=time_to_first_token,
         finished=True,
     )
 

@@ -1,14 +1,19 @@
-"""Does the wrapper compute what the plain model computes? Without a plan, and with every layer computed again."""
+"""Does the wrapper compute what the model computes without it? Without a plan, and with every layer computed again."""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (
     AttentionMode,
     EngineExecution,
@@ -19,21 +24,39 @@ from semblend_trt.plan import (
 )
 from semblend_trt.runtime import EngineMode
 from semblend_trt.token_ids import TokenIds
+from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
+from validation.audit_log import read_events, settled
+from validation.engines import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.arms import Arm
+    from validation.engines import Engines
 
 _BLOCK_SIZE = 32
 # Rows of float32 logits over a large vocabulary are big; this many are enough to meet every position of a block.
 MAX_TOKENS = 512
 # Two chunks, and a span with a token before and behind it.
 MIN_TOKENS = 4
+# Rows whose logits an engine that gives them for answers alone is asked for.
+_ANSWER_TOKENS = 16
+_HOST_BYTES = 1 << 30
 
 
-def max_logit_difference(runner: ModelRunner, token_ids: Sequence[int]) -> float:
-    """Largest absolute difference between the logits of the wrapper and of the plain Hugging Face forward.
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Largest absolute difference of the wrapper's logits from those of `against`; `noise`: what those differ by among
+    themselves when the engine computes the same prompt in other pieces."""
+
+    difference: float
+    against: str
+    noise: float = 0.0
+
+
+def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness:
+    """The wrapper against the plain Hugging Face forward.
 
     Measured on the first MAX_TOKENS of `token_ids`: all rows without a plan, at once and in two chunks, and the rows
     behind a span of garbage donor KV under a plan whose boundary is the number of layers, so that nothing of the
@@ -67,7 +90,59 @@ def max_logit_difference(runner: ModelRunner, token_ids: Sequence[int]) -> float
     begin = plan.prefix_end
     [recomputed] = wrapped.forward([SequenceSlice(0, begin, tuple(tokens[begin:]), block_ids, plan)], all_rows=True)
     differences = (without_plan - plain, torch.cat(chunks) - plain, recomputed - plain[begin:])
-    return max(float(difference.abs().nan_to_num(float("inf")).max()) for difference in differences)
+    return Exactness(max(map(_largest, differences)), "the plain Hugging Face forward, float32")
+
+
+def stock_difference(engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int) -> Exactness:
+    """The wrapper against the `engine` without it: an answer without a plan, and one under a plan whose boundary is the
+    number of layers, on a prompt half of which stood elsewhere in a donor.
+
+    The prompt is `token_ids`, repeated or cut to fit. Raises SemBlendError when the engine executes no plan.
+    """
+    count = min(MAX_TOKENS, engines.facts.max_positions - _ANSWER_TOKENS)
+    tokens = list(itertools.islice(itertools.cycle(token_ids), count))
+    settings = EngineSettings(model, 4 * MAX_TOKENS, _HOST_BYTES, min_span)
+    layers = engines.facts.num_layers
+    names = (COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}")
+    arms = arms_of(names, ArmChoices(layers, boundary=layers))
+    (cold, again), *ours = (_answer_logits(engines, arm, tokens, settings) for arm in arms)
+    found = max(_largest(computed - cold) for computed, _ in ours)
+    return Exactness(found, f"{engine} without the wrapper", _largest(again - cold))
+
+
+def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
+    """Logits of a forced answer, float32 [tokens, vocabulary]: computed, and once more behind the engine's own prefix.
+
+    The donor holds the middle half of the prompt at other positions and behind another text.
+    """
+    quarter = len(tokens) // 4
+    donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
+    forced = SamplingParams(
+        max_tokens=_ANSWER_TOKENS,
+        forced_token_ids=tuple(tokens[:_ANSWER_TOKENS]),
+        ignore_eos=True,
+        return_generation_logits=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="exactness-") as folder:
+        audit, outputs = Path(folder) / "audit.jsonl", list[Any]()
+        engine = engines.open(arm, settings, audit)
+        try:
+            engine.generate([donor], SamplingParams(max_tokens=1))
+            for _ in range(2):
+                engine.settle()
+                outputs += engine.generate([tokens], forced)
+        finally:
+            engine.shutdown()
+        events = read_events(audit)
+    if arm.full_layers and not any(event["event"] == "materialized" for event in events):
+        ended = {event["request_id"]: event["reason"] for event in settled(events)}
+        reason = ended.get(outputs[0].request_id) or "the engine's log says why"
+        raise SemBlendError(f"The engine executes no plan ({reason}), so that nothing can be said of reuse in it.")
+    return [output.outputs[0].generation_logits for output in outputs]
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return float(difference.abs().nan_to_num(float("inf")).max())
 
 
 @torch.inference_mode()

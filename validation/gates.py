@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from validation.audit_log import AuditCounts
+    from validation.exactness import Exactness
     from validation.samples import Sample
 
 # Of EM and of perplexity, beyond what a second cold run differs by.
@@ -80,9 +81,9 @@ def gates_of(
     audit: AuditCounts,
     policy: str,
     bounds: GateBounds,
-    logit_difference: float | None,
+    exactness: Exactness | None,
 ) -> list[Gate]:
-    """All gates of a run; `audit` is that of `policy`, `logit_difference` None where it was not measured."""
+    """All gates of a run; `audit` is that of `policy`, `exactness` None where it was not measured."""
     ours = [sample for sample in samples if sample.arm == policy]
     reusing = [sample for sample in ours if Expectation(sample.expects).may_reuse]
     where = f"arm {policy}, workloads in which reuse is expected"
@@ -124,14 +125,18 @@ def gates_of(
             log,
         ),
         Gate("rope_corrections", audit.rope_corrections, bounds.min_rope_corrections, "higher", log),
-        Gate(
-            "wrapper_exactness",
-            logit_difference,
-            MAX_LOGIT_DIFFERENCE,
-            "lower",
-            "largest difference of float32 logits from the plain Hugging Face forward",
-        ),
+        _exactness_gate(exactness),
     ]
+
+
+def _exactness_gate(exactness: Exactness | None) -> Gate:
+    name, reads = "wrapper_exactness", "largest difference of logits"
+    if exactness is None:
+        return Gate(name, None, MAX_LOGIT_DIFFERENCE, "lower", f"{reads}; float32 only")
+    reads += f" from {exactness.against}"
+    if exactness.noise:
+        reads += f", whose own noise is {exactness.noise:.2g}"
+    return Gate(name, exactness.difference, max(MAX_LOGIT_DIFFERENCE, exactness.noise), "lower", reads)
 
 
 def _quality_gates(samples: Sequence[Sample], policy: str, where: str) -> list[Gate]:

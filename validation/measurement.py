@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, Arm
-from validation.audit_log import AuditCounts, concerns, read_events
+from validation.audit_log import AuditCounts, concerns, read_events, settled
 from validation.cases import groups
 from validation.comparison import check_cold, compare
-from validation.embedded_engine import open_engine
 from validation.engines import EngineSettings
 from validation.serving import Server
 from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
+    from validation.engines import Engines
     from validation.samples import Sample
     from validation.serving import Served, ServedDonor
     from validation.tokenised import TokenisedCase
@@ -68,27 +68,46 @@ class Measured:
     events: list[dict[str, Any]]
 
 
+@dataclass(slots=True)
+class _Round:
+    """What the arms of one repeat served: each group's donors by group and arm, answers by case and arm. Of their
+    logits only the first row is kept."""
+
+    donors: dict[tuple[str, str], list[ServedDonor]] = field(default_factory=dict)
+    served: dict[str, dict[str, Served]] = field(default_factory=dict)
+    perplexities: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def settle(self, arm: str, ended: Sequence[Mapping[str, Any]]) -> None:
+        """Takes from the audit log what the arm's engine does not tell; `ended` in the order of the requests."""
+        for (group, name), donors in self.donors.items():
+            if name == arm:
+                self.donors[group, name] = [donor.settled(ended[donor.request_id - 1]) for donor in donors]
+        for by_arm in self.served.values():
+            by_arm[arm] = by_arm[arm].settled(ended[by_arm[arm].request_id - 1])
+
+
 class Measurement:
-    """All arms over one model's weights.
+    """All arms over one model's weights: side by side where engines share them, else one arm after the other.
 
     Raises ConfigurationError when a case does not fit the model's context, before anything is served.
     """
 
-    def __init__(self, runner: ModelRunner, cases: Sequence[Case], settings: MeasurementSettings) -> None:
-        self._runner, self._settings = runner, settings
-        self._tokeniser = Tokeniser(runner, settings.max_tokens)
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: MeasurementSettings) -> None:
+        self._engines, self._settings = engines, settings
+        self._tokeniser = Tokeniser(engines, settings.max_tokens)
         self._groups = groups(list(cases))
         self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
 
     @property
     def steps(self) -> int:
         """How often `run` reports progress."""
-        return self._settings.repeats * sum(len(group) for group in self._groups)
+        return self._settings.repeats * len(self._turns) * sum(len(group) for group in self._groups)
 
     @property
-    def _connected(self) -> list[Arm]:
-        """Arms with a connector, which writes an audit log."""
-        return [arm for arm in self._settings.arms if arm.variables is not None]
+    def _turns(self) -> list[tuple[Arm, ...]]:
+        """The arms that are served together. Others' answers are compared with cold's, so that it comes first."""
+        arms = sorted(self._settings.arms, key=lambda arm: arm.name != COLD)
+        return [(arm,) for arm in arms] if self._engines.starts_slowly else [self._settings.arms]
 
     @property
     def longest_prompt(self) -> list[int]:
@@ -98,30 +117,48 @@ class Measurement:
         """Serves everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
         samples: list[Sample] = []
         events: list[dict[str, Any]] = []
-        with tempfile.TemporaryDirectory(prefix="validation-") as folder:
-            for repeat in range(self._settings.repeats):
-                audit = {arm.name: Path(folder) / f"{arm.name}-{repeat}.jsonl" for arm in self._connected}
-                with ExitStack() as stack:
-                    servers = {arm: self._server(stack, arm, audit.get(arm.name)) for arm in self._settings.arms}
-                    warm_up = {arm.name: self._warm_up(arm, server) for arm, server in servers.items()}
-                    for index, group in enumerate(self._groups):
-                        samples.extend(self._measure(servers, group, repeat, index, on_step))
-                for name, path in audit.items():
-                    served = [event for event in read_events(path) if not concerns(event, warm_up[name])]
-                    events.extend({**event, "arm": name, "repeat": repeat} for event in served)
-        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._connected}
+        for repeat in range(self._settings.repeats):
+            found = _Round()
+            for arms in self._turns:
+                events += self._serve(arms, repeat, found, on_step)
+            samples += self._compared(repeat, found)
+        counts = {
+            arm.name: AuditCounts.of(events, arm.name) for arm in self._settings.arms if arm.variables is not None
+        }
         return Measured(samples, counts, events)
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
-    def _server(self, stack: ExitStack, arm: Arm, audit_path: Path | None) -> Server:
+    def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> list[dict[str, Any]]:
+        """Serves all cases under arms whose engines run together; returns what their audit logs tell of them."""
+        with tempfile.TemporaryDirectory(prefix="validation-") as folder:
+            # An arm with a connector writes an audit log.
+            audit = {arm.name: Path(folder) / f"{arm.name}.jsonl" for arm in arms}
+            with ExitStack() as stack:
+                servers = {arm: self._server(stack, arm, audit[arm.name]) for arm in arms}
+                warm_up = {arm.name: self._warm_up(arm, server) for arm, server in servers.items()}
+                for index, group in enumerate(self._groups):
+                    self._serve_group(servers, group, repeat, index, found, on_step)
+            told = {arm.name: read_events(audit[arm.name]) for arm in arms if arm.variables is not None}
+        if self._engines.starts_slowly:
+            for name, events in told.items():
+                last = max(by_arm[name].request_id for by_arm in found.served.values())
+                found.settle(name, settled(events, last))
+        return [
+            {**event, "arm": name, "repeat": repeat}
+            for name, events in told.items()
+            for event in events
+            if not concerns(event, warm_up[name])
+        ]
+
+    def _server(self, stack: ExitStack, arm: Arm, audit_path: Path) -> Server:
         settings = EngineSettings(
             model=self._settings.model,
             pool_tokens=self._pool_tokens(),
             host_bytes=self._host_bytes(),
             min_span=self._settings.min_span,
         )
-        engine = open_engine(arm, settings, self._runner, None if audit_path is None else str(audit_path))
+        engine = self._engines.open(arm, settings, audit_path)
         stack.callback(engine.shutdown)
         return Server(engine, self._tokeniser)
 
@@ -137,9 +174,7 @@ class Measurement:
     def _host_bytes(self) -> int:
         """Twice the largest group's donors at least, so that no group drops its own."""
         donors = max(sum(map(len, tokens.donors)) for tokens in self._tokens.values())
-        facts = self._runner.facts
-        token_bytes = 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self._runner.dtype.itemsize
-        return max(MIN_HOST_BYTES, 2 * donors * token_bytes)
+        return max(MIN_HOST_BYTES, 2 * donors * self._engines.token_bytes)
 
     def _warm_up(self, arm: Arm, server: Server) -> frozenset[int]:
         """Serves a shifted text under a salt of its own, so that first-call costs fall on nobody; the request ids."""
@@ -150,34 +185,47 @@ class Measurement:
 
     # -- one group -------------------------------------------------------------------------------------------------
 
-    def _measure(
-        self, servers: Mapping[Arm, Server], group: list[Case], repeat: int, index: int, on_step: OnStep
-    ) -> list[Sample]:
+    def _serve_group(
+        self,
+        servers: Mapping[Arm, Server],
+        group: list[Case],
+        repeat: int,
+        index: int,
+        found: _Round,
+        on_step: OnStep,
+    ) -> None:
         # Alternating the order keeps a machine that slows down over time from favouring one arm.
-        arms = self._settings.arms
+        arms = tuple(servers)
         turn = (index + repeat) % len(arms)
         order = arms[turn:] + arms[:turn]
-        donors = {
-            arm.name: servers[arm].serve_donors(self._tokens[group[0].id].donors, None)
-            for arm in order
-            if arm.serves_donors
-        }
-        samples: list[Sample] = []
+        for arm in order:
+            if arm.serves_donors:
+                donors = self._tokens[group[0].id].donors
+                found.donors[group[0].group, arm.name] = servers[arm].serve_donors(donors, None)
         for case in group:
             salts = {arm: f"{case.group}/{repeat}" if arm.isolated else None for arm in order}
             tokens = self._tokens[case.id]
-            served = {arm.name: servers[arm].serve(tokens.prompt, salts[arm]) for arm in order}
+            served = found.served.setdefault(case.id, {})
+            for arm in order:
+                served[arm.name] = servers[arm].serve(tokens.prompt, salts[arm])
             check_cold(case, served)
             target = tokens.forced or tuple(served[COLD].tokens)
-            perplexities = {
-                arm.name: _perplexity(servers[arm], tokens.prompt, salts[arm], served[arm.name], target)
-                for arm in order
-            }
-            cached = served[EXACT_PREFIX].exact_prefix_tokens
-            for arm in arms:
-                expected = min(_exact_prefix(tokens, donors.get(arm.name, [])), cached)
-                samples.append(compare(case, arm.name, repeat, served, perplexities, expected))
+            perplexities = found.perplexities.setdefault(case.id, {})
+            for arm in order:
+                ours = served[arm.name]
+                perplexities[arm.name] = _perplexity(servers[arm], tokens.prompt, salts[arm], ours, target)
+                served[arm.name] = replace(ours, logits=ours.logits[:1].clone())
             on_step(case.id)
+
+    def _compared(self, repeat: int, found: _Round) -> list[Sample]:
+        samples = []
+        for case in itertools.chain(*self._groups):
+            served, tokens = found.served[case.id], self._tokens[case.id]
+            cached = served[EXACT_PREFIX].exact_prefix_tokens
+            for arm in self._settings.arms:
+                donors = found.donors.get((case.group, arm.name), [])
+                expected = min(_exact_prefix(tokens, donors), cached)
+                samples.append(compare(case, arm.name, repeat, served, found.perplexities[case.id], expected))
         return samples
 
 

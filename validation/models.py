@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,8 +22,6 @@ from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
-    import torch
-
     from validation.engines import Engines, ServedModel
 
 PROFILE_NAME = "reuse-profile.json"
@@ -48,15 +47,23 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
 
 
 def engines_of(name: str, model: str | None, device: str | None, dtype: str) -> Engines:
-    """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves.
+    """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves. `dtype` as in
+    `load`.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
     if name == TRTLLM:
         return TrtllmEngines(str(model or shipped_model()), dtype)
     if name == VLLM:
-        return VllmEngines(str(model or shipped_model()), dtype)
+        return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()))
     return EmbeddedEngines(load(model, device, dtype))
+
+
+def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
+    """Device of the weights, and their type: for an engine of its own what `dtype` asks for."""
+    if isinstance(engines, EmbeddedEngines):
+        return str(engines.runner.device), str(engines.runner.dtype)
+    return str(_own_device()), _dtype(dtype, _own_device())
 
 
 def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
@@ -106,6 +113,11 @@ def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -
 def full_layers_of(profile: ReuseProfile) -> int:
     """Lowest layers that the profile's policy computes for every token of an approximate plan."""
     return max(profile.boundary, 0 if profile.check is None else profile.check.layer)
+
+
+def _own_device() -> torch.device:
+    """Where an engine runs that chooses its device itself."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _dtype(asked: str, device: torch.device) -> str:

@@ -14,6 +14,7 @@ from validation.workloads import HARMLESS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from validation.exactness import Exactness
     from validation.samples import Sample
 
 FILE_NAME = "end_to_end.json"
@@ -23,13 +24,14 @@ TIMED_SIZES = ("2k", "4k")
 
 
 def end_to_end_rows(
-    samples: Sequence[Sample], logit_difference: float | None, device: str, measured: Measured
+    samples: Sequence[Sample], exactness: Exactness | None, device: str, measured: Measured, engine: str = ""
 ) -> list[Row]:
     """Rows of the built-in workloads, of the arms position_fix and verified; what was not measured gets no row.
 
-    Names begin with the kind of device, `cpu` or `gpu`, except for the wrapper's exactness.
+    Names begin with `engine`, such as `vllm_`, and then with the kind of device, `cpu` or `gpu`, except for the
+    wrapper's exactness.
     """
-    kind = "gpu" if device.startswith("cuda") else "cpu"
+    kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     rows = []
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
         rows += [_speedup_row(f"{name}_{size}_ttft_speedup", arm, size, samples, measured) for size in TIMED_SIZES]
@@ -37,15 +39,15 @@ def end_to_end_rows(
     rows.append(_exact_match_row(f"{kind}_verified_em_drop", VERIFIED, (*HARMLESS, HEADER_TRAP), samples, measured))
     rows.append(_trap_row(f"{kind}_trap_position_fix_em", samples, measured))
     rows.append(_fires_row(f"{kind}_unrelated_fires", samples, measured))
-    if logit_difference is not None:
+    if exactness is not None:
         rows.append(
             row(
-                "wrapper_exactness_max_logit_diff",
-                logit_difference,
+                f"{engine}wrapper_exactness_max_logit_diff",
+                exactness.difference,
                 "logits",
-                goal=MAX_LOGIT_DIFFERENCE,
+                goal=max(MAX_LOGIT_DIFFERENCE, exactness.noise),
                 better="lower",
-                baseline="plain Hugging Face forward, float32",
+                baseline=exactness.against,
                 measured=measured,
             )
         )

@@ -25,7 +25,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a run found. `settings` are the command's arguments, `machine` and `versions` where it ran."""
+    """Everything that a run found. `settings` are the command's arguments, `machine` and `versions` where it ran,
+    `notes` what the engine cannot do, a sentence each."""
 
     model: str
     policy: str
@@ -39,6 +40,7 @@ class Report:
     versions: dict[str, str]
     date: str
     seconds: float
+    notes: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Gate]:
@@ -71,6 +73,7 @@ class Report:
             "versions": self.versions,
             "date": self.date,
             "seconds": round(self.seconds, 3),
+            "notes": list(self.notes),
             "samples": [asdict(sample) for sample in self.samples],
         }
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
-    from engine_wrapper.embedded.llm import LLM
+    from validation.engines import ArmEngine
     from validation.tokenised import Tokeniser
 
 
@@ -21,6 +23,10 @@ class ServedDonor:
 
     request_id: int
     reused_tokens: int
+
+    def settled(self, event: Mapping[str, Any]) -> ServedDonor:
+        """With what the audit log's event `request_settled` tells."""
+        return replace(self, reused_tokens=int(event["reused_tokens"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,22 @@ class Served:
     outcome: str | None
     reason: str | None
 
+    def settled(self, event: Mapping[str, Any]) -> Served:
+        """With what the audit log's event `request_settled` tells."""
+        return replace(
+            self,
+            exact_prefix_tokens=int(event["exact_prefix_tokens"]),
+            reused_tokens=int(event["reused_tokens"]),
+            computed_tokens=self.computed_tokens + int(event["computed_holes"]),
+            outcome=event["outcome"],
+            reason=event["reason"],
+        )
+
 
 class Server:
     """Serves one request after the other and waits after each until everything it leaves behind can be found."""
 
-    def __init__(self, engine: LLM, tokeniser: Tokeniser) -> None:
+    def __init__(self, engine: ArmEngine, tokeniser: Tokeniser) -> None:
         self._engine, self._tokeniser = engine, tokeniser
 
     def serve_donors(self, donors: tuple[list[int], ...], salt: str | None) -> list[ServedDonor]:

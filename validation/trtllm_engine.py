@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.prompts import one_each
-from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, connector_variables
+from validation.engines import answered, asked_of, connector_variables
 from validation.trtllm_api import WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
 if TYPE_CHECKING:
@@ -20,8 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.sampling import SamplingParams
     from validation.arms import Arm
-    from validation.engines import ArmEngine, EngineSettings
+    from validation.engines import ArmEngine, Asked, EngineSettings
 
 
 class TrtllmEngines:
@@ -32,6 +31,7 @@ class TrtllmEngines:
     """
 
     starts_slowly = True
+    notes = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 
     def __init__(self, model: str, dtype: str = "auto") -> None:
         trtllm_api()
@@ -74,34 +74,29 @@ class TrtllmEngine:
         self,
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | None = None,
+        cache_salt: Sequence[str | None] | str | None = None,
     ) -> list[RequestOutput]:
         """Answers all prompts together; the outputs have no text and no times. Raises SemBlendError."""
-        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-        salts = one_each("cache_salt", cache_salt, len(prompts), str)
-        first = self._asked + 1
-        outputs = self._ask(prompts, params, salts)
+        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         found = []
-        for number, prompt, param, salt, output in zip(
-            range(first, first + len(prompts)), prompts, params, salts, outputs, strict=True
-        ):
+        for each, output in zip(asked, self._ask(asked), strict=True):
             logits = [_logits_of(output)]
-            forced = param.forced_token_ids or ()
+            forced = each.params.forced_token_ids or ()
             if len(forced) > 1:
-                begun = [[*prompt, *forced[:count]] for count in range(1, len(forced))]
-                logits += [_logits_of(each) for each in self._ask(begun, [param] * len(begun), [salt] * len(begun))]
-            found.append(_output_of(number, prompt, output, logits, forced))
+                begun = [[*each.prompt, *forced[:count]] for count in range(1, len(forced))]
+                rest = self._ask(asked_of(self._asked + 1, begun, each.params, each.salt))
+                logits += [_logits_of(one) for one in rest]
+            found.append(_output_of(each, output, logits, forced))
         return found
 
-    def _ask(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salts: Sequence[str | None]
-    ) -> list[Any]:
+    def _ask(self, asked: Sequence[Asked]) -> list[Any]:
+        salts = [each.salt for each in asked]
         # Versions before 1.2 do not know salts; without one to give, none is named.
-        options = {"cache_salt": list(salts)} if any(salts) else {}
-        self._asked += len(prompts)
+        options = {"cache_salt": salts} if any(salts) else {}
+        self._asked += len(asked)
         try:
-            asked = [_sampling(each) for each in params]
-            return list(self._llm.generate(list(prompts), asked, use_tqdm=False, **options))
+            params = [_sampling(each.params) for each in asked]
+            return list(self._llm.generate([each.prompt for each in asked], params, use_tqdm=False, **options))
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
 
@@ -137,13 +132,9 @@ def _logits_of(output: Any) -> torch.Tensor | None:
 
 
 def _output_of(
-    number: int,
-    prompt: list[int],
-    output: Any,
-    logits: Sequence[torch.Tensor | None],
-    forced: Sequence[int],
+    asked: Asked, output: Any, logits: Sequence[torch.Tensor | None], forced: Sequence[int]
 ) -> RequestOutput:
     completion = output.outputs[0]
     rows = [each if not forced else each[:1] for each in logits if each is not None]
     tokens = list(forced or completion.token_ids)
-    return answered(number, prompt, tokens, completion.finish_reason, torch.cat(rows) if rows else None)
+    return answered(asked, tokens, completion.finish_reason, torch.cat(rows) if rows else None)

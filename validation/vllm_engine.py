@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.prompts import one_each
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, connector_variables, environment
+from validation.engines import answered, asked_of, connector_variables, environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.outputs import RequestOutput
     from validation.arms import Arm
-    from validation.engines import ArmEngine, EngineSettings
+    from validation.engines import ArmEngine, Asked, EngineSettings
 
 _BLOCK_SIZE = 32
 _TRANSFER = {
@@ -44,6 +44,13 @@ class VllmEngines:
     """
 
     starts_slowly = True
+    notes = (
+        "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
+        "shows as a difference between them (cold_again beside cold tells how much).",
+        "vLLM runs eager and without async scheduling here, in every arm: logits are read between its steps.",
+        "vLLM chooses its device itself; --device is not read.",
+        "vLLM's times hold the reading of the logits, which is the same in every arm.",
+    )
 
     def __init__(self, model: str, dtype: str = "auto") -> None:
         if find_spec("vllm") is None:
@@ -88,10 +95,13 @@ class VllmEngines:
 
 @dataclass(slots=True)
 class _Reading:
-    """One answer under way: its rows of logits, float32 [vocabulary] each, and the tokens that it is forced to."""
+    """One answer under way: the tokens that it is forced to, its rows of logits, float32 [vocabulary] each, and the
+    seconds from when it was asked for to its first token."""
 
     forced: tuple[int, ...]
     rows: list[torch.Tensor] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
 
 
 class VllmEngine:
@@ -112,19 +122,17 @@ class VllmEngine:
         self,
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | None = None,
+        cache_salt: Sequence[str | None] | str | None = None,
     ) -> list[RequestOutput]:
-        """Answers all prompts together; the outputs have no text and no times. Raises SemBlendError."""
-        params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
-        salts = one_each("cache_salt", cache_salt, len(prompts), str)
-        first = self._asked + 1
-        outputs = self._ask(prompts, params, salts)
+        """Answers all prompts together; the outputs have no text. Raises SemBlendError."""
+        asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         found = []
-        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=first):
+        for each, output in zip(asked, self._ask(asked), strict=True):
             completion, reading = output.outputs[0], self._readings.pop(output.request_id)
             tokens = list(completion.token_ids)
             logits = torch.stack(reading.rows[: len(tokens)])
-            found.append(answered(number, prompt, tokens, completion.finish_reason, logits))
+            cached = output.num_cached_tokens or 0
+            found.append(answered(each, tokens, completion.finish_reason, logits, cached, reading.first_token))
         return found
 
     def settle(self) -> None:
@@ -142,20 +150,22 @@ class VllmEngine:
         del self._llm, self._core, self._runner, self._model, self._compute
         gc.collect()
 
-    def _ask(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salts: Sequence[str | None]
-    ) -> list[Any]:
+    def _ask(self, asked: Sequence[Asked]) -> list[Any]:
         engine, ended = self._llm.llm_engine, dict[str, Any]()
-        names = []
-        for prompt, param, salt in zip(prompts, params, salts, strict=True):
-            self._asked += 1
-            asked: dict[str, Any] = {"prompt_token_ids": list(prompt)} | ({} if salt is None else {"cache_salt": salt})
-            names.append(f"validation{self._asked}")
-            self._readings[names[-1]] = _Reading(tuple(param.forced_token_ids or ()))
-            engine.add_request(names[-1], asked, _sampling(param))
+        names = [f"validation{each.number}" for each in asked]
+        self._asked += len(asked)
+        for name, each in zip(names, asked, strict=True):
+            salted = {} if each.salt is None else {"cache_salt": each.salt}
+            self._readings[name] = _Reading(tuple(each.params.forced_token_ids or ()))
+            engine.add_request(name, {"prompt_token_ids": each.prompt, **salted}, _sampling(each.params))
         try:
             while engine.has_unfinished_requests():
-                ended |= {output.request_id: output for output in engine.step() if output.finished}
+                for output in engine.step():
+                    reading = self._readings[output.request_id]
+                    if reading.first_token is None:
+                        reading.first_token = time.perf_counter() - reading.began
+                    if output.finished:
+                        ended[output.request_id] = output
         except (RuntimeError, ValueError, TypeError) as error:
             raise SemBlendError(f"vLLM gave no answer: {error}") from error
         return [ended[name] for name in names]

@@ -10,6 +10,7 @@ from types import CellType, FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite.binding import ffi
 from numba.extending import intrinsic as _intrinsic
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ COMPILED_MODULES = (
     "fleet/owner_sets.py",
     "fleet/posting_table.py",
 )
+# Any name is a function of this library, `__dict__` too, and vLLM 0.32 asks all that is loaded for it before it starts.
+getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 _SOURCES = hashlib.sha256(b"".join((_PACKAGE / name).read_bytes() for name in COMPILED_MODULES)).digest()
 
 

@@ -10,6 +10,7 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from validation import gates
 from validation.audit_log import AuditCounts
+from validation.exactness import Exactness
 from validation.gates import Gate, GateBounds, gates_of
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
 
 
-def gate(name: str, samples: Sequence[Sample], audit: AuditCounts = BUSY, difference: float | None = None) -> Gate:
-    [found] = [g for g in gates_of(samples, audit, "position_fix", GateBounds(), difference) if g.name == name]
+def gate(name: str, samples: Sequence[Sample], audit: AuditCounts = BUSY, exactness: Exactness | None = None) -> Gate:
+    [found] = [g for g in gates_of(samples, audit, "position_fix", GateBounds(), exactness) if g.name == name]
     return found
 
 
@@ -113,8 +114,11 @@ def test_counts_come_from_the_audit_log(make_sample: Maker) -> None:
 
 def test_exactness_is_read_only_where_it_was_measured(make_sample: Maker) -> None:
     assert gate("wrapper_exactness", [make_sample()]).value is None
-    assert not gate("wrapper_exactness", [make_sample()], difference=math.inf).holds
-    assert gate("wrapper_exactness", [make_sample()], difference=1e-5).holds
+    assert not gate("wrapper_exactness", [make_sample()], exactness=Exactness(math.inf, "stock")).holds
+    assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(1e-5, "stock")).holds
+    # An engine's own noise is no fault of ours, and no more than that is allowed.
+    assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(0.1, "stock", noise=0.1)).holds
+    assert not gate("wrapper_exactness", [make_sample()], exactness=Exactness(0.2, "stock", noise=0.1)).holds
 
 
 @pytest.mark.parametrize(

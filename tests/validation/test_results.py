@@ -9,6 +9,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation import results
+from validation.exactness import Exactness
 from validation.record import end_to_end_rows
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def test_the_rows_of_a_run_have_their_names(make_sample: Callable[..., Sample], 
     for size in ("2k", "4k"):
         samples += [make_sample(size=size, arm="cold", speedup=1.0, ttft_s=0.4), make_sample(size=size)]
     samples.append(make_sample(workload="unrelated", expects="none", reused_tokens=0))
-    rows = {row.name: row for row in end_to_end_rows(samples, 1e-5, "cpu", measured)}
+    rows = {row.name: row for row in end_to_end_rows(samples, Exactness(1e-5, "stock"), "cpu", measured)}
     assert list(rows) == [
         "cpu_shifted_2k_ttft_speedup",
         "cpu_shifted_4k_ttft_speedup",

@@ -18,6 +18,7 @@ from validation import documents, prompts
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
 from validation.cases import Case, Expectation
 from validation.cli import shipped_model
+from validation.embedded_engine import EmbeddedEngines
 from validation.measurement import Measurement, MeasurementSettings
 from validation.summary import Summary, summary
 
@@ -97,7 +98,7 @@ def measure() -> Callable[[KvMove], dict[str, Summary]]:
     def run(move: KvMove) -> dict[str, Summary]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "kv_move", move)
-            samples = Measurement(runner, cases, settings).run().samples
+            samples = Measurement(EmbeddedEngines(runner), cases, settings).run().samples
         return {
             arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])
             for arm in (COLD, COLD_AGAIN, POSITION_FIX)

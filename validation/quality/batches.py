@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.errors import SemBlendError
 from validation.arms import COLD_AGAIN
 from validation.audit_log import read_events, settled
 from validation.cases import groups
@@ -84,7 +83,8 @@ class BatchServer:
             finally:
                 engine.shutdown()
             if arm.variables is not None:
-                found = _with_reuse(found, settled(read_events(audit)))
+                ended = settled(read_events(audit), max(found, default=0))
+                found = {number: replace(each, reuse=Reuse.of(ended[number - 1])) for number, each in found.items()}
         return {answer.case_id: answer for answer in found.values()}
 
     def _chunk(self, engine: ArmEngine, arm: Arm, chunk: Sequence[list[Case]]) -> Iterator[tuple[int, Answer]]:
@@ -142,13 +142,3 @@ class BatchServer:
             for group in order
         ]
         return max(self._settings.host_bytes, 2 * max(tokens) * self._settings.groups * self._engines.token_bytes)
-
-
-def _with_reuse(found: dict[int, Answer], ended: Sequence[dict[str, Any]]) -> dict[int, Answer]:
-    """The answers by the number of their request, with what the connector settled for each."""
-    if len(ended) < max(found, default=0):
-        raise SemBlendError(
-            f"The connector's audit log tells the end of {len(ended)} requests, but {max(found)} were served; without "
-            "it nothing shows what was reused. The engine's log says why, or the disk of the temporary folder was slow."
-        )
-    return {number: replace(answer, reuse=Reuse.of(ended[number - 1])) for number, answer in found.items()}

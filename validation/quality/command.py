@@ -12,7 +12,6 @@ from semblend_trt.printable import printable
 from validation import machine, models, results
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
-from validation.embedded_engine import EmbeddedEngines
 from validation.files import beside, check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
 from validation.quality.arguments import batch_settings, family_request
@@ -52,10 +51,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     cases = write_cases(engines, asked)
     server = BatchServer(engines, cases, settings)
     samples, seconds = _serve(server, cases, arms, choices.num_layers)
-    # Engines of their own take what they are told, and choose their device themselves.
-    dtype, device = options.dtype, "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(engines, EmbeddedEngines):
-        dtype, device = str(engines.runner.dtype), str(engines.runner.device)
+    device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
         model=settings.model,
         samples=samples,

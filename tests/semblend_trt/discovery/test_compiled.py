@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llvmlite.binding import ffi
+
 import semblend_trt
 from semblend_trt.discovery.compiled import COMPILED_MODULES
 
@@ -102,3 +104,7 @@ def test_a_changed_constant_reaches_the_compiled_code_that_takes_it_in(tmp_path:
     change("discovery/index_memory.py", "_RECORD_BITS = (9, 4, 6,", "_RECORD_BITS = (9, 4, 5,")
     change("fleet/owner_sets.py", "SHARED = 1 << 30", "SHARED = 1")
     assert look_up() == [4, 0, 0, 0]
+
+
+def test_who_looks_at_all_that_is_loaded_finds_a_dictionary() -> None:
+    assert vars(ffi.lib).get("kernel") is None
