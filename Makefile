@@ -35,7 +35,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate quality calibrate test vllm-env vllm-lock vllm-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest validate quality calibrate test vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,11 @@ card:
 gpu-test: card env ## run the tests of kernels and engine, compiled, on this machine's card
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("This machine has a card, but torch sees none.")'
 	env -u TRITON_INTERPRET $(RUN) -m pytest tests/kernels tests/engine_wrapper $(ARGS)
+
+# PYTHON is an interpreter with a CUDA build of vLLM, which brings its own torch.
+vllm-gpu-test: card ## run the tests inside vLLM on this machine's card, with either model runner; PYTHON is the interpreter that has it
+	for runner in 0 1; do VLLM_USE_V2_MODEL_RUNNER=$$runner VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+	  $(PYTHON) -m pytest -n 0 tests/engine_wrapper/vllm $(ARGS) || exit 1; done
 
 # With the interpreter that has tensorrt_llm and our wheel, outside of this folder: the workers import what is installed.
 TRTLLM_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU with the shipped model. The folder is left out where vLLM is not installed."""
+"""A real vLLM with the shipped model, on the card where there is one. The folder is left out without vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.cuda import is_available
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
@@ -30,6 +31,8 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+# Engines on a card come one behind the other, and give memory back late.
+PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
 # A donor may be short here, and prompts are.
 SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 
@@ -151,6 +154,7 @@ def serving(**options: Any) -> Served:
         "enforce_eager": True,
         "max_num_batched_tokens": 2048,
         "block_size": 32,
+        **PLACE,
         **options,
     }
     # What earlier engines have left behind must not be collected while vLLM compiles: that ends the process.
@@ -207,6 +211,9 @@ def engine(profile: Path) -> Iterator[Callable[..., Served]]:
 def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
     turns that off."""
+    if is_available():
+        monkeypatch.setitem(PLACE, "async_scheduling", request.param)
+        return bool(request.param)
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.check_and_update_config
