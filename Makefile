@@ -38,7 +38,7 @@ PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 .PHONY: help env lock newest validate quality calibrate test vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  arguments are passed on: make validate ARGS='--policy boundary', make test ARGS='-k span'"
 
 $(BIN)/python $(VLLM)/bin/python:
