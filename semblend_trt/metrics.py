@@ -14,10 +14,10 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.discovery.neighbour import EVENTS
 from semblend_trt.donors.news import TierEvent
 from semblend_trt.engine_counts import EngineCounts
 from semblend_trt.outcome import OTHER_REASON, Outcome
+from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from semblend_trt.connector.report import ReuseReport
-    from semblend_trt.discovery.neighbour import Neighbour
+    from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)
 

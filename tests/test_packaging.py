@@ -151,6 +151,7 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
         "vllm",
         "gpu",
         "embedded",
+        "semantic",
         "embedder",
         "onnx",
         "onnx-gpu",

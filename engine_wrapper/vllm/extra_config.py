@@ -79,7 +79,7 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_off() -> dict[str, Any]:
     """Settings for an engine that reuses nothing, none of them read from the environment."""
-    return {**{name: field.default for name, field in Settings.model_fields.items()}, "embedder": "off"}
+    return {name: field.default for name, field in Settings.model_fields.items()}
 
 
 def _keys() -> dict[str, str]:

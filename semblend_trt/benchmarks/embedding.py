@@ -19,14 +19,14 @@ import torch
 from kernels.benchmarks.rows import Results, parser, say
 from kernels.layout import KvGeometry
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
-from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
+from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from semblend_trt.discovery.embedder import Embedder
+    from semblend_trt.semantic.embedder import Embedder
 
 PROMPT_TOKENS = 8192
 CALLS = 300
@@ -58,8 +58,7 @@ SYLLABLES = (
 
 def text_of_tokens(count: int) -> str:
     """Text of `count` tokens of the sentence model's tokenizer. Raises ConfigurationError without the model."""
-    from semblend_trt.discovery.embedders.sentence_model import sentence_model
-    from semblend_trt.discovery.embedders.windows import window_tokenizer
+    from semblend_trt.semantic.sentence_model import sentence_model, window_tokenizer
 
     tokenizer = window_tokenizer(sentence_model(None, "onnx", "onnx").folder)
     rng = np.random.default_rng(0)

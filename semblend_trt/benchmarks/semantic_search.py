@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kernels.benchmarks.rows import Results, parser, say
 from semblend_trt.benchmarks.semantic_vectors import CHUNK, DIM, Collection, embedded_passages, synthetic
-from semblend_trt.discovery.semantic_index import SemanticIndex
+from semblend_trt.semantic.index import SemanticIndex
 
 if TYPE_CHECKING:
     from semblend_trt.benchmarks.semantic_vectors import Vectors
@@ -81,7 +81,7 @@ def timed(search: Search, queries: Vectors) -> tuple[list[Found], npt.NDArray[np
 
 def filled(vectors: Vectors) -> SemanticIndex:
     """The product's index over vectors float32 [n, 384], which are named by their numbers."""
-    index = SemanticIndex("benchmark", DIM)
+    index = SemanticIndex(DIM)
     for first in range(0, len(vectors), CHUNK):
         part = vectors[first : first + CHUNK]
         index.add_all(SPACE, [str(first + number) for number in range(len(part))], part)

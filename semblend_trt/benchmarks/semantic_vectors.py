@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from semblend_trt.benchmarks.span_corpus import EXCERPT, TOKENIZER, chained
-from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.connector.report import ReuseReport
     from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.discovery.neighbour import Neighbour
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import SavedDonor
+    from semblend_trt.semantic.neighbours import Neighbour
 
 
 class Journal:

@@ -10,9 +10,9 @@ from semblend_trt.plan import PlanKind
 
 if TYPE_CHECKING:
     from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.discovery.neighbour import Neighbour
     from semblend_trt.outcome import Settled
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.semantic.neighbours import Neighbour
 
 # Runs were found, but none where it could have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})

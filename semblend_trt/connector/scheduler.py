@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from semblend_trt.connector.adapters import Adapters
 from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, version_of
 from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, tokens_of
+from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.connector.journal import Journal
 from semblend_trt.connector.kind_reader import kind_reader_for
@@ -23,7 +25,6 @@ from semblend_trt.connector.layer_groups import LayerGroupForms
 from semblend_trt.connector.library import Library
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import namespace_for
-from semblend_trt.connector.neighbourhood import neighbourhood_for
 from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
@@ -35,6 +36,7 @@ from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.runtime import runtime_for
+from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +68,12 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._journal.dropped)
         self._news = neighbourhood_for(
-            self._settings, self._refusal, llm_args, self._journal, self._metrics, announcer_for(self._settings)
+            self._settings,
+            self._refusal,
+            partial(tokenizer_folder, llm_args),
+            self._journal,
+            self._metrics,
+            announcer_for(self._settings),
         )
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()

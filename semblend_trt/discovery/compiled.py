@@ -23,7 +23,6 @@ COMPILED_MODULES = (
     "discovery/anchor_table.py",
     "discovery/compiled.py",
     "discovery/donor_pages.py",
-    "discovery/embedders/hashing.py",
     "discovery/fingerprint.py",
     "discovery/index_memory.py",
     "discovery/index_writing.py",
@@ -34,6 +33,7 @@ COMPILED_MODULES = (
     "fleet/overlap_tally.py",
     "fleet/owner_sets.py",
     "fleet/posting_table.py",
+    "semantic/word_embedders.py",
 )
 # Any name is a function of this library, `__dict__` too, and vLLM 0.32 asks all that is loaded for it before it starts.
 getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
-from semblend_trt.discovery.embedder import EmbedderKind
-from semblend_trt.discovery.embedders.sentence_model import sentence_model
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.embedder import EmbedderKind
+from semblend_trt.semantic.sentence_model import sentence_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,9 @@ def software(settings: Settings | None) -> Iterator[Finding]:
 
 
 def embedder(settings: Settings) -> Iterator[Finding]:
-    """Whether the sentence model is here that the settings name."""
+    """Whether semantic neighbours are reported, and whether the sentence model is here that the settings name."""
+    if settings.embedder is EmbedderKind.OFF:
+        yield _chapter.ok("SEMBLEND_EMBEDDER=off: no semantic neighbours are reported")
     extra = _EXTRA_OF_EMBEDDER.get(settings.embedder)
     if extra is None:
         if settings.embedder_model is not None:
@@ -86,7 +88,8 @@ def _user_of(extra: str, settings: Settings | None) -> str | None:
         return None
     if extra == "nats" and settings.nats_url is not None:
         return "SEMBLEND_NATS_URL"
-    if extra == _EXTRA_OF_EMBEDDER.get(settings.embedder):
+    is_semantic = extra == "semantic" and settings.embedder is not EmbedderKind.OFF
+    if is_semantic or extra == _EXTRA_OF_EMBEDDER.get(settings.embedder):
         return f"SEMBLEND_EMBEDDER={settings.embedder.value}"
     return None
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from semblend_trt.discovery.embedder import EmbedderKind
+from semblend_trt.semantic.embedder import EmbedderKind
 from semblend_trt.settings.environment import SettingsGroup, Variable
 
 
@@ -48,9 +48,10 @@ class DiscoverySettings(SettingsGroup):
         "as lookup_timeout, and its request is served cold.",
     )
     embedder: Annotated[EmbedderKind, Variable("EMBEDDER")] = Field(
-        EmbedderKind.STATIC,
+        EmbedderKind.OFF,
         description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
-        "hashed words, by word sets, or by a sentence model. What is near is reported, never reused for it.",
+        "hashed words, by word sets, or by a sentence model. What is near is reported, never reused for it. All but "
+        "off need the extra semantic.",
     )
     embedder_model: Annotated[str | None, Variable("EMBEDDER_MODEL")] = Field(
         None,

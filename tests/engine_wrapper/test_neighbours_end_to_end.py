@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from importlib.resources import files
 
 import pytest
@@ -36,6 +38,7 @@ def served(monkeypatch, tmp_path):
     def build(**variables):
         for name, value in {
             "POLICY": "position_fix",
+            "EMBEDDER": "static",
             "AUDIT_PATH": tmp_path / f"{len(engines)}.jsonl",
             **variables,
         }.items():
@@ -108,12 +111,21 @@ def test_settings_silence_neighbours_and_leave_reuse_alone(served, variables):
     assert report.nearest == ()
 
 
-def test_without_the_embedder_the_exact_path_still_works(served, monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    llm, _ = served(EMBEDDER="onnx")
+@pytest.mark.parametrize(
+    ("package", "embedder", "extra"), [("onnxruntime", "onnx", "onnx"), ("faiss", "static", "semantic")]
+)
+def test_without_the_extra_the_exact_path_still_works(served, monkeypatch, caplog, package, embedder, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    llm, _ = served(EMBEDDER=embedder)
     sentences = document(9)
     serve(llm, " ".join(sentences))
     output, report = serve(llm, "Read this. " + " ".join(sentences))
     assert output.reused_tokens > 0
     assert report.nearest == ()
-    assert "pip install 'semblend-trt[onnx]'" in caplog.text
+    assert f"pip install 'semblend-trt[{extra}]'" in caplog.text
+
+
+def test_nothing_but_a_search_needs_the_extra():
+    """In a process of its own: here, everything is imported already."""
+    code = "import sys; sys.modules['faiss'] = None; import engine_wrapper.connector, semblend_trt.cli.doctor"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

@@ -14,11 +14,11 @@ from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
 from semblend_trt.config import Settings, load_settings, settings_table
-from semblend_trt.discovery.embedder import EmbedderKind
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy
+from semblend_trt.semantic.embedder import EmbedderKind
 from semblend_trt.settings import problems
 
 # name: (text, value) that differs from the default

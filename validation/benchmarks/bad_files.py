@@ -1,4 +1,4 @@
-"""Bad files: reuse profiles, the router's configuration, engine options, indexes, JSON lines and donors' files."""
+"""Bad files: reuse profiles, the router's configuration, engine options, JSON lines and donors' files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
-from semblend_trt.discovery.semantic_index import SemanticIndex
 from semblend_trt.doctor.options import read_options
 from semblend_trt.donors.disk import FOLDER, DiskTier
 from semblend_trt.donors.donor_file import DonorFileError, KvForm
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 20.0
 _FORM = KvForm(num_layers=2, kv_factor=2, kv_heads=1, head_dim=8, dtype=torch.float32)
-_TOKENS, _SUFFIX, _IDENTITY, _DIM = 16, ".donor.safetensors", "benchmark", 8
+_TOKENS, _SUFFIX = 16, ".donor.safetensors"
 _CASE = {"id": "a", "donors": ["a document"], "prompt": "a prompt", "reference": None}
 _REQUEST = {"request_id": "a", "timestamp_ms": 1.0, "blocks": [{"token_count": 3, "position": 0}], "metadata": {}}
 _ROUTER = 'port = 0\nmodel = "m"\nsecret_env = "S"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
@@ -77,12 +76,10 @@ def tries(folder: Path, count: int) -> Iterator[Tried]:
     """Reads `count` spoiled files of each kind, and those that are bad by themselves. `folder` is empty."""
     rng = random.Random(0)
     profile = json.loads((MODEL / "reuse-profile.json").read_bytes())
-    index = _index(folder / "index")
     kinds: dict[str, tuple[Callable[[Path], object], Callable[[], bytes], tuple[bytes, ...], bool]] = {
         "profile": (ReuseProfile.read, partial(_spoiled_json, rng, profile), _NO_JSON, False),
         "router": (load_config, partial(_spoiled_toml, rng), _alternatives(_NO_ROUTER, _ROUTER), True),
         "options": (read_options, partial(_broken_yaml, rng), _alternatives(_NO_OPTIONS), True),
-        "index": (partial(SemanticIndex.load, identity=_IDENTITY), lambda: _changed(rng, index), _NO_JSON, True),
         "cases": (read_cases, partial(_spoiled_json, rng, _CASE), _NO_JSON, False),
         "trace": (partial(trace_file, skip_bad=False), partial(_spoiled_json, rng, _REQUEST), _NO_JSON, False),
     }
@@ -141,13 +138,6 @@ def _changed(rng: random.Random, data: bytes) -> bytes:
     while (changed := spoiled_bytes(rng, data)) == data:
         pass
     return changed
-
-
-def _index(path: Path) -> bytes:
-    index = SemanticIndex(_IDENTITY, _DIM)
-    index.add_all("namespace", ["a", "b"], np.eye(_DIM, dtype=np.float32)[:2])
-    index.save(path)
-    return path.read_bytes()
 
 
 def _donor_files(folder: Path, rng: random.Random, count: int) -> Iterator[Tried]:

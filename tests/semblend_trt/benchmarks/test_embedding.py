@@ -6,9 +6,8 @@ import pytest
 
 from kernels.benchmarks.rows import Results
 from semblend_trt.benchmarks import embedding
-from semblend_trt.discovery.embedders.sentence_model import sentence_model
-from semblend_trt.discovery.embedders.windows import window_tokenizer
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.sentence_model import sentence_model, window_tokenizer
 
 
 def test_the_row_of_a_scheduler_call_compares_on_with_off(monkeypatch):

@@ -24,6 +24,8 @@ Requires-Dist: nats-py>=2.9; extra == 'nats'
 Requires-Dist: no-such-package>=1; extra == 'nats'
 Provides-Extra: metrics
 Requires-Dist: numpy>=1; extra == 'metrics'
+Provides-Extra: semantic
+Requires-Dist: no-such-index>=1; extra == 'semantic'
 """
 
 
@@ -48,7 +50,7 @@ def test_this_installation_can_work() -> None:
 
 def test_extras_are_complete_or_not(install) -> None:
     install("1.0")
-    python, base, metrics, nats = software(load_settings())
+    python, base, metrics, nats, _ = software(load_settings())
     assert python.text.startswith("Python 3.")
     assert (base.status, base.text.split(" with ")[0]) == (Status.OK, "semblend-trt 9.9")
     assert metrics.status is Status.OK
@@ -58,9 +60,18 @@ def test_extras_are_complete_or_not(install) -> None:
 @pytest.mark.parametrize(("enabled", "status"), [(True, Status.FAILED), (False, Status.NOTE)])
 def test_a_setting_that_needs_an_extra_makes_it_a_problem(install, enabled: bool, status: Status) -> None:
     install("1.0")
-    *_, nats = software(load_settings(nats_url="nats://127.0.0.1:4222", enabled=enabled))
+    *_, nats, _ = software(load_settings(nats_url="nats://127.0.0.1:4222", enabled=enabled))
     assert nats.status is status
     assert ("SEMBLEND_NATS_URL needs it, install semblend-trt[nats]" in nats.text) is enabled
+
+
+@pytest.mark.parametrize(("embedder", "status"), [("off", Status.NOTE), ("static", Status.FAILED)])
+def test_an_embedder_needs_the_extra_of_its_index(install, embedder: str, status: Status) -> None:
+    install("1.0")
+    *_, semantic = software(load_settings(embedder=embedder))
+    assert semantic.status is status
+    told = f"SEMBLEND_EMBEDDER={embedder} needs it, install semblend-trt[semantic]"
+    assert (told in semantic.text) is (status is Status.FAILED)
 
 
 def test_a_package_that_is_too_old_is_a_problem(install) -> None:
@@ -71,8 +82,9 @@ def test_a_package_that_is_too_old_is_a_problem(install) -> None:
 
 
 def test_the_sentence_model_has_to_be_here(tmp_path: Path) -> None:
-    assert list(embedder(load_settings())) == []
-    (unread,) = embedder(load_settings(embedder_model=str(tmp_path)))
+    (off,) = embedder(load_settings())
+    assert (off.status, off.text) == (Status.OK, "SEMBLEND_EMBEDDER=off: no semantic neighbours are reported")
+    (unread,) = embedder(load_settings(embedder="static", embedder_model=str(tmp_path)))
     assert (unread.status, "embedder static runs no model" in unread.text) == (Status.NOTE, True)
     (failed,) = embedder(load_settings(embedder="minilm", embedder_model=str(tmp_path)))
     assert (failed.status, str(tmp_path) in failed.text) == (Status.FAILED, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from importlib.resources import files
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from semblend_trt.config import load_settings
 from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.neighbourhood import neighbourhood_for
-from semblend_trt.discovery.embedder import embedder_for
-from semblend_trt.discovery.prompt_text import text_decoder
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.fleet.wire import decode
 from semblend_trt.metrics import metrics_for
+from semblend_trt.semantic.embedder import embedder_for
+from semblend_trt.semantic.neighbourhood import neighbourhood_for, text_decoder
 
 MODEL = files("validation") / "assets" / "model"
 STREAM = (5, 0)
@@ -28,12 +26,14 @@ STREAM = (5, 0)
 def test_embeddings_reach_readers_only_when_they_are_to(
     nats_server, make_reader, namespace, tmp_path, is_sent, is_found_on_disk
 ) -> None:
-    settings = load_settings(nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1)
+    settings = load_settings(
+        nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
+    )
     reader = make_reader(nats_server.url)
     neighbourhood = neighbourhood_for(
         settings,
         None,
-        SimpleNamespace(model=str(MODEL)),
+        lambda: MODEL,
         Journal(tmp_path / "audit"),
         metrics_for(True, CollectorRegistry()),
         announcer_for(settings),

@@ -50,20 +50,14 @@ def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedde
     downloaded. Raises ConfigurationError for OFF, and for a package or a model that is not here, naming the extra to
     install.
     """
-    if kind is EmbedderKind.STATIC:
-        from semblend_trt.discovery.embedders.static import StaticEmbedder
+    if kind in (EmbedderKind.STATIC, EmbedderKind.JACCARD):
+        from semblend_trt.semantic.word_embedders import JaccardEmbedder, StaticEmbedder
 
-        return StaticEmbedder()
-    if kind is EmbedderKind.JACCARD:
-        from semblend_trt.discovery.embedders.jaccard import JaccardEmbedder
+        return StaticEmbedder() if kind is EmbedderKind.STATIC else JaccardEmbedder()
+    if kind is EmbedderKind.OFF:
+        raise ConfigurationError("embedder off embeds nothing; name another")
+    from semblend_trt.semantic.sentence_embedders import MiniLmEmbedder, OnnxEmbedder
 
-        return JaccardEmbedder()
     if kind is EmbedderKind.MINILM:
-        from semblend_trt.discovery.embedders.minilm import MiniLmEmbedder
-
         return MiniLmEmbedder(model)
-    if kind in (EmbedderKind.ONNX, EmbedderKind.ONNX_GPU):
-        from semblend_trt.discovery.embedders.onnx import OnnxEmbedder
-
-        return OnnxEmbedder(model, on_gpu=kind is EmbedderKind.ONNX_GPU)
-    raise ConfigurationError(f"embedder {kind.value} embeds nothing; name another")
+    return OnnxEmbedder(model, on_gpu=kind is EmbedderKind.ONNX_GPU)

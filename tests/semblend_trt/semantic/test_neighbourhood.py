@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -11,13 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.config import load_settings
+from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.neighbourhood import neighbourhood_for
 from semblend_trt.connector.report import ReuseReport
 from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome
+from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
@@ -39,9 +41,9 @@ class Fixture:
         self.path, self.news, self.registry = path, News(), CollectorRegistry()
         self.journal = Journal(path)
         self.neighbourhood = neighbourhood_for(
-            load_settings(**overrides),
+            load_settings(**{"embedder": "static"} | overrides),
             refusal,
-            SimpleNamespace(model=str(model)),
+            partial(tokenizer_folder, SimpleNamespace(model=str(model))),
             self.journal,
             metrics_for(True, self.registry),
             self.news,
@@ -154,4 +156,6 @@ def test_settings_name_every_embedder(monkeypatch):
     for kind in ("off", "static", "jaccard", "minilm", "onnx", "onnx_gpu"):
         monkeypatch.setenv("SEMBLEND_EMBEDDER", kind)
         assert load_settings().embedder.value == kind
+    monkeypatch.delenv("SEMBLEND_EMBEDDER")
+    assert load_settings().embedder.value == "off"
     assert load_settings().embedder_model is None

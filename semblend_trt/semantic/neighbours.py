@@ -1,15 +1,18 @@
-"""The thread behind `Neighbours`: a bounded queue, one text at a time, and what was found for recent requests."""
+"""Semantic neighbours of requests, found beside serving: texts are embedded and searched by a thread of its own.
+
+Neighbours are reported and nothing else. They authorise no reuse; that takes equal tokens.
+"""
 
 from __future__ import annotations
 
 import enum
 import logging
 import threading
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from semblend_trt.discovery.neighbour import Neighbour
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,31 +21,110 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from semblend_trt.discovery.embedder import Embedder
-    from semblend_trt.discovery.neighbour import Listener
-    from semblend_trt.discovery.semantic_index import SemanticIndex
+    from semblend_trt.semantic.embedder import Embedder
+    from semblend_trt.semantic.index import SemanticIndex
 
 logger = logging.getLogger(__name__)
 
+# What became of a text: entered, searched for, not taken because too many waited, or not embedded for an error.
+EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
 RECENT_REQUESTS = 4096
+QUEUE_LENGTH = 256
+NEAREST = 5
 
 
-class JobKind(enum.Enum):
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A held donor whose text is near a request's; `similarity` is the cosine of their vectors."""
+
+    donor_id: str
+    similarity: float
+
+
+class Listener(Protocol):
+    """Hears of what the thread did, on that thread."""
+
+    def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
+        """The nearest donors of a request, the nearest first; none where none is near enough."""
+        ...
+
+    def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """A held donor's vector, float32 [dim] of unit length, read only."""
+        ...
+
+    def neighbours_counted(self, event: str) -> None:
+        """Counts one event, one of EVENTS."""
+        ...
+
+
+class Neighbours:
+    """The nearest donors of each request. Every call returns at once; none raises and none waits for an embedding.
+
+    `open_embedder` and `open_decoder` are called on the thread; the decoder turns token ids int32 [n] into text. When
+    either raises, one warning says why and nothing is found from then on. At most `queue_length` texts wait; what comes
+    on top is dropped and counted. Ends with `close`, or when its last reference goes.
+    """
+
+    def __init__(
+        self,
+        open_embedder: Callable[[], Embedder],
+        open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
+        listener: Listener,
+        *,
+        min_similarity: float,
+        queue_length: int = QUEUE_LENGTH,
+    ) -> None:
+        self._worker = _Worker(open_embedder, open_decoder, listener, min_similarity, queue_length)
+        self._worker.start()
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def donor_held(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
+        """Has a donor's text, token ids int32 [n], embedded and entered."""
+        self._worker.submit(_Job(_JobKind.DONOR, namespace_key, donor_id, tokens))
+
+    def donor_gone(self, donor_id: str) -> None:
+        """Takes a donor out; from now on nothing names it. Never dropped."""
+        self._worker.forget(donor_id)
+
+    def look_up(self, request_id: int, namespace_key: str, tokens: npt.NDArray[np.int32]) -> None:
+        """Has the nearest donors of a prompt, token ids int32 [n], found among those entered by then."""
+        self._worker.submit(_Job(_JobKind.REQUEST, namespace_key, request_id, tokens))
+
+    def nearest(self, request_id: int) -> tuple[Neighbour, ...]:
+        """Held donors at least `min_similarity` near, the nearest first, as far as they are known by now."""
+        return self._worker.nearest(request_id)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is found in this process, None while that may change or all is well."""
+        return self._worker.refusal
+
+    def settle(self, timeout: float) -> bool:
+        """Waits until everything submitted is done, at most `timeout` seconds; False when it is not."""
+        return self._worker.settle(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends the thread, at most `timeout` seconds after the text that it is embedding. May be called twice."""
+        self._finalizer()
+        self._worker.join(timeout)
+
+
+class _JobKind(enum.Enum):
     DONOR = "donor"
     REQUEST = "request"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class _Job:
     """One text to embed; `owner` is a donor's or a request's id, `tokens` int32 [n]."""
 
-    kind: JobKind
+    kind: _JobKind
     namespace_key: str
     owner: str | int
     tokens: npt.NDArray[np.int32]
 
 
-class NeighbourWorker:
+class _Worker:
     """Owns the thread, the queue, the index and the results; `Neighbours` says what its calls mean.
 
     The lock is held for moments only, never while a text is decoded, embedded or searched.
@@ -55,14 +137,13 @@ class NeighbourWorker:
         listener: Listener,
         min_similarity: float,
         queue_length: int,
-        nearest: int,
     ) -> None:
         # Taken out when they are called: they may hold what ends before this thread does.
         self._openers = [(open_embedder, open_decoder)]
         self._listener = listener
-        self._min_similarity, self._queue_length, self._nearest = min_similarity, queue_length, nearest
+        self._min_similarity, self._queue_length = min_similarity, queue_length
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[_Job] = deque()
         self._live: set[str] = set()
         self._gone: list[str] = []
         self._found: OrderedDict[int, tuple[Neighbour, ...]] = OrderedDict()
@@ -84,14 +165,14 @@ class NeighbourWorker:
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: _Job) -> None:
         with self._changed:
             if self._is_stopped or self.refusal is not None:
                 return
             is_taken = len(self._jobs) < self._queue_length
             if is_taken:
                 self._jobs.append(job)
-                if job.kind is JobKind.DONOR:
+                if job.kind is _JobKind.DONOR:
                     self._live.add(str(job.owner))
                 self._changed.notify_all()
         if not is_taken:
@@ -139,7 +220,7 @@ class NeighbourWorker:
                 for donor_id in gone:
                     index.remove(donor_id)
             except Exception as error:
-                # An index that keeps who is gone would name donors that nobody holds.
+                # An index that keeps who is gone would name donors that are not held.
                 self._refuse(error)
                 return
             if job is not None:
@@ -147,16 +228,19 @@ class NeighbourWorker:
 
     def _opened(self) -> tuple[Embedder, Callable[[npt.NDArray[np.int32]], str], SemanticIndex]:
         # The index library is loaded here, so that an engine without an embedder does without it.
-        import faiss
+        try:
+            import faiss
+        except ImportError:
+            raise ConfigurationError("their index needs faiss; pip install 'semblend-trt[semantic]'") from None
 
-        from semblend_trt.discovery.semantic_index import SemanticIndex
+        from semblend_trt.semantic.index import SemanticIndex
 
         faiss.omp_set_num_threads(1)  # of this thread alone; the other cores are the engine's
         open_embedder, open_decoder = self._openers.pop()
         decode = open_decoder()
         embedder = open_embedder()
         embedder.embed(["compiles what has to be compiled"])
-        return embedder, decode, SemanticIndex(embedder.identity, embedder.dim)
+        return embedder, decode, SemanticIndex(embedder.dim)
 
     def _refuse(self, error: Exception) -> None:
         known = isinstance(error, (ConfigurationError, ImportError))
@@ -170,11 +254,11 @@ class NeighbourWorker:
             self._changed.notify_all()
 
     def _do(
-        self, job: Job, embedder: Embedder, decode: Callable[[npt.NDArray[np.int32]], str], index: SemanticIndex
+        self, job: _Job, embedder: Embedder, decode: Callable[[npt.NDArray[np.int32]], str], index: SemanticIndex
     ) -> None:
         try:
             (vector,) = embedder.embed([decode(job.tokens)])
-            if job.kind is JobKind.DONOR:
+            if job.kind is _JobKind.DONOR:
                 self._enter(job, vector, index)
             else:
                 self._search(job, vector, index)
@@ -185,15 +269,15 @@ class NeighbourWorker:
                 logger.exception("a text cannot be embedded; later failures are counted only")
             self._listener.neighbours_counted("failed")
 
-    def _enter(self, job: Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
+    def _enter(self, job: _Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
         with self._changed:
             is_live = job.owner in self._live
         if is_live and vector.any():
             index.add(job.namespace_key, str(job.owner), vector)
             self._listener.donor_embedded(str(job.owner), vector)
 
-    def _search(self, job: Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
-        hits = index.find(job.namespace_key, vector, self._nearest) if vector.any() else []
+    def _search(self, job: _Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
+        hits = index.find(job.namespace_key, vector, NEAREST) if vector.any() else []
         near = [Neighbour(hit.entry_id, hit.similarity) for hit in hits if hit.similarity >= self._min_similarity]
         request_id = int(job.owner)
         with self._changed:

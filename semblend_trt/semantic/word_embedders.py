@@ -1,11 +1,16 @@
-"""The loops behind the embedders that read no model, compiled: words to hashes, hashes to vectors."""
+"""The embedders that read no model: they compare words, by their hashes. Their loops are compiled."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.discovery.compiled import entry, inner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _Characters = npt.NDArray[np.uint32]
 _Hashes = npt.NDArray[np.uint64]
@@ -13,8 +18,8 @@ _Counts = npt.NDArray[np.int64]
 _Vector = npt.NDArray[np.float32]
 
 # A hash's lowest bits hold the word's length, at most this.
-LENGTH_MASK = 15
-FULL_LENGTH = 8
+_LENGTH_MASK = 15
+_FULL_LENGTH = 8
 
 _ENTRIES = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -43,11 +48,11 @@ def _is_letter(character: np.uint32) -> bool:
 
 @inner
 def _named(value: np.uint64, length: int) -> np.uint64:
-    return (_mixed(value) & ~np.uint64(LENGTH_MASK)) | np.uint64(min(length, LENGTH_MASK))
+    return (_mixed(value) & ~np.uint64(_LENGTH_MASK)) | np.uint64(min(length, _LENGTH_MASK))
 
 
 @entry
-def word_hashes(characters: _Characters) -> _Hashes:
+def _word_hashes(characters: _Characters) -> _Hashes:
     """The hash of every word, uint64 [words], in the order of the text; `characters` are code points in lower case."""
     hashes = np.empty(len(characters), dtype=np.uint64)
     found, length, value = 0, 0, _FNV_OFFSET
@@ -72,13 +77,13 @@ def word_hashes(characters: _Characters) -> _Hashes:
 
 
 @entry
-def project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
+def _project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
     """Writes the projected word weights into `vector`, zeros before, with unit length."""
     dim = np.uint64(len(vector))
     sums = np.zeros(len(vector), dtype=np.float64)
     for word in range(len(hashes)):
-        length = min(int(hashes[word] & np.uint64(LENGTH_MASK)), FULL_LENGTH)
-        weight = (1.0 + np.log(float(counts[word]))) * length / FULL_LENGTH
+        length = min(int(hashes[word] & np.uint64(_LENGTH_MASK)), _FULL_LENGTH)
+        weight = (1.0 + np.log(float(counts[word]))) * length / _FULL_LENGTH
         bits = hashes[word]
         for _ in range(_ENTRIES):
             bits = _mixed(bits + _GOLDEN)
@@ -92,7 +97,7 @@ def project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
 
 
 @entry
-def sketch(hashes: _Hashes, vector: _Vector) -> None:
+def _sketch(hashes: _Hashes, vector: _Vector) -> None:
     """Writes one sign for each of `len(vector)` hash functions, that of its least value over `hashes`."""
     if not len(hashes):
         return
@@ -104,3 +109,53 @@ def sketch(hashes: _Hashes, vector: _Vector) -> None:
             least = min(least, _mixed(word ^ seed))
         # The lowest bit has no part in making a value the least.
         vector[function] = size if least & np.uint64(1) else -size
+
+
+def _words_of(text: str) -> tuple[_Hashes, _Counts]:
+    """The different words of `text`: their hashes, ascending, and how often each stands there, int64 [words].
+
+    A word is a run of letters and digits, in lower case. Scripts that put no space between words (U+2E80 and above)
+    give every pair of neighbouring characters instead.
+    """
+    characters = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    hashes, counts = np.unique(_word_hashes(characters), return_counts=True)
+    return hashes, counts
+
+
+class StaticEmbedder:
+    """Words only: neither their order nor their meaning. Deterministic and thread safe.
+
+    A word adds (1 + ln count) * min(length, 8) / 8, with a sign, to 8 of the 384 entries, all taken from its hash: a
+    sparse random projection (Achlioptas 2003; Li, Hastie and Church 2006), whose inner products differ from those of
+    the word weights themselves by about 1 / sqrt(384). Short words are the frequent ones in most languages, so length
+    stands in for the rarity that nothing here has learnt.
+    """
+
+    identity = "static-384-v1"
+    dim = 384
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors float32 [len(texts), 384] of unit length; a text without a word gets zeros."""
+        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for text, vector in zip(texts, vectors, strict=True):
+            _project(*_words_of(text), vector)
+        return vectors
+
+
+class JaccardEmbedder:
+    """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
+
+    Entry i is +-1/32, its sign a bit of the i-th hash function's least value over the set. Two sets agree in that value
+    with the probability of their Jaccard index J, and the signs of different values are independent, so the inner
+    product has the mean J and a standard deviation of at most 1/32.
+    """
+
+    identity = "jaccard-1024-v1"
+    dim = 1024
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors float32 [len(texts), 1024] of unit length; a text without a word gets zeros."""
+        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for text, vector in zip(texts, vectors, strict=True):
+            _sketch(_words_of(text)[0], vector)
+        return vectors

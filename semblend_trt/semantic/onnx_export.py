@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from semblend_trt.discovery.embedders.sentence_model import missing_extra
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.sentence_model import missing_extra
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from semblend_trt.discovery.embedders.sentence_model import SentenceModel
+    from semblend_trt.semantic.sentence_model import SentenceModel
 
 INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "sentence_vector"  # no operator of the graph goes by this name

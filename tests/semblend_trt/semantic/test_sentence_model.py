@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from semblend_trt.discovery.embedders.windows import (
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.sentence_model import (
     BATCH_WINDOWS,
     OVERLAP_TOKENS,
     SPECIAL_TOKENS,
@@ -19,7 +20,6 @@ from semblend_trt.discovery.embedders.windows import (
     window_tokenizer,
     windows_of,
 )
-from semblend_trt.errors import ConfigurationError
 
 MOST = WINDOW_TOKENS - SPECIAL_TOKENS
 

@@ -1,4 +1,4 @@
-"""The sentence model as an ONNX graph, run by ONNX Runtime on the CPU or on a CUDA device."""
+"""The sentence model run by sentence-transformers, or as an ONNX graph by ONNX Runtime on the CPU or a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.discovery.embedders.onnx_export import INPUTS, OUTPUT, export
-from semblend_trt.discovery.embedders.sentence_model import missing_extra, sentence_model
-from semblend_trt.discovery.embedders.windows import WINDOW_TOKENS, pooled, window_tokenizer
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.onnx_export import INPUTS, OUTPUT, export
+from semblend_trt.semantic.sentence_model import (
+    BATCH_WINDOWS,
+    WINDOW_TOKENS,
+    missing_extra,
+    pooled,
+    sentence_model,
+    window_tokenizer,
+)
+from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +28,41 @@ if TYPE_CHECKING:
 GRAPH_FILE = "embedder.onnx"
 
 
+class MiniLmEmbedder:
+    """A sentence-transformer on the CPU. Texts longer than its window are read as overlapping windows and averaged.
+
+    Raises ConfigurationError without sentence-transformers, or without the model's files on this machine.
+    """
+
+    def __init__(self, model: str | Path | None = None) -> None:
+        try:
+            kind = imported("SentenceTransformer", "sentence_transformers")
+        except ImportError:
+            missing_extra("minilm", "sentence-transformers", "embedder")
+        files = sentence_model(model, "minilm", "embedder")
+        try:
+            self._model = kind(str(files.folder), device="cpu", local_files_only=True)
+        except Exception as error:
+            raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
+        self._tokenizer = window_tokenizer(files.folder)
+        self.identity = files.identity
+        self.dim = int(self._model.encode(["a"], show_progress_bar=False).shape[1])
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
+        return pooled(texts, self._tokenizer, self.dim, self._embed_windows)
+
+    def _embed_windows(self, windows: list[str]) -> npt.NDArray[np.float32]:
+        vectors = self._model.encode(
+            windows, batch_size=BATCH_WINDOWS, show_progress_bar=False, normalize_embeddings=True
+        )
+        return np.asarray(vectors, dtype=np.float32)
+
+
 class OnnxEmbedder:
     """Vectors equal to those of `MiniLmEmbedder` to 1e-3 in cosine distance. `threads` None takes half of the cores.
 
-    The graph is `embedder.onnx` in the model's folder where somebody has exported it there; otherwise it is exported
+    The graph is `embedder.onnx` in the model's folder where `export_embedder` has put it; otherwise it is exported
     once, into the user's cache folder. Raises ConfigurationError without ONNX Runtime, without its CUDA part for
     `on_gpu`, or without the model's files on this machine.
     """

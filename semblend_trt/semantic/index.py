@@ -1,7 +1,12 @@
-"""The vectors of one namespace: faiss compares short codes of all, then the vectors themselves of the best."""
+"""Entries near a vector, namespace by namespace. What is found may be reported; it never says that KV may be reused.
+
+faiss compares short codes of all vectors of a namespace, then the vectors themselves of the best.
+"""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -29,6 +34,90 @@ SAMPLES_PER_CLUSTER = 40
 LEAST_SAMPLES = 16_384
 TRAINING_ROUNDS = 8
 ENCODED_AT_ONCE = 65_536
+# A vector this far from unit length was not made by an embedder.
+LENGTH_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """An entry and the inner product of its vector with the query's."""
+
+    entry_id: str
+    similarity: float
+
+
+class SemanticIndex:
+    """Unit vectors by entry id, each in the namespace of a key; a search sees its own namespace only. Thread safe.
+
+    `dim` is the vectors' size, which must be even. Exact but for the rounding to half precision up to 16,384 entries of
+    a namespace, approximate beyond (see VectorShelf).
+    """
+
+    def __init__(self, dim: int) -> None:
+        if dim < 2 or dim % 2:
+            raise ValueError(f"vectors of {dim} numbers; take an embedder with an even number of them")
+        self.dim = dim
+        self._lock = threading.Lock()
+        self._shelves: dict[str, VectorShelf] = {}
+        self._namespace_keys: dict[str, str] = {}
+
+    def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """Enters one vector float32 [dim], in place of an earlier one of this id. Raises as `add_all`."""
+        self.add_all(namespace_key, [entry_id], vector[None])
+
+    def add_all(self, namespace_key: str, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
+        """Enters vectors float32 [n, dim] under n ids.
+
+        Raises ValueError for another shape, a vector that is not of unit length, or an id given twice.
+        """
+        vectors = self._checked(vectors)
+        if len(vectors) != len(entry_ids) or len(set(entry_ids)) != len(entry_ids):
+            raise ValueError(f"{len(entry_ids)} ids for {len(vectors)} vectors; give every vector an id of its own")
+        with self._lock:
+            for entry_id in entry_ids:
+                self._remove(entry_id)
+            if namespace_key not in self._shelves:
+                self._shelves[namespace_key] = VectorShelf(self.dim)
+            self._shelves[namespace_key].add(entry_ids, vectors)
+            self._namespace_keys.update(dict.fromkeys(entry_ids, namespace_key))
+
+    def remove(self, entry_id: str) -> bool:
+        """Takes an entry out; False when there is none."""
+        with self._lock:
+            return self._remove(entry_id)
+
+    def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[Hit]:
+        """At most `count` entries of the namespace, the nearest to `vector` (float32 [dim]) first. Raises ValueError as
+        `add_all`, and for a count below 1."""
+        (vector,) = self._checked(vector[None])
+        if count < 1:
+            raise ValueError(f"count {count} must be at least 1")
+        with self._lock:
+            shelf = self._shelves.get(namespace_key)
+            return [] if shelf is None else [Hit(*found) for found in shelf.find(vector, count)]
+
+    def __len__(self) -> int:
+        return len(self._namespace_keys)
+
+    def _remove(self, entry_id: str) -> bool:
+        namespace_key = self._namespace_keys.pop(entry_id, None)
+        if namespace_key is None:
+            return False
+        shelf = self._shelves[namespace_key]
+        shelf.remove(entry_id)
+        if not len(shelf):
+            del self._shelves[namespace_key]
+        return True
+
+    def _checked(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        if vectors.ndim != 2 or vectors.shape[1] != self.dim:
+            raise ValueError(f"vectors of shape {vectors.shape} are not [n, {self.dim}]")
+        lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
+        # Written so that NaN fails as well.
+        if not np.all(np.abs(lengths - 1.0) <= LENGTH_TOLERANCE):
+            raise ValueError(f"vectors must have unit length; one has {lengths[np.argmax(np.abs(lengths - 1.0))]}")
+        return vectors
 
 
 class VectorShelf:
@@ -48,36 +137,6 @@ class VectorShelf:
         self._vectors: Any = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
         self._codes: Any = None
         self._search: Any = self._vectors
-
-    @classmethod
-    def from_bytes(cls, dim: int, entry_ids: Sequence[str], content: bytes) -> VectorShelf:
-        """Reads `to_bytes` back. Raises ValueError when the bytes hold no shelf of these entries and this dimension."""
-        try:
-            search = faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8))
-        except Exception as error:
-            raise ValueError(f"no vector index: {error}") from error
-        shelf = cls(dim)
-        shelf._search = shelf._vectors = search
-        if isinstance(search, faiss.IndexRefine):
-            shelf._codes = faiss.downcast_index(search.base_index)
-            shelf._vectors = faiss.downcast_index(search.refine_index)
-        if not isinstance(shelf._vectors, faiss.IndexScalarQuantizer):
-            raise ValueError("no vectors in half precision")
-        if shelf._vectors.d != dim:
-            raise ValueError(f"vectors of {shelf._vectors.d} numbers, not {dim}")
-        if not len(entry_ids) == len(set(entry_ids)) == shelf._vectors.ntotal:
-            raise ValueError(f"{len(entry_ids)} entries named for {shelf._vectors.ntotal} vectors")
-        shelf._name(entry_ids)
-        return shelf
-
-    def to_bytes(self) -> bytes:
-        """The vectors and codes, as `from_bytes` reads them together with `entry_ids`."""
-        return bytes(faiss.serialize_index(self._search).data)
-
-    @property
-    def entry_ids(self) -> list[str]:
-        """The entries in the order of their rows."""
-        return self._entry_ids.copy()
 
     def __len__(self) -> int:
         return len(self._entry_ids)

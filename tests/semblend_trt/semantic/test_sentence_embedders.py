@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from semblend_trt.discovery import export_embedder
-from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
-from semblend_trt.discovery.embedders.onnx import GRAPH_FILE, OnnxEmbedder, cache_folder
-from semblend_trt.discovery.embedders.sentence_model import sentence_model
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, OnnxEmbedder, cache_folder
+from semblend_trt.semantic.sentence_model import sentence_model
 
 MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -83,7 +83,7 @@ def test_without_a_graph_in_the_folder_one_is_made_once(exported, monkeypatch, t
         path.parent.mkdir(parents=True)
         path.write_bytes((exported / GRAPH_FILE).read_bytes())
 
-    monkeypatch.setattr("semblend_trt.discovery.embedders.onnx.export", export)
+    monkeypatch.setattr("semblend_trt.semantic.sentence_embedders.export", export)
     first, second = OnnxEmbedder(), OnnxEmbedder()
     assert len(made) == 1
     assert made[0].parent == cache_folder() == tmp_path / "semblend_trt"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 
 import numpy as np
 import pytest
 
-from semblend_trt.discovery.embedder import EmbedderKind, embedder_for
-from semblend_trt.discovery.neighbours import Neighbours
-from semblend_trt.discovery.semantic_index import SemanticIndex
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.index import SemanticIndex
+from semblend_trt.semantic.neighbours import Neighbours
 
 WAIT = 60.0
 
@@ -191,6 +192,15 @@ def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error):
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
     assert records.events == []
+    made.close()
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(records, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    made = Neighbours(static, decoder, records, min_similarity=0.6)
+    assert made.settle(WAIT)
+    expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
+    assert caplog.messages == [expected]
     made.close()
 
 

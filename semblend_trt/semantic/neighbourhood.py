@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.discovery.embedder import Embedder, EmbedderKind, embedder_for
-from semblend_trt.discovery.neighbours import Neighbours
-from semblend_trt.discovery.prompt_text import text_decoder
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.embedder import Embedder, EmbedderKind, embedder_for
+from semblend_trt.semantic.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from semblend_trt.connector.journal import Journal
     from semblend_trt.connector.report import ReuseReport
     from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.discovery.neighbour import Neighbour
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.semantic.neighbours import Neighbour
 
 
 class Neighbourhood:
@@ -101,9 +100,17 @@ class _Records:
 
 
 def neighbourhood_for(
-    settings: Settings, refusal: str | None, llm_args: Any, journal: Journal, metrics: Metrics, news: DonorNews
+    settings: Settings,
+    refusal: str | None,
+    tokenizer_folder: Callable[[], Path | None],
+    journal: Journal,
+    metrics: Metrics,
+    news: DonorNews,
 ) -> Neighbourhood:
-    """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever."""
+    """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever.
+
+    `tokenizer_folder` is asked once, on the neighbours' thread.
+    """
     if settings.embedder is EmbedderKind.OFF or not settings.enabled or refusal is not None:
         return Neighbourhood(None, news)
 
@@ -111,10 +118,32 @@ def neighbourhood_for(
         return embedder_for(settings.embedder, settings.embedder_model)
 
     def open_decoder() -> Callable[[npt.NDArray[np.int32]], str]:
-        folder = tokenizer_folder(llm_args)
+        folder = tokenizer_folder()
         if folder is None:
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         return text_decoder(folder)
 
     records = _Records(journal, metrics, news)
     return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)
+
+
+def text_decoder(folder: Path) -> Callable[[npt.NDArray[np.int32]], str]:
+    """A function from token ids int32 [n] to text without special tokens, for the tokenizer in a model's folder.
+
+    It leaves the interpreter's lock while it decodes. Raises ConfigurationError without a tokenizer.json that can be
+    read.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigurationError(f"the tokenizer {path} cannot be read: {error}") from error
+
+    def decode(tokens: npt.NDArray[np.int32]) -> str:
+        # decode() keeps the lock, decode_batch() does not.
+        (text,) = tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=True)
+        return str(text)
+
+    return decode

@@ -1,0 +1,1 @@
+"""Semantic neighbours, the extra `semantic`: donors with texts like a request's. They are reported, never reused."""

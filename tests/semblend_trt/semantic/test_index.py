@@ -1,0 +1,273 @@
+"""The index and its shelves against a plain search: across namespaces, on text, and through every change."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from semblend_trt.semantic import index as index_module
+from semblend_trt.semantic.index import Hit, SemanticIndex, VectorShelf
+from semblend_trt.semantic.word_embedders import StaticEmbedder
+
+ROOT = Path(__file__).resolve().parents[3]
+EXCERPT = ROOT / "validation" / "assets" / "excerpt.txt"
+BOOKS = ROOT.parent / "shared" / "data" / "text" / "books_public_domain.txt.gz"
+DIM = 32
+
+
+def unit(seed: int, count: int = 1) -> np.ndarray:
+    vectors = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def names(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def filled(count: int, key: str = "space") -> tuple[SemanticIndex, np.ndarray]:
+    index, vectors = SemanticIndex(DIM), unit(1, count)
+    index.add_all(key, [f"donor-{number}" for number in range(count)], vectors)
+    return index, vectors
+
+
+class AgainstPlainSearch(RuleBasedStateMachine):
+    """Adds, replaces and removes in any order; small shelves are exact but for rounding, so every answer is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = SemanticIndex(DIM)
+        self.held: dict[str, tuple[str, np.ndarray]] = {}
+
+    @rule(key=st.sampled_from("ab"), name=st.integers(0, 30), seed=st.integers(0, 10_000))
+    def add(self, key, name, seed):
+        self.index.add(key, str(name), unit(seed)[0])
+        self.held[str(name)] = (key, unit(seed)[0])
+
+    @rule(name=st.integers(0, 30))
+    def remove(self, name):
+        assert self.index.remove(str(name)) == (self.held.pop(str(name), None) is not None)
+
+    @rule(key=st.sampled_from("abc"), seed=st.integers(0, 10_000), count=st.integers(1, 8))
+    def find(self, key, seed, count):
+        query = unit(seed)[0]
+        expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
+        found = self.index.find(key, query, count)
+        np.testing.assert_allclose([hit.similarity for hit in found], expected[:count], atol=1e-3)
+        assert all(self.held[hit.entry_id][0] == key for hit in found)
+
+    @invariant()
+    def as_many_as_held(self):
+        assert len(self.index) == len(self.held)
+
+
+AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestAgainstPlainSearch = AgainstPlainSearch.TestCase
+
+
+def test_another_namespace_finds_nothing():
+    index, vectors = filled(10)
+    assert index.find("space", vectors[3], 1) == [Hit("donor-3", pytest.approx(1.0, abs=1e-3))]
+    assert index.find("space, salted", vectors[3], 5) == []
+
+
+def test_a_large_namespace_finds_what_a_plain_search_finds(monkeypatch):
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 500)
+    index, vectors = SemanticIndex(DIM), unit(2, 3000)
+    for start in range(0, 3000, 100):
+        index.add_all("space", [str(number) for number in range(start, start + 100)], vectors[start : start + 100])
+    gone = set(range(0, 3000, 7))
+    for number in sorted(gone):
+        assert index.remove(str(number))
+    assert len(index) == 3000 - len(gone)
+    queries = unit(3, 100)
+    kept = np.array([number for number in range(3000) if number not in gone])
+    right = 0
+    for query in queries:
+        expected = kept[np.argsort(-(vectors[kept] @ query))[:10]]
+        found = [int(hit.entry_id) for hit in index.find("space", query, 10)]
+        assert not gone.intersection(found)
+        right += len(set(found) & set(expected.tolist()))
+    assert right / 1000 > 0.99
+    for number in kept[:50]:
+        assert index.find("space", vectors[number], 1)[0].entry_id == str(number)
+
+
+@pytest.mark.parametrize(
+    "vector", [np.zeros(DIM), np.full(DIM, np.nan), np.full(DIM, np.inf), np.ones(DIM), np.ones(3)]
+)
+def test_a_vector_that_no_embedder_made_is_refused(vector):
+    index = filled(3)[0]
+    with pytest.raises(ValueError, match=r"unit length|shape"):
+        index.add("space", "bad", vector.astype(np.float32))
+    with pytest.raises(ValueError, match=r"unit length|shape"):
+        index.find("space", vector.astype(np.float32), 1)
+    assert len(index) == 3
+
+
+def test_an_odd_size_is_refused():
+    with pytest.raises(ValueError, match="vectors of 383 numbers"):
+        SemanticIndex(383)
+
+
+def test_ids_must_fit_the_vectors():
+    index = SemanticIndex(DIM)
+    with pytest.raises(ValueError, match="1 ids for 2 vectors"):
+        index.add_all("space", ["a"], unit(0, 2))
+    with pytest.raises(ValueError, match="an id of its own"):
+        index.add_all("space", ["a", "a"], unit(0, 2))
+    with pytest.raises(ValueError, match="count 0"):
+        index.find("space", unit(0)[0], 0)
+
+
+def test_threads_may_add_remove_and_find_at_once(monkeypatch):
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 100)
+    index = SemanticIndex(DIM)
+    failures = []
+
+    def work(worker: int) -> None:
+        vectors = unit(worker, 200)
+        try:
+            for number, vector in enumerate(vectors):
+                index.add("space", f"{worker}-{number}", vector)
+                if number % 3 == 0:
+                    assert index.remove(f"{worker}-{number}")
+                else:
+                    assert index.find("space", vector, 1)[0].entry_id == f"{worker}-{number}"
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(index) == 3 * 133
+
+
+@pytest.fixture(params=["together", "clustered"])
+def coded(monkeypatch, request) -> tuple[VectorShelf, np.ndarray]:
+    """A shelf of codes, together or in ten clusters that are all searched, and its vectors. A seventh of it can be
+    compared after the codes."""
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 700)
+    monkeypatch.setattr(index_module, "CLUSTER_ENTRIES", 100)
+    shelf, vectors = VectorShelf(DIM), unit(1, 1000)
+    with monkeypatch.context() as few:
+        few.setattr(index_module, "COMPARED", 1000 if request.param == "together" else 800)
+        shelf.add(names(1000), vectors)
+    assert shelf._is_clustered == (request.param == "clustered")
+    return shelf, vectors
+
+
+def recall(shelf: VectorShelf, vectors: np.ndarray, queries: np.ndarray) -> float:
+    """Of the ten nearest of every query, the share found, where what is as near as the tenth counts."""
+    right = 0
+    for query in queries:
+        least = np.sort(vectors @ query)[-10] - 1e-6
+        found = {int(entry_id) for entry_id, _ in shelf.find(query, 10)}
+        right += int((vectors[sorted(found)] @ query >= least).sum())
+    return right / (10 * len(queries))
+
+
+def passages(text: str, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Static vectors of `count` passages, and of 100 behind them."""
+    cut = [text[at * length : (at + 1) * length] for at in range(count + 100)]
+    vectors = StaticEmbedder().embed(cut)
+    return vectors[:count], vectors[count:]
+
+
+def test_codes_find_passages_of_the_excerpt(monkeypatch):
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 1000)
+    vectors, queries = passages(EXCERPT.read_text("utf-8"), 100, 1500)
+    shelf = VectorShelf(384)
+    shelf.add(names(1500), vectors)
+    # 150 of 1,500 are compared after the codes; taken without them, they would hold a tenth of the neighbours.
+    assert recall(shelf, vectors, queries) >= 0.98
+    monkeypatch.setattr(index_module, "CANDIDATES_PER_HIT", 1)
+    monkeypatch.setattr(index_module, "LEAST_CANDIDATES", 10)
+    assert 0.4 < recall(shelf, vectors, queries) < 0.95
+
+
+def test_codes_of_all_find_passages_of_books_and_those_of_some_clusters_do_not(monkeypatch):
+    if not BOOKS.is_file():
+        pytest.skip("../shared not present")
+    with gzip.open(BOOKS, "rt", encoding="utf-8") as file:
+        vectors, queries = passages(file.read(5_200_000), 300, 17_000)
+    shelf = VectorShelf(384)
+    shelf.add(names(17_000), vectors)
+    assert recall(shelf, vectors, queries) >= 0.98
+    # These passages do not cluster: neighbours stand in the clusters that are left out as well.
+    monkeypatch.setattr(index_module, "COMPARED", 10_000)
+    shelf = VectorShelf(384)
+    shelf.add(names(17_000), vectors)
+    assert recall(shelf, vectors, queries) < 0.95
+
+
+def test_any_change_leaves_what_a_plain_search_finds(coded):
+    shelf, vectors = coded
+    rng = np.random.default_rng(4)
+    held = dict(zip(names(1000), vectors, strict=True))
+    fresh = iter(unit(5, 2000))
+    for step in range(400):
+        if rng.random() < 0.6 and held:
+            entry_id = sorted(held)[rng.integers(len(held))]
+            shelf.remove(entry_id)
+            del held[entry_id]
+        else:
+            count = int(rng.integers(1, 4))
+            added = {f"{step}-{number}": next(fresh) for number in range(count)}
+            shelf.add(list(added), np.stack(list(added.values())))
+            held |= added
+        assert len(shelf) == len(held)
+    entry_ids, now = list(held), np.stack(list(held.values()))
+    for query in unit(6, 50):
+        found = shelf.find(query, 5)
+        assert {entry_id for entry_id, _ in found} == {entry_ids[at] for at in np.argsort(-(now @ query))[:5]}
+        for entry_id, similarity in found:
+            assert similarity == pytest.approx(float(held[entry_id] @ query), abs=1e-3)
+
+
+def test_growth_makes_more_clusters_and_keeps_every_entry(monkeypatch):
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 700)
+    monkeypatch.setattr(index_module, "CLUSTER_ENTRIES", 100)
+    monkeypatch.setattr(index_module, "COMPARED", 1000)
+    shelf, vectors, clusters = VectorShelf(DIM), unit(7, 5500), []
+    for start in range(0, 5500, 500):
+        shelf.add(names(5500)[start : start + 500], vectors[start : start + 500])
+        clusters.append(shelf._codes.nlist if shelf._is_clustered else 0 if shelf._codes is not None else None)
+    # Codes beyond 700, clusters beyond 1,000, and again at 6,500, the first number above 4 * 1,500.
+    assert clusters == [None, 0, *[15] * 9]
+    shelf.add([f"more-{number}" for number in range(1000)], unit(8, 1000))
+    assert shelf._codes.nlist == 65
+    assert shelf._codes.ntotal == shelf._vectors.ntotal == len(shelf) == 6500
+    for number in range(0, 5500, 100):
+        assert shelf.find(vectors[number], 1)[0][0] == str(number)
+
+
+def test_codes_far_into_a_long_list_are_taken_out(monkeypatch):
+    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 700)
+    shelf, vectors = VectorShelf(DIM), unit(9, 12_000)
+    shelf.add(names(12_000), vectors)
+    for number in (11_990, 5, 9_000):
+        shelf.remove(str(number))
+    for number in (11_989, 11_998, 11_999, 6, 9_001):  # three of the last took the places of those that went
+        assert shelf.find(vectors[number], 1)[0][0] == str(number)
+    assert {shelf.find(vectors[number], 1)[0][0] for number in (5, 9_000, 11_990)}.isdisjoint({"5", "9000", "11990"})
+
+
+def test_a_shelf_of_codes_empties_and_fills_again(coded):
+    shelf, vectors = coded
+    for number in range(1000):
+        shelf.remove(str(number))
+        if number == 990:
+            assert {entry_id for entry_id, _ in shelf.find(vectors[0], 50)} == set(names(1000)[991:])
+    assert len(shelf) == 0
+    shelf.add(["again"], vectors[:1])
+    assert [entry_id for entry_id, _ in shelf.find(vectors[0], 5)] == ["again"]
