@@ -38,25 +38,20 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def write_bytes(path: Path, *parts: bytes, mode: int = 0o666, is_durable: bool = False) -> None:
-    """Writes `parts`, one after the other. Symlinks are followed; a regular file is replaced by a new one with a rename
-    in its own folder, folders are made, and a device or a pipe is written to as it is. `mode` is for new files, less
-    the umask; `is_durable` puts a file on the disk before it takes an earlier one's place. Raises OSError."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `content`. Symlinks are followed; a regular file is replaced by a new one with a rename in its own folder,
+    folders are made, and a device or a pipe is written to as it is. Raises OSError."""
     target, status = _found(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
-        with path.open("wb") as file:
-            file.writelines(parts)
+        path.write_bytes(content)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_PREFIX)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
+            file.write(content)
         # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
-        os.chmod(temporary, mode & ~_umask())
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -40,14 +40,6 @@ def test_a_symlink_is_followed(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_parts_are_joined_and_a_private_file_stays_private(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch(0o666)
-    write_bytes(path, b"one ", b"two", mode=0o600, is_durable=True)
-    assert path.read_bytes() == b"one two"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
