@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.command_line import ended
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
-from validation import machine, models, results, scoreboard
+from validation import models, scoreboard
 from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
 from validation.arms import (
     COLD,
@@ -134,8 +135,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
         gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
         settings=settings_in_text(options, boundary=choices.boundary, dtype=dtype),
         command=command,
-        machine=machine.describe(device, options.machine),
-        versions=machine.versions(),
+        machine=results.describe(device, options.machine),
+        versions=results.versions(),
         date=results.today(),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
@@ -224,7 +225,7 @@ def _show(report: Report, options: argparse.Namespace) -> int:
 
 
 def _scoreboard(options: argparse.Namespace) -> int:
-    rows = results.read_rows(options.results)
+    rows = scoreboard.read_rows(options.results)
     if not (options.check or options.write):
         console = Console()
         console = console if console.is_terminal else Console(width=_TABLE_WIDTH)

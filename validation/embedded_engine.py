@@ -43,11 +43,7 @@ class EmbeddedEngines:
         """The arm's engine, over the shared weights with a pool of its own."""
         connector = None
         if arm.variables is not None:
-            connector = KvCacheConnectorConfig(
-                connector_module="engine_wrapper.connector",
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            )
+            connector = KvCacheConnectorConfig.ours()
         with environment(connector_variables(arm, settings, str(audit_path))):
             return LLM(
                 model=settings.model,

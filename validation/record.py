@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.results import Measured, Row, row
 from validation.arms import COLD, POSITION_FIX, VERIFIED
 from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match_drop, unrelated_fires
 from validation.metrics import mean, median
 from validation.quality.rows import HEADER_TRAP
-from validation.results import Measured, Row, row
 from validation.workloads import HARMLESS
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def end_to_end_rows(
                 exactness.difference,
                 "logits",
                 goal=max(MAX_LOGIT_DIFFERENCE, exactness.noise),
-                better="lower",
                 baseline=exactness.against,
                 measured=measured,
             )
@@ -75,7 +74,7 @@ def _exact_match_row(
         return None
     answers = sum(s.arm == COLD and s.exact_match is not None for s in chosen)
     baseline = f"cold: {cold:.3f} of {answers} answers"
-    return row(name, drop, "exact match", goal=MAX_EM_DROP, better="lower", baseline=baseline, measured=measured)
+    return row(name, drop, "exact match", goal=MAX_EM_DROP, baseline=baseline, measured=measured)
 
 
 def _trap_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row | None:
@@ -85,7 +84,7 @@ def _trap_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row |
     if cold is None or ours is None:
         return None
     baseline = f"cold: {cold:.3f}; the trap has to bite"
-    return row(name, ours, "exact match", goal=cold / 2, better="lower", baseline=baseline, measured=measured)
+    return row(name, ours, "exact match", goal=cold / 2, baseline=baseline, measured=measured)
 
 
 def _exact_match(samples: Sequence[Sample], arm: str) -> float | None:
@@ -102,7 +101,6 @@ def _fires_row(name: str, samples: Sequence[Sample], measured: Measured) -> Row 
         fires,
         "requests",
         goal=0,
-        better="lower",
         baseline=f"{prompts} unrelated prompts in each reusing arm",
         measured=measured,
     )

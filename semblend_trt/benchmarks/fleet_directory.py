@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
+from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
@@ -227,7 +227,7 @@ def main() -> int:
         f"rounds after which the directory is right within a resync interval of {RESYNC_SECONDS:g} s"
     )
     results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
-    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, better="lower", baseline=told)
+    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=told)
     before = _resident_mib()
     fleet = Fleet(arguments.donors)
     grown = _resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
@@ -237,18 +237,18 @@ def main() -> int:
         f"prompts of {PROMPT_TOKENS} tokens; a loop over all sketches takes {loop_over_sketches(fleet):.0f} ms"
     )
     p99 = float(np.percentile(looking_up, 99))
-    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, better="lower", baseline=told)
-    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", better="lower", baseline=told)
+    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, baseline=told)
+    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", baseline=told)
     fingerprint_p99 = float(np.percentile(fingerprinting, 99))
-    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", better="lower", baseline=told)
-    results.add("directory_event_us", fleet.event_us, "us", better="lower", baseline=told)
-    results.add("directory_memory_mib", grown, "MiB", better="lower", baseline=told)
+    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=told)
+    results.add("directory_event_us", fleet.event_us, "us", baseline=told)
+    results.add("directory_memory_mib", grown, "MiB", baseline=told)
     results.write(arguments.json, "fleet_directory")
     return 0
 
 
 def _arguments() -> argparse.ArgumentParser:
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
     return arguments
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.benchmarks.rows import Results, parser
+from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, texts
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
@@ -117,19 +117,19 @@ def main() -> int:
         found, work, elapsed = rate(form, arguments.seconds, arguments.tokens)
         end = "" if form is EventFormat.JSON else f"_{form.value}"
         told = f"{elapsed:.0f} s on loopback, half of them donors of {arguments.tokens} tokens with their sketches"
-        results.add(f"publisher_cpu_us_per_event{end}", work, "us", better="lower", baseline=told)
+        results.add(f"publisher_cpu_us_per_event{end}", work, "us", baseline=told)
         results.add(f"publisher_events_per_s{end}", found, "events/s", goal=20_000, better="higher", baseline=told)
     told = (
         f"{2 * DOWN_SECONDS * DOWN_PER_S} events in {DOWN_SECONDS} simulated seconds without a server, "
         f"{DOWN_HELD} donors held; after the first minute"
     )
-    results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, better="lower", baseline=told)
+    results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, baseline=told)
     results.write(arguments.json, "fleet_publisher")
     return 0
 
 
 def _arguments() -> argparse.ArgumentParser:
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--seconds", type=float, default=10.0, help="how long to publish")
     arguments.add_argument("--tokens", type=int, default=1024, help="tokens of each donor")
     return arguments

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from validation.benchmarks.recording import parser_of, record
+from kernels.results import Results, parser_of
 from validation.benchmarks.server_process import MODEL, router, worker
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from threading import Event
 
     from validation.benchmarks.server_process import ServerProcess
-    from validation.benchmarks.ttft import Rows
 
 CONNECTIONS = 2_000
 REQUESTS = 200
@@ -187,7 +186,7 @@ def p95_ms(url: str, requests: int, first: int) -> float:
     return float(np.percentile([each.seconds for each in asked], 95) * 1e3)
 
 
-def run_half_open(connections: int, rows: Rows) -> None:
+def run_half_open(connections: int, rows: Results) -> None:
     """Measures the row of half-open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, connections + 512)), hard))
@@ -213,7 +212,7 @@ def run_half_open(connections: int, rows: Rows) -> None:
     )
 
 
-def run_noisy(requests: int, rows: Rows) -> None:
+def run_noisy(requests: int, rows: Results) -> None:
     """Measures the rows of the noisy tenant."""
     # The noise is made in another process, lest it slows down the asking itself.
     spawn = multiprocessing.get_context("spawn")
@@ -241,7 +240,7 @@ def run_noisy(requests: int, rows: Rows) -> None:
     rows.add("noisy_tenant_slowdown", noisy / calm, "x", told, MOST_SLOWDOWN)
 
 
-def run(connections: int, requests: int, rows: Rows) -> None:
+def run(connections: int, requests: int, rows: Results) -> None:
     """Measures all rows."""
     run_half_open(connections, rows)
     run_noisy(requests, rows)
@@ -249,7 +248,7 @@ def run(connections: int, requests: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of("crowding", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--connections", type=int, default=CONNECTIONS, help=f"half-open ones; fewer than {CONNECTIONS} are a dry run"
     )
@@ -261,13 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--connections {options.connections} is too few; at least {CONNECTIONS_A_REQUEST} are needed")
     if options.requests < 1:
         parser.error(f"--requests {options.requests} measures nothing; at least 1 is needed")
-    record(
-        "crowding",
-        options.json,
-        {"connections": options.connections, "requests": options.requests},
-        lambda rows: run(options.connections, options.requests, rows),
-        dry=options.connections < CONNECTIONS or options.requests < REQUESTS,
-    )
+    rows = Results(arguments, "cpu", dry=options.connections < CONNECTIONS or options.requests < REQUESTS)
+    run(options.connections, options.requests, rows)
+    rows.write(options.json, "crowding", rows.own_folder)
 
 
 if __name__ == "__main__":

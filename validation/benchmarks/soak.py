@@ -33,8 +33,8 @@ from urllib.parse import urlsplit
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import loopback_server
-from validation.benchmarks.recording import parser_of, record
 from validation.benchmarks.server_process import MODEL, router, worker
 from validation.documents import stock_list
 from validation.models import load, shipped_model
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from validation.benchmarks.server_process import ServerProcess
-    from validation.benchmarks.ttft import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +284,7 @@ def soak(processes: Mapping[str, ServerProcess], minutes: int) -> Soak:
     return seen
 
 
-def run(minutes: int, rows: Rows) -> None:
+def run(minutes: int, rows: Results) -> None:
     """Measures the row."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, fleet(Path(folder)) as processes:
         seen = soak(processes, minutes)
@@ -297,19 +296,15 @@ def run(minutes: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, soaks, prints and writes."""
-    parser = parser_of("soak", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=int, default=MINUTES, help=f"fewer than {LEAST_MINUTES} are a dry run")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if options.minutes < 1:
         parser.error(f"--minutes {options.minutes} asks nothing; at least 1 is needed")
-    record(
-        "soak",
-        options.json,
-        {"minutes": options.minutes},
-        lambda rows: run(options.minutes, rows),
-        dry=options.minutes < LEAST_MINUTES,
-    )
+    rows = Results(arguments, "cpu", dry=options.minutes < LEAST_MINUTES)
+    run(options.minutes, rows)
+    rows.write(options.json, "soak", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.printable import printable
-from validation import machine, models, results
+from validation import models
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
 from validation.files import beside, check_writable, write_bytes, write_json, write_text
@@ -58,8 +59,8 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
         kinds=kinds_of(cases),
         settings=settings_in_text(options, dtype=dtype, profile=profile),
         command=command,
-        machine=machine.describe(device, options.machine),
-        versions=machine.versions(),
+        machine=results.describe(device, options.machine),
+        versions=results.versions(),
         date=results.today(),
         seconds=seconds,
         seed=options.seed,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.results import Row, row
 from validation.arms import COLD, POSITION_FIX, VERIFIED, is_reusing
 from validation.families.catalog import Kind
 from validation.noninferiority import MARGIN
 from validation.quality.samples import MIN_COLD_SCORE
-from validation.results import Row, row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kernels.results import Measured
     from validation.quality.report import QualityReport
     from validation.quality.samples import QualityLine
-    from validation.results import Measured
 
 FILE_NAME = "quality.json"
 MIN_REUSED_SHARE = 0.90
@@ -87,7 +87,6 @@ def _harmless_rows(line: QualityLine, measured: Measured) -> Iterator[Row]:
             line.ppl_ratio,
             "ratio",
             goal=MAX_PPL_RATIO,
-            better="lower",
             baseline=f"cold, {line.loss_bound.samples} texts; one-sided 95 % upper bound {largest}",
             measured=measured,
         )
@@ -101,7 +100,6 @@ def _trap_row(line: QualityLine, cold: QualityLine, measured: Measured) -> Row:
         line.exact_match,
         "exact match",
         goal=cold.exact_match / 2,
-        better="lower",
         baseline=f"cold {cold.exact_match:.3f}; the trap has to bite; {line.samples} prompts, {line.fires} fires",
         measured=measured,
     )
@@ -117,7 +115,6 @@ def _fires_row(report: QualityReport, measured: Measured) -> Row | None:
         sum(sample.reused > 0 for sample in unrelated),
         "requests",
         goal=0,
-        better="lower",
         baseline=f"{len(unrelated) // len(arms)} unrelated prompts under each of {', '.join(arms)}",
         measured=measured,
     )

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
-from validation import machine, results
 from validation.arguments import HIGHEST, check_integers, settings_in_text
 from validation.files import check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
@@ -57,8 +57,8 @@ def run_replay(options: argparse.Namespace, command: str) -> None:
         unlimited_share=unlimited,
         settings=settings_in_text(options),
         command=command,
-        machine=machine.describe("cpu"),
-        versions=machine.versions(),
+        machine=results.describe("cpu"),
+        versions=results.versions(),
         date=results.today(),
     )
     _write(report, paths)

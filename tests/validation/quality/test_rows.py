@@ -14,8 +14,8 @@ from validation.quality.rows import quality_rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.results import Measured
     from validation.quality.samples import QualitySample
-    from validation.results import Measured
 
     Maker = Callable[..., QualitySample]
 

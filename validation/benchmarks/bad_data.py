@@ -1,17 +1,24 @@
-"""Bad files: reuse profiles, the router's configuration, engine options, indexes, JSON lines and donors' files."""
+"""Bad inputs that are data: spoiled and forged donor events, and files of every kind that is read."""
 
 from __future__ import annotations
 
 import json
 import random
+import signal
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
+from semblend_trt.benchmarks.fleet_server import NAMESPACE
 from semblend_trt.discovery.semantic_index import SemanticIndex
 from semblend_trt.doctor.options import read_options
 from semblend_trt.donors.disk import FOLDER, DiskTier
@@ -19,10 +26,13 @@ from semblend_trt.donors.donor_file import DonorFileError, KvForm
 from semblend_trt.donors.donor_text import DonorText
 from semblend_trt.donors.host_kv import HostKv
 from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.observer import FleetObserver
 from semblend_trt.fleet.router.config import load_config
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
+from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
-from validation.benchmarks.spoiling import Answer, TooLongError, Tried, spoiled_bytes, spoiled_value, within
 from validation.jsonl import read_cases
 from validation.replay.trace import trace_file
 
@@ -30,7 +40,180 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-PATIENCE = 20.0
+# Of no field that anybody reads.
+_WRONG: tuple[Any, ...] = (None, True, -1, -1.5, float("inf"), 1 << 70, "", "\ud800", "x" * 70_000, [], [[]], {"x": 1})
+
+
+class Answer(Enum):
+    """What became of an input. TAKEN: it was still a good one, and is none that counts."""
+
+    REFUSED = "refused"
+    TAKEN = "taken"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One input: where it was given, what it was, what became of it, and of a fault how that looked."""
+
+    door: str
+    what: str
+    answer: Answer
+    told: str = ""
+
+
+class TooLongError(BaseException):
+    """An input took longer than it may. No `except Exception` takes it for an error of its own."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises TooLongError in the main thread when the block takes longer."""
+
+    def end(*_: object) -> None:
+        raise TooLongError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def spoiled_bytes(rng: random.Random, data: bytes) -> bytes:
+    """The same with some bytes changed, added, or missing."""
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice((1, 1, 2, 8, 64)))
+    noise = rng.randbytes(end - start)
+    return rng.choice(
+        (
+            data[:start],
+            data[:start] + data[end:],
+            data[:start] + noise + data[end:],
+            data[:start] + noise + data[start:],
+            data[:end] + data[start:],
+            data[:start] + bytes([data[start] ^ 1 << rng.randrange(8)]) + data[start + 1 :],
+        )
+    )
+
+
+def spoiled_value(rng: random.Random, value: Any) -> Any:
+    """A JSON value with one of its parts in a wrong form, or missing."""
+    spoiled = deepcopy(value)
+    owner, name = rng.choice(list(_parts(spoiled)))
+    if rng.random() < 0.2:
+        del owner[name]
+    else:
+        owner[name] = rng.choice(_WRONG)
+    return spoiled
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Everything inside a value, as its owner and its name or place there; of long lists the first part only."""
+    places = list(value.items()) if isinstance(value, dict) else list(enumerate(value[:1]))
+    for name, part in places:
+        yield value, name
+        if isinstance(part, (dict, list)):
+            yield from _parts(part)
+
+
+DATA_PATIENCE = 20.0
+_WORKER, _GENERATION, _DONOR = (1, 0), 7, "donor"
+_TIER = "host"
+
+
+class Readers:
+    """An observer and a directory that both follow one worker with one donor."""
+
+    def __init__(self) -> None:
+        self.observer, self.directory = FleetObserver(), Directory(max_donors=16)
+        for payload in messages(EventFormat.JSON)[:2]:
+            self.observer.observe(payload)
+            self.directory.observe(payload)
+
+    def give(self, payload: bytes, sender: str | None) -> tuple[bool, str]:
+        """Whether both have counted the message as bad, and what is wrong with how they took it."""
+        applied = sum(self.directory.counts[verdict] for verdict in ("reset", "next", "gap", "unsynced"))
+        problems = self.observer.problem_counts.total()
+        counted = self.directory.counts.total()
+        self.observer.observe(payload, sender)
+        self.directory.observe(payload, sender)
+        applied -= sum(self.directory.counts[verdict] for verdict in ("reset", "next", "gap", "unsynced"))
+        if applied or self.observer.problem_counts.total() == problems:
+            return False, ""
+        wrong = "" if self.directory.counts.total() > counted else "the directory did not count it"
+        held = self.directory.donors_of(_WORKER), list(self.observer.workers[_WORKER].donors)
+        if held != ({_DONOR: _TIER}, [_DONOR]):
+            wrong = f"it was counted as bad, and changed what is held to {held}"
+        return True, wrong
+
+
+def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: int = _GENERATION) -> list[bytes]:
+    """One good message of each kind, in an order in which they follow one another."""
+    writer = EventWriter(Emitter(*worker, generation), form)
+    namespace = NAMESPACE.for_request(None, None)
+    tokens = np.arange(256, dtype=np.int32)
+    sketch = sketch_of(tokens, sketch_key(namespace.key, None)).to_bytes()
+    donor = Announcement(_DONOR, namespace, _TIER, len(tokens), token_digest(tokens), sketch)
+    return [
+        writer.reset(),
+        writer.registered(donor),
+        writer.heartbeat(10.0, 1, state_digest([(_DONOR, _TIER)])),
+        writer.relocated(_DONOR, "device"),
+        writer.evicted(_DONOR),
+        writer.purged(),
+    ]
+
+
+def event_tries(spoiled: int, forged: int) -> Iterator[Tried]:
+    """Gives so many spoiled and so many forged messages, each to readers of its own."""
+    rng = random.Random(0)
+    for number in range(spoiled):
+        form = rng.choice(list(EventFormat))
+        payload = rng.choice(messages(form))
+        if rng.random() < 0.5:
+            payload = spoiled_bytes(rng, payload)
+        elif form is EventFormat.JSON:
+            payload = json.dumps(spoiled_value(rng, json.loads(payload))).encode()
+        else:
+            payload = _packed(spoiled_value(rng, msgspec.msgpack.decode(payload)))
+        yield _given(f"spoiled {form.value} {number}", payload, None)
+    for number in range(forged):
+        form, kind = rng.choice(list(EventFormat)), rng.randrange(6)
+        what, worker, generation, sender = rng.choice(
+            (
+                ("of another worker", _WORKER, 8, "2"),
+                ("repeated", _WORKER, _GENERATION, "1"),
+                ("of an earlier generation", _WORKER, 3, "1"),
+                ("of a worker without a number", _WORKER, 8, ">"),
+            )
+        )
+        # What was not said yet is no repetition.
+        kind = kind % 2 if what == "repeated" else kind
+        yield _given(f"{what}, {form.value} {number}", messages(form, worker, generation)[kind], sender, is_bad=True)
+
+
+def _packed(value: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError):  # MessagePack has no such value; as JSON it can be said
+        return json.dumps(value, default=list).encode()
+
+
+def _given(what: str, payload: bytes, sender: str | None, is_bad: bool = False) -> Tried:
+    readers = Readers()
+    try:
+        with within(DATA_PATIENCE):
+            is_refused, wrong = readers.give(payload, sender)
+    except (Exception, TooLongError) as error:
+        return Tried("events", what, Answer.FAULT, f"{error!r} of {payload[:200]!r}")
+    if wrong or (is_bad and not is_refused):
+        return Tried("events", what, Answer.FAULT, (wrong or "it was believed") + f": {payload[:200]!r}")
+    return Tried("events", what, Answer.REFUSED if is_refused else Answer.TAKEN)
+
+
 _FORM = KvForm(num_layers=2, kv_factor=2, kv_heads=1, head_dim=8, dtype=torch.float32)
 _TOKENS, _SUFFIX, _IDENTITY, _DIM = 16, ".donor.safetensors", "benchmark", 8
 _CASE = {"id": "a", "donors": ["a document"], "prompt": "a prompt", "reference": None}
@@ -73,7 +256,7 @@ _NO_OPTIONS = (
 _NO_JSON = (b"", b"\n", b"7", b"[]", b"null", b"{", b"\xff\xfe", b"\x00" * 64, b'{"a": NaN', b"[" * 50_000, b'{"a": 1}')
 
 
-def tries(folder: Path, count: int) -> Iterator[Tried]:
+def file_tries(folder: Path, count: int) -> Iterator[Tried]:
     """Reads `count` spoiled files of each kind, and those that are bad by themselves. `folder` is empty."""
     rng = random.Random(0)
     profile = json.loads((MODEL / "reuse-profile.json").read_bytes())
@@ -102,7 +285,7 @@ def _read(what: str, path: Path, content: bytes | None, read: Callable[[Path], o
         path.write_bytes(content)
     shown = "" if content is None else repr(content[:200])
     try:
-        with within(PATIENCE):
+        with within(DATA_PATIENCE):
             read(path)
     except SemBlendError as error:
         is_sentence = str(error).strip() and "Traceback" not in str(error)
@@ -164,7 +347,7 @@ def _donor_files(folder: Path, rng: random.Random, count: int) -> Iterator[Tried
     tier = DiskTier(folder, _FORM, folder.parent / "key")
     found, refused, faults = set(), 0, ""
     try:
-        with within(PATIENCE + 0.1 * count):
+        with within(DATA_PATIENCE + 0.1 * count):
             for each in tier.scan():
                 if isinstance(each, DonorFileError):
                     refused += 1
