@@ -37,6 +37,15 @@ class Measured:
     versions: dict[str, str]
     date: str
 
+    @classmethod
+    def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
+        """Of a run that ends now; `device` and `name` are those of `describe`."""
+        return cls(command, describe(device, name), versions(), today())
+
+    def sentence(self) -> str:
+        """How a page tells it, but for the versions."""
+        return f"`{self.command}`, {self.date}, machine {self.machine['name']}"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -93,7 +102,8 @@ def row(
 class Results:
     """The rows of one run, by default of this program with `arguments` (its own where None is given) on `device`.
 
-    Those of a `dry` run have no goals, and are written where a folder is given only.
+    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False makes them in
+    silence.
     """
 
     def __init__(
@@ -103,10 +113,12 @@ class Results:
         *,
         dry: bool = False,
         measured: Measured | None = None,
+        is_shown: bool = True,
     ) -> None:
         self.rows: list[Row] = []
-        self.measured = measured or Measured(command(arguments), describe(device), versions(), today())
+        self.measured = measured or Measured.now(command(arguments), device)
         self.dry = dry
+        self._is_shown = is_shown
 
     def add(
         self,
@@ -124,7 +136,8 @@ class Results:
         goal = None if self.dry else goal
         added = row(name, value, unit, goal=goal, better=better, baseline=baseline, measured=self.measured)
         self.rows.append(added)
-        say(_line(added))
+        if self._is_shown:
+            say(_line(added))
 
     def write(self, folder: Path | None, name: str, default: Path | None = None) -> None:
         """Shows all rows with their baselines, and writes `name.json` to `folder`, or to `default` unless it is a dry

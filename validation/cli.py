@@ -134,18 +134,14 @@ def _run(options: argparse.Namespace, command: str) -> int:
         audit_path=str(options.audit_path),
         gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
         settings=settings_in_text(options, boundary=choices.boundary, dtype=dtype),
-        command=command,
-        machine=results.describe(device, options.machine),
-        versions=results.versions(),
-        date=results.today(),
+        measured=results.Measured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
     _write(options, report, measured)
     if options.record is not None:
-        common = results.Measured(report.command, report.machine, report.versions, report.date)
-        rows = end_to_end_rows(samples, exactness, device, common, prefix)
-        results.write_rows(options.record / report.machine["name"] / f"{prefix}{FILE_NAME}", rows)
+        rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
+        results.write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
     return _show(report, options)
 
 

@@ -184,13 +184,7 @@ def measure_sparse(results: Results, config: TileConfig | None, dense_ms: float)
         share = case.attended / whole
         baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
         results.add(f"sparse_prefill_{percent}pct_ms", ours, "ms", baseline=baseline)
-        results.add(
-            f"sparse_prefill_{percent}pct",
-            ours / (share * dense_ms),
-            "ratio",
-            goal=1.6,
-            baseline=baseline,
-        )
+        results.add(f"sparse_prefill_{percent}pct", ours / (share * dense_ms), "ratio", goal=1.6, baseline=baseline)
 
 
 def measure_few_rows(results: Results, config: TileConfig | None, dense_ms: float) -> None:

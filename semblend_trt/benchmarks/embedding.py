@@ -35,25 +35,8 @@ EXTRA_GOAL_MS = 0.1
 MODEL = Path(__file__).resolve().parents[2] / "validation" / "assets" / "model"
 
 SYLLABLES = (
-    "ba",
-    "cor",
-    "del",
-    "en",
-    "fi",
-    "gra",
-    "hol",
-    "in",
-    "ju",
-    "ker",
-    "lam",
-    "mo",
-    "ner",
-    "or",
-    "pa",
-    "ri",
-    "st",
-    "tu",
-)
+    "ba", "cor", "del", "en", "fi", "gra", "hol", "in", "ju", "ker", "lam", "mo", "ner", "or", "pa", "ri", "st", "tu",
+)  # fmt: skip
 
 
 def text_of_tokens(count: int) -> str:

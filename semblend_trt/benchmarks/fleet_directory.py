@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kernels.results import Results, parser_of, say
-from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server, resident_mib
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.counters import EventCounters
@@ -28,7 +27,6 @@ from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     import numpy.typing as npt
@@ -215,9 +213,11 @@ async def convergence(server: LoopbackServer) -> list[float]:
     return taken
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints; writes the rows where --json says."""
-    arguments = _arguments().parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
+    arguments = parser.parse_args()
     results = Results()
     with loopback_server() as server:
         taken = asyncio.run(convergence(server))
@@ -228,9 +228,9 @@ def main() -> int:
     )
     results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
     results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=told)
-    before = _resident_mib()
+    before = resident_mib()
     fleet = Fleet(arguments.donors)
-    grown = _resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
+    grown = resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
     fingerprinting, looking_up = lookups(fleet)
     told = (
         f"{arguments.donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
@@ -244,19 +244,7 @@ def main() -> int:
     results.add("directory_event_us", fleet.event_us, "us", baseline=told)
     results.add("directory_memory_mib", grown, "MiB", baseline=told)
     results.write(arguments.json, "fleet_directory")
-    return 0
-
-
-def _arguments() -> argparse.ArgumentParser:
-    arguments = parser_of(__doc__)
-    arguments.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
-    return arguments
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

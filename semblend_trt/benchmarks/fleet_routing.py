@@ -10,7 +10,6 @@ prefix.
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -180,9 +179,12 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
     return outcome
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints; writes the rows where --json says."""
-    arguments = _arguments().parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--requests", type=int, default=5000, help="how many requests")
+    parser.add_argument("--load", type=float, default=1.0, help="load, 1 is all that could be served without reuse")
+    arguments = parser.parse_args()
     results = Results()
     arrivals = arrivals_of(arguments.requests, arguments.load)
     outcomes = {}
@@ -195,7 +197,6 @@ def main() -> int:
         )
     _add_rows(results, outcomes, arguments)
     results.write(arguments.json, "fleet_routing")
-    return 0
 
 
 def _add_rows(results: Results, outcomes: dict[str, Outcome], arguments: argparse.Namespace) -> None:
@@ -213,16 +214,9 @@ def _add_rows(results: Results, outcomes: dict[str, Outcome], arguments: argpars
         results.add(f"routed_first_token_p95_ms{end}", p95, "ms", baseline=told)
 
 
-def _arguments() -> argparse.ArgumentParser:
-    arguments = parser_of(__doc__)
-    arguments.add_argument("--requests", type=int, default=5000, help="how many requests")
-    arguments.add_argument("--load", type=float, default=1.0, help="load, 1 is all that could be served without reuse")
-    return arguments
-
-
 def _text(rng: np.random.Generator, length: int) -> _Tokens:
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ refused with a sentence, and bad events and donors' files are counted and change
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import logging
@@ -33,7 +32,7 @@ from semblend_trt.cli.main import main as semblend_trt_main
 from semblend_trt.config import settings_table
 from validation import cli
 from validation.benchmarks.bad_data import Answer, TooLongError, Tried, event_tries, file_tries, spoiled_bytes, within
-from validation.benchmarks.server_process import MODEL, router, worker
+from validation.benchmarks.server_process import router, router_config, worker
 from validation.engines import environment
 
 if TYPE_CHECKING:
@@ -293,7 +292,9 @@ def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
     with contextlib.ExitStack() as ending:
         serving = worker("--worker-id", "1", "--max-batch-size", "2", *granted)
         ending.callback(serving.kill)
-        front = router(_config(folder, serving.address()), ROUTER_SECRET="a secret of the router")
+        limits = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
+        config = router_config(folder, [serving], {"a": _KEY}, **limits)
+        front = router(config, ROUTER_SECRET="a secret of the router")
         ending.callback(front.kill)
         for name, server in (("router", front), ("worker", serving)):
             rng = random.Random(0)
@@ -378,18 +379,6 @@ def _is_well(name: str, server: ServerProcess, port: int) -> Tried:
     return Tried(
         name, "a good request", Answer.TAKEN if is_well else Answer.FAULT, f"{said[:200]!r} {server.log[-600:]}"
     )
-
-
-def _config(folder: Path, address: str) -> Path:
-    digest = hashlib.sha256(_KEY.encode()).hexdigest()
-    text = (
-        f'port = 0\nmodel = "{MODEL}"\nsecret_env = "ROUTER_SECRET"\nheader_seconds = {GRANTED}\n'
-        f"body_seconds = {GRANTED}\nmax_body_bytes = {LONGEST_BODY}\n"
-        f'[[replicas]]\nurl = "{address}"\nworker_id = 1\n[[keys]]\nsha256 = "{digest}"\ntenants = ["a"]\n'
-    )
-    path = folder / "router.toml"
-    path.write_text(text)
-    return path
 
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ another tenant that sends the longest bodies and prompts without pause, through 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -28,7 +27,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kernels.results import Results, parser_of
-from validation.benchmarks.server_process import MODEL, router, worker
+from validation.benchmarks.server_process import router, router_config, worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,16 +53,6 @@ TENANTS = ("quiet", "noisy")
 # What the noisy tenant sends at once, and what it may have under way.
 SENDERS, TENANT_REQUESTS = 8, 1
 BODY_BYTES, LONGEST_PROMPT = 2 << 20, 8_192
-CONFIG = """
-port = 0
-model = "{model}"
-secret_env = "ROUTER_SECRET"
-policy = "least_loaded"
-max_prompt_tokens = {longest}
-tenant_requests = {requests}
-tenant_bytes = {size}
-max_body_bytes = {size}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +96,6 @@ def small(number: int) -> bytes:
     return json.dumps({"prompt": f"{number} is the number of this question, and so", "max_tokens": 4}).encode()
 
 
-def config_of(folder: Path, workers: Sequence[ServerProcess]) -> Path:
-    """The router's file, with a key for each tenant."""
-    text = CONFIG.format(model=MODEL, longest=LONGEST_PROMPT, requests=TENANT_REQUESTS, size=BODY_BYTES)
-    for number, each in enumerate(workers, 1):
-        text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
-    for tenant in TENANTS:
-        digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-        text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-    path = folder / "router.toml"
-    path.write_text(text)
-    return path
-
-
 @contextlib.contextmanager
 def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterator[ServerProcess]:
     """A router, with so many descriptors, in front of so many workers."""
@@ -127,7 +103,16 @@ def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterato
         running = [worker("--worker-id", str(number + 1)) for number in range(workers)]
         for each in running:
             ending.callback(each.kill)
-        config = config_of(folder, running)
+        config = router_config(
+            folder,
+            running,
+            {tenant: f"key of {tenant}" for tenant in TENANTS},
+            policy="least_loaded",
+            max_prompt_tokens=LONGEST_PROMPT,
+            tenant_requests=TENANT_REQUESTS,
+            tenant_bytes=BODY_BYTES,
+            max_body_bytes=BODY_BYTES,
+        )
         front = router(config, descriptors, ROUTER_SECRET="a secret of the router")
         ending.callback(front.kill)
         yield front

@@ -23,7 +23,7 @@ from unittest import mock
 from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.connector import library
@@ -32,7 +32,7 @@ from semblend_trt.donors.disk import FOLDER
 from semblend_trt.donors.file_size import FileSize
 from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
 
@@ -104,15 +104,9 @@ class FaultBench:
         if folder is not None:
             key = str(folder / "key")
             settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder), "DISK_KEY_PATH": key}
-        with environment({f"SEMBLEND_{name}": value for name, value in settings.items()}):
-            llm = LLM(
-                model=shipped_model(),
-                runner=self._runner.share(),
-                contract=contract,
-                kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS),
-                kv_connector_config=KvCacheConnectorConfig.ours(),
-            )
-        with llm:
+        cache = KvCacheConfig(max_tokens=POOL_TOKENS)
+        runner = self._runner.share()
+        with open_llm(shipped_model(), runner, settings, contract=contract, kv_cache_config=cache) as llm:
             self.serve(llm, _TOO_SHORT_TO_KEEP)
             self.hear(llm)
             yield llm
@@ -220,10 +214,7 @@ def disk_full(trial: Trial) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with _folder() as folder, trial.bench.engine(folder) as llm:
-        with (
-            trial.counts("tier_events", event="write_failed"),
-            mock.patch.object(os, "posix_fallocate", full),
-        ):
+        with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
             trial.ask(llm, trial.prompts.donor)
             trial.bench.hear(llm)
         trial.ask(llm, *trial.prompts.others)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.course import Checkpoint
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import FOLDER
 from validation.benchmarks.bench_model import Prompts, make_runner
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.model_runner import ModelRunner
 
 
@@ -158,25 +158,20 @@ class Bench:
         `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
         measured.
         """
-        connector = None
-        if variables:
-            connector = KvCacheConnectorConfig.ours()
         # Random weights have no revision; every engine of the run holds the same ones.
-        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **(variables or {})}
-        with environment({f"SEMBLEND_{name}": value for name, value in named.items()}):
-            llm = LLM(
-                self.folder,
-                runner=self.runner,
-                tensor_parallel_size=self.runner.ranks.size,
-                max_num_tokens=max_num_tokens or self.longest,
-                enable_chunked_prefill=max_num_tokens is not None,
-                max_batch_size=batch,
-                max_seq_len=self.longest + 64,
-                kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
-                kv_connector_config=connector,
-                contract=contract,
-            )
-        with llm:
+        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **variables} if variables else None
+        with open_llm(
+            self.folder,
+            self.runner,
+            named,
+            tensor_parallel_size=self.runner.ranks.size,
+            max_num_tokens=max_num_tokens or self.longest,
+            enable_chunked_prefill=max_num_tokens is not None,
+            max_batch_size=batch,
+            max_seq_len=self.longest + 64,
+            kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
+            contract=contract,
+        ) as llm:
             if warm:
                 llm.warm_up(self.sizes)
             yield llm

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
 from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
@@ -31,11 +30,11 @@ from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.stateful import evict_block
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 LAYERS, DOCUMENT_TOKENS, POOL_TOKENS = 2, 96, 1024
@@ -50,7 +49,6 @@ _OTHERS = {
     "rms_norm_eps": 0.05,
     "sliding_window": DOCUMENT_TOKENS,
 }
-_CONNECTOR = KvCacheConnectorConfig.ours()
 
 
 @dataclass(slots=True)
@@ -140,8 +138,7 @@ class SameName:
                     reused += output.reused_tokens
         return answers, reused
 
-    @contextmanager
-    def _engine(self, runner: ModelRunner, model: Path, donors: Path, **variables: str) -> Iterator[LLM]:
+    def _engine(self, runner: ModelRunner, model: Path, donors: Path, **variables: str) -> LLM:
         settings = {
             "HOST_BYTES": str(64 << 20),
             "DISK_BYTES": str(64 << 20),
@@ -154,16 +151,7 @@ class SameName:
             **variables,
         }
         cache = KvCacheConfig(max_tokens=POOL_TOKENS)
-        with environment({f"SEMBLEND_{name}": value for name, value in settings.items()}):
-            llm = LLM(
-                model,
-                runner=runner.share(),
-                kv_cache_config=cache,
-                kv_connector_config=_CONNECTOR,
-                max_seq_len=POOL_TOKENS,
-            )
-        with llm:
-            yield llm
+        return open_llm(model, runner.share(), settings, kv_cache_config=cache, max_seq_len=POOL_TOKENS)
 
 
 def _make(folder: Path) -> Path:

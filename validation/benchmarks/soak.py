@@ -14,7 +14,6 @@ minutes up to the last one that holds (behind a leak none does), and before the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import itertools
 import json
@@ -35,7 +34,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import loopback_server
-from validation.benchmarks.server_process import MODEL, router, worker
+from validation.benchmarks.server_process import MODEL, router, router_config, worker
 from validation.documents import stock_list
 from validation.models import load, shipped_model
 from validation.prompts import render
@@ -71,15 +70,6 @@ SETTINGS = {
 }
 # As docs/fleet.md advises: else glibc keeps more and more of what was freed.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-CONFIG = """
-port = 0
-model = "{model}"
-nats_url = "{nats}"
-secret_env = "ROUTER_SECRET"
-[[replicas]]
-url = "{worker}"
-worker_id = 1
-"""
 MALFORMED = (
     b"",
     b"{",
@@ -252,12 +242,7 @@ def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
         arguments = ("--worker-id", "1", "--nats", nats, "--profile", profile, "--max-batch-size", "2")
         serving = worker(*arguments, descriptors=None, **variables)
         ending.callback(serving.kill)
-        text = CONFIG.format(model=MODEL, nats=nats, worker=serving.address())
-        for tenant in TENANTS:
-            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-            text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-        config = folder / "router.toml"
-        config.write_text(text)
+        config = router_config(folder, [serving], {tenant: f"key of {tenant}" for tenant in TENANTS}, nats_url=nats)
         front = router(config, None, ROUTER_SECRET="a secret of the router", **ALLOCATOR)
         ending.callback(front.kill)
         front.address()

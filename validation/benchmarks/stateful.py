@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
@@ -28,13 +27,14 @@ from semblend_trt.connector.contract_versions import contract_version
 from semblend_trt.connector.request_table import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
+    from engine_wrapper.embedded.llm import LLM
     from semblend_trt.connector.contract_versions import ContractVersion
 
 
@@ -151,27 +151,25 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
             "DISK_PATH": str(folder),
             "DISK_KEY_PATH": str(folder / "key"),
         }
-    with environment({f"SEMBLEND_{name}": value for name, value in variables.items()}):
-        llm = LLM(
-            model=folder,
-            runner=pattern,
-            contract=case.contract,
-            disable_overlap_scheduler=not case.overlap,
-            layer_hooks=case.contract == "1.1",
-            max_num_tokens=ROUGH_ROWS if case.rough else 48,
-            max_batch_size=6,
-            attn_backend=case.attn_backend,
-            cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
-            kv_cache_config=KvCacheConfig(
-                tokens_per_block=BLOCK,
-                max_tokens=BLOCK * BLOCKS,
-                use_kv_cache_manager_v2=case.v2,
-                enable_block_reuse=case.block_reuse,
-            ),
-            kv_connector_config=KvCacheConnectorConfig.ours(
-                "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector"
-            ),
-        )
+    llm = open_llm(
+        folder,
+        pattern,
+        variables,
+        "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector",
+        contract=case.contract,
+        disable_overlap_scheduler=not case.overlap,
+        layer_hooks=case.contract == "1.1",
+        max_num_tokens=ROUGH_ROWS if case.rough else 48,
+        max_batch_size=6,
+        attn_backend=case.attn_backend,
+        cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
+        kv_cache_config=KvCacheConfig(
+            tokens_per_block=BLOCK,
+            max_tokens=BLOCK * BLOCKS,
+            use_kv_cache_manager_v2=case.v2,
+            enable_block_reuse=case.block_reuse,
+        ),
+    )
     with llm:
         life = Life(llm, case)
         executor_logger.setLevel(logging.CRITICAL)  # forwards fail by the hundred

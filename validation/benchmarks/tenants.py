@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from scipy.stats import ks_2samp
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from kernels.results import Results, parser_of
 from validation.benchmarks.bench_model import Prompts, make_runner
 from validation.benchmarks.measure import ONE_TOKEN
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.outputs import RequestOutput
 
 SAMPLES = 250
@@ -80,15 +80,9 @@ def arms_of(samples: int) -> dict[str, Arm]:
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), "cpu", LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
-        with environment({f"SEMBLEND_{name}": value for name, value in variables.items()}):
-            llm = LLM(
-                Path(folder),
-                runner=runner,
-                # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
-                kv_cache_config=KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False),
-                kv_connector_config=KvCacheConnectorConfig.ours(),
-            )
-        with llm:
+        # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
+        cache = KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False)
+        with open_llm(Path(folder), runner, variables, kv_cache_config=cache) as llm:
             for _ in range(WARM_UPS):
                 sample(llm, prompts, OWN, Arm())
             for holder in order:

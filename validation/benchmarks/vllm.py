@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.results import Measured, Results, command, describe, parser_of, today, versions, write_rows
+from kernels.results import Measured, Results, command, parser_of, write_rows
 from validation.benchmarks.bench_model import label
 from validation.benchmarks.vllm_arm import ARMS, LOAD, PARTS, POSITION_FIX, SMALL, STOCK, VERIFIED, Sizes, VllmArm
 from validation.files import write_json, write_text
@@ -59,10 +60,7 @@ def measure_arm(options: argparse.Namespace) -> None:
             "arm": name,
             "engine": arm.facts,
             "options": own | variables,
-            "machine": describe(arm.device),
-            "versions": versions(),
-            "command": options.command,
-            "date": today(),
+            **asdict(Measured.now(options.command, arm.device)),
             "start_s": time.perf_counter() - begin,
         }
         try:

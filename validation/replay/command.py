@@ -56,10 +56,7 @@ def run_replay(options: argparse.Namespace, command: str) -> None:
         lines=lines_of(trace, outcomes, model, options.seed),
         unlimited_share=unlimited,
         settings=settings_in_text(options),
-        command=command,
-        machine=results.describe("cpu"),
-        versions=results.versions(),
-        date=results.today(),
+        measured=results.Measured.now(command, "cpu"),
     )
     _write(report, paths)
     _show(report, [*paths, *filter(None, [options.write_trace])])
@@ -150,7 +147,7 @@ def _write(report: ReplayReport, paths: Sequence[Path]) -> None:
     document, table, page, plot = paths
     write_json(document, report.to_dict())
     write_text(table, report.csv())
-    write_bytes(plot, draw(report.lines, f"{report.source}, {report.date}"))
+    write_bytes(plot, draw(report.lines, f"{report.source}, {report.measured.date}"))
     write_text(page, report.page(plot.name))
 
 
