@@ -33,6 +33,10 @@ HEADS = 28
 GEOMETRY = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
 LAYER = 14
 MAX_ERROR = 1e-2
+DENSE_TOKENS = (8192, 16384, 24576, 32768)
+SPARSE_TOKENS = 24576
+SPARSE_PERCENT = (1, 5, 10, 25)
+SUFFIX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +131,6 @@ def sdpa_ms(case: Case, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> flo
             )
 
     return time_ms(attend, repeats=10)
-
-
-DENSE_TOKENS = (8192, 16384, 24576, 32768)
-SPARSE_TOKENS = 24576
-SPARSE_PERCENT = (1, 5, 10, 25)
-SUFFIX_ROWS = 128
 
 
 def measure_dense(results: Results, config: TileConfig | None) -> float:

@@ -32,6 +32,13 @@ TOKENIZER = ASSETS / "model" / "tokenizer.json"
 DONOR_TOKENS, SLICE_TOKENS = 2_000, 500
 DOCUMENT_TOKENS, DOCUMENT_DONOR_TOKENS = 6_000, 8_000
 _CHARACTERS_A_CALL = 1 << 16
+RUN_TOKENS = 64
+_BASE = np.uint64(0xD6E8FEB86659FD93)
+_OUT = np.uint64(pow(0xD6E8FEB86659FD93, RUN_TOKENS, 1 << 64))
+_FILTER_BITS = 27
+_SPREAD, _TOP = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - _FILTER_BITS)
+Hashes = npt.NDArray[np.uint64]
+Filter = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +151,6 @@ def _encoded(text: str) -> TokenArray:
         encoded = tokenizer.encode_batch_fast(pieces[at : at + 64], add_special_tokens=False)
         parts += [np.asarray(each.ids, dtype=np.int32) for each in encoded]
     return np.concatenate(parts)
-
-
-RUN_TOKENS = 64
-
-_BASE = np.uint64(0xD6E8FEB86659FD93)
-_OUT = np.uint64(pow(0xD6E8FEB86659FD93, RUN_TOKENS, 1 << 64))
-_FILTER_BITS = 27
-_SPREAD, _TOP = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - _FILTER_BITS)
-
-Hashes = npt.NDArray[np.uint64]
-Filter = npt.NDArray[np.bool_]
 
 
 @inner

@@ -42,6 +42,49 @@ if TYPE_CHECKING:
 
 # Of no field that anybody reads.
 _WRONG: tuple[Any, ...] = (None, True, -1, -1.5, float("inf"), 1 << 70, "", "\ud800", "x" * 70_000, [], [[]], {"x": 1})
+DATA_PATIENCE = 20.0
+_WORKER, _GENERATION, _DONOR = (1, 0), 7, "donor"
+_TIER = "host"
+_FORM = KvForm(num_layers=2, kv_factor=2, kv_heads=1, head_dim=8, dtype=torch.float32)
+_TOKENS, _SUFFIX, _IDENTITY, _DIM = 16, ".donor.safetensors", "benchmark", 8
+_CASE = {"id": "a", "donors": ["a document"], "prompt": "a prompt", "reference": None}
+_REQUEST = {"request_id": "a", "timestamp_ms": 1.0, "blocks": [{"token_count": 3, "position": 0}], "metadata": {}}
+_ROUTER = 'port = 0\nmodel = "m"\nsecret_env = "S"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
+# None of the fields above may have one of these.
+_WRONG_TOML = ("[]", "[[1]]", "{ x = 1 }", "nan", "-1e400", "1979-05-27", "")
+_NO_ROUTER = (
+    "replicas = []",
+    "[replicas]",
+    "[[replicas]]\nurl = 7",
+    "[keys]",
+    "[[keys]]\ntenants = []",
+    "[status]",
+    "[telemetry]",
+    "port = 1",
+    "unknown = 1",
+    "model = ",
+    '"" = 1',
+    "a.b.c = 1",
+    "x = [" * 5_000,
+)
+_NO_OPTIONS = (
+    "",
+    "- 1",
+    "7",
+    "a: b: c",
+    "a: [1",
+    "a: !!python/object:os.system x",
+    "\ta: 1",
+    "a: &a [*a]",
+    "{" * 5_000,
+    # Each name stands for ten of the one before.
+    "a: &a [1,1]\n" + "".join(f"{two}: &{two} [{','.join([f'*{one}'] * 10)}]\n" for one, two in pairwise("abcdefg")),
+    "x" * (2 << 20),
+    "a: \x00",
+    "%YAML 9.9\n---\na: 1",
+    "? [1]\n: 2",
+)
+_NO_JSON = (b"", b"\n", b"7", b"[]", b"null", b"{", b"\xff\xfe", b"\x00" * 64, b'{"a": NaN', b"[" * 50_000, b'{"a": 1}')
 
 
 class Answer(Enum):
@@ -117,11 +160,6 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value, name
         if isinstance(part, (dict, list)):
             yield from _parts(part)
-
-
-DATA_PATIENCE = 20.0
-_WORKER, _GENERATION, _DONOR = (1, 0), 7, "donor"
-_TIER = "host"
 
 
 class Readers:
@@ -212,48 +250,6 @@ def _given(what: str, payload: bytes, sender: str | None, is_bad: bool = False) 
     if wrong or (is_bad and not is_refused):
         return Tried("events", what, Answer.FAULT, (wrong or "it was believed") + f": {payload[:200]!r}")
     return Tried("events", what, Answer.REFUSED if is_refused else Answer.TAKEN)
-
-
-_FORM = KvForm(num_layers=2, kv_factor=2, kv_heads=1, head_dim=8, dtype=torch.float32)
-_TOKENS, _SUFFIX, _IDENTITY, _DIM = 16, ".donor.safetensors", "benchmark", 8
-_CASE = {"id": "a", "donors": ["a document"], "prompt": "a prompt", "reference": None}
-_REQUEST = {"request_id": "a", "timestamp_ms": 1.0, "blocks": [{"token_count": 3, "position": 0}], "metadata": {}}
-_ROUTER = 'port = 0\nmodel = "m"\nsecret_env = "S"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
-# None of the fields above may have one of these.
-_WRONG_TOML = ("[]", "[[1]]", "{ x = 1 }", "nan", "-1e400", "1979-05-27", "")
-_NO_ROUTER = (
-    "replicas = []",
-    "[replicas]",
-    "[[replicas]]\nurl = 7",
-    "[keys]",
-    "[[keys]]\ntenants = []",
-    "[status]",
-    "[telemetry]",
-    "port = 1",
-    "unknown = 1",
-    "model = ",
-    '"" = 1',
-    "a.b.c = 1",
-    "x = [" * 5_000,
-)
-_NO_OPTIONS = (
-    "",
-    "- 1",
-    "7",
-    "a: b: c",
-    "a: [1",
-    "a: !!python/object:os.system x",
-    "\ta: 1",
-    "a: &a [*a]",
-    "{" * 5_000,
-    # Each name stands for ten of the one before.
-    "a: &a [1,1]\n" + "".join(f"{two}: &{two} [{','.join([f'*{one}'] * 10)}]\n" for one, two in pairwise("abcdefg")),
-    "x" * (2 << 20),
-    "a: \x00",
-    "%YAML 9.9\n---\na: 1",
-    "? [1]\n: 2",
-)
-_NO_JSON = (b"", b"\n", b"7", b"[]", b"null", b"{", b"\xff\xfe", b"\x00" * 64, b'{"a": NaN', b"[" * 50_000, b'{"a": 1}')
 
 
 def file_tries(folder: Path, count: int) -> Iterator[Tried]:

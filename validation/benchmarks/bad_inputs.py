@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from validation.benchmarks.server_process import ServerProcess
 
+logger = logging.getLogger(__name__)
+
 PATIENCE, PROCESS_PATIENCE = 60.0, 120.0
 # A status that says that an input is refused; doctor tells of it as of any problem, with 1.
 REFUSED, DOCTOR_REFUSED = 2, 1
@@ -76,7 +78,7 @@ _OPTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("validation", "quality", "--families", ("", "x", "header_trap,x")),
     ("validation", "quality", "--profile", _NO_FILE),
     ("validation", "quality", "--form", ("", "x")),
-    ("validation", "calibrate", "--max-command_tries", ("", "x", "-7", "1e99")),
+    ("validation", "calibrate", "--max-tries", ("", "x", "-7", "1e99")),
     ("validation", "calibrate", "--prompts", _NO_FILE),
     ("validation", "confirm", "--profile", _NO_FILE),
     ("validation", "replay", "--trace", _NO_FILE),
@@ -123,77 +125,6 @@ _WORDS = (
 )
 # An empty one is as good as none.
 _WRONG_SETTINGS = ("x", "nan", "-7e99", "1e99", "\x1b[31m", "9" * 400, "truely", "[]")
-
-
-def command_tries(folder: Path, processes: int) -> Iterator[Tried]:
-    """Gives every command line in this process, and `processes` of them, drawn by lot, in processes of their own.
-
-    `folder` is the working directory meanwhile.
-    """
-    asked = [(program, words.split()) for program, words in _WORDS]
-    asked += [(program, [*words.split(), option, each]) for program, words, option, bad in _OPTIONS for each in bad]
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for program, words in asked:
-            yield _in_this_process(program, words)
-        for setting in settings_table():
-            if setting.allowed != "a path" and not setting.allowed.startswith("a text"):
-                for value in _WRONG_SETTINGS:
-                    with environment({setting.variables[0]: value}):
-                        yield _in_this_process("semblend-trt", ["config"], f"{setting.variables[0]}={value[:40]!r}")
-    finally:
-        os.chdir(before)
-    drawn = random.Random(0).sample([each for each in asked if "\x00" not in "".join(each[1])], processes)
-    with ThreadPoolExecutor(2) as threads:
-        yield from threads.map(partial(_in_a_process, folder), drawn)
-
-
-def _in_this_process(program: str, words: Sequence[str], what: str = "") -> Tried:
-    _, run = PROGRAMS[program]
-    shown = what or f"{program} {' '.join(words)!r:.160}"
-    said = io.StringIO()
-    try:
-        with within(PATIENCE), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status: object = run(list(words))
-    except SystemExit as end:
-        status = end.code
-    except (Exception, TooLongError) as error:
-        return Tried("command line", shown, Answer.FAULT, repr(error))
-    return _judged_command(shown, words, status, said.getvalue())
-
-
-def _in_a_process(folder: Path, asked: tuple[str, Sequence[str]]) -> Tried:
-    program, words = asked
-    root = str(Path(__file__).resolve().parents[2])
-    shown = f"process {program} {' '.join(words)!r:.160}"
-    try:
-        ended = subprocess.run(
-            [
-                sys.executable,
-                *PROGRAMS[program][0],
-                *(os.fsencode(word.encode("utf-8", "surrogatepass")) for word in words),
-            ],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": root},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PROCESS_PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return Tried("command line", shown, Answer.FAULT, str(error))
-    return _judged_command(shown, words, ended.returncode, (ended.stdout + ended.stderr).decode("utf-8", "replace"))
-
-
-def _judged_command(shown: str, words: Sequence[str], status: object, said: str) -> Tried:
-    refusals = {REFUSED, DOCTOR_REFUSED} if words and words[0] == "doctor" else {REFUSED}
-    is_sentence = said.strip() and "Traceback" not in said and "\x1b" not in said and len(said) <= MOST_SAID
-    if status in refusals and is_sentence:
-        return Tried("command line", shown, Answer.REFUSED)
-    return Tried("command line", shown, Answer.FAULT, f"status {status}: {said.strip()[-400:]!r}")
-
-
 # What clients are granted for a header and for a body, in seconds.
 GRANTED = 2
 SENDERS, LONGEST_BODY = 8, 65_536
@@ -284,6 +215,76 @@ _REQUESTS = (
 # The router alone asks who is there.
 _AUTHORIZATIONS = (b"", b"Bearer", b"Bearer x", b"Bearer \xff", b"Basic YTpi", b"x" * 5_000, b"Bearer " + b"\xc3" * 99)
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
+SPOILED, PROCESSES, LEAST = 100, 12, 1_000
+
+
+def command_tries(folder: Path, processes: int) -> Iterator[Tried]:
+    """Gives every command line in this process, and `processes` of them, drawn by lot, in processes of their own.
+
+    `folder` is the working directory meanwhile.
+    """
+    asked = [(program, words.split()) for program, words in _WORDS]
+    asked += [(program, [*words.split(), option, each]) for program, words, option, bad in _OPTIONS for each in bad]
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for program, words in asked:
+            yield _in_this_process(program, words)
+        for setting in settings_table():
+            if setting.allowed != "a path" and not setting.allowed.startswith("a text"):
+                for value in _WRONG_SETTINGS:
+                    with environment({setting.variables[0]: value}):
+                        yield _in_this_process("semblend-trt", ["config"], f"{setting.variables[0]}={value[:40]!r}")
+    finally:
+        os.chdir(before)
+    drawn = random.Random(0).sample([each for each in asked if "\x00" not in "".join(each[1])], processes)
+    with ThreadPoolExecutor(2) as threads:
+        yield from threads.map(partial(_in_a_process, folder), drawn)
+
+
+def _in_this_process(program: str, words: Sequence[str], what: str = "") -> Tried:
+    _, run = PROGRAMS[program]
+    shown = what or f"{program} {' '.join(words)!r:.160}"
+    said = io.StringIO()
+    try:
+        with within(PATIENCE), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status: object = run(list(words))
+    except SystemExit as end:
+        status = end.code
+    except (Exception, TooLongError) as error:
+        return Tried("command line", shown, Answer.FAULT, repr(error))
+    return _judged_command(shown, words, status, said.getvalue())
+
+
+def _in_a_process(folder: Path, asked: tuple[str, Sequence[str]]) -> Tried:
+    program, words = asked
+    root = str(Path(__file__).resolve().parents[2])
+    shown = f"process {program} {' '.join(words)!r:.160}"
+    try:
+        ended = subprocess.run(
+            [
+                sys.executable,
+                *PROGRAMS[program][0],
+                *(os.fsencode(word.encode("utf-8", "surrogatepass")) for word in words),
+            ],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": root},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROCESS_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return Tried("command line", shown, Answer.FAULT, str(error))
+    return _judged_command(shown, words, ended.returncode, (ended.stdout + ended.stderr).decode("utf-8", "replace"))
+
+
+def _judged_command(shown: str, words: Sequence[str], status: object, said: str) -> Tried:
+    refusals = {REFUSED, DOCTOR_REFUSED} if words and words[0] == "doctor" else {REFUSED}
+    is_sentence = said.strip() and "Traceback" not in said and "\x1b" not in said and len(said) <= MOST_SAID
+    if status in refusals and is_sentence:
+        return Tried("command line", shown, Answer.REFUSED)
+    return Tried("command line", shown, Answer.FAULT, f"status {status}: {said.strip()[-400:]!r}")
 
 
 def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
@@ -379,11 +380,6 @@ def _is_well(name: str, server: ServerProcess, port: int) -> Tried:
     return Tried(
         name, "a good request", Answer.TAKEN if is_well else Answer.FAULT, f"{said[:200]!r} {server.log[-600:]}"
     )
-
-
-logger = logging.getLogger(__name__)
-
-SPOILED, PROCESSES, LEAST = 100, 12, 1_000
 
 
 def tries(folder: Path, spoiled: int, processes: int) -> Iterator[Tried]:

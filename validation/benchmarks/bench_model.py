@@ -45,6 +45,11 @@ _DECIDED: dict[str, Any] = {
 }
 # The size that most goals are set for, and that of prompts without a donor.
 GOAL_SIZE, MISS_SIZE = 24_576, 8_192
+# New tokens of a shifted prompt: an instruction before the document and a question behind it.
+INSTRUCTION, QUESTION = 32, 96
+# The donor's instruction has another length, so that the document moves.
+DONOR_INSTRUCTION = 40
+NEW_TOKENS = INSTRUCTION + QUESTION
 
 
 def make_runner(
@@ -80,13 +85,6 @@ def _make(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return ModelRunner.from_model(model, folder, ranks=ranks)
-
-
-# New tokens of a shifted prompt: an instruction before the document and a question behind it.
-INSTRUCTION, QUESTION = 32, 96
-# The donor's instruction has another length, so that the document moves.
-DONOR_INSTRUCTION = 40
-NEW_TOKENS = INSTRUCTION + QUESTION
 
 
 class Prompts:

@@ -47,6 +47,11 @@ DOCUMENTS, ROWS = 3, 12
 ROUNDS = 6
 _ANSWER = SamplingParams(max_tokens=8)
 _TOO_SHORT_TO_KEEP = "hello"
+STALL_SECONDS = 1.0
+_SERVE_AND_DIE = "import sys; from validation.benchmarks.faults import serve_and_die; serve_and_die(*sys.argv[1:])"
+# Nothing listens there: the port is reserved.
+_NO_SERVER = "nats://127.0.0.1:1"
+_MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +143,6 @@ class FaultBench:
             given = []
         differing = sum(one != other for one, other in zip(given, right, strict=False))
         return differing + abs(len(given) - len(right))
-
-
-STALL_SECONDS = 1.0
-# Nothing listens there: the port is reserved.
-_SERVE_AND_DIE = "import sys; from validation.benchmarks.faults import serve_and_die; serve_and_die(*sys.argv[1:])"
-_NO_SERVER = "nats://127.0.0.1:1"
-_MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
 
 @dataclass(slots=True)

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.model_runner import ModelRunner
 
+CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
+# Where rows of a card are written unless another folder is named.
+CARD_FOLDER = FOLDER / "h200"
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+WARM_UPS = 2
+PARTS = ("lookup", "move", "forward", "rest")
+
 
 class Stopwatch:
     """Times parts of one engine: on the card where one runs there, between events that wait for nothing.
@@ -83,9 +90,6 @@ def between(begin: Any, end: Any) -> float:
     return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
-CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
-
-
 class CheckedStopwatch(Stopwatch):
     """Times the parts of a forward as well, each from the stream reaching it to the stream having done it.
 
@@ -116,13 +120,6 @@ class CheckedStopwatch(Stopwatch):
     def remove(self) -> None:
         super().remove()
         setattr(Checkpoint, "decide", self._decide)  # noqa: B010
-
-
-# Where rows of a card are written unless another folder is named.
-CARD_FOLDER = FOLDER / "h200"
-ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
-WARM_UPS = 2
-PARTS = ("lookup", "move", "forward", "rest")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,21 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.llm import LLM
     from semblend_trt.connector.contract_versions import ContractVersion
 
+logger = logging.getLogger(__name__)
+
+LAYERS, BLOCK, BLOCKS = 3, 8, 60
+TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
+MOST_LIVE = 12
+QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
+# Tokens that each tier holds: a few donors, so that all of them push others out.
+HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
+# Of a rough life: rows enough for prompts that begin alike to run in one forward, and how often what happens.
+ROUGH_ROWS = 256
+SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
+STEPS = 100_000
+# What cancelled requests that nobody tells of must leave to others.
+HITS = 2_400
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -110,17 +125,6 @@ HABIT_CASES = (
     Case("1.1", v2=False, overlap=False, rough=True, attn_backend="FLASHINFER"),
     Case("1.3rc", v2=False, overlap=True, rough=True, attn_backend="FLASHINFER"),
 )
-
-
-LAYERS, BLOCK, BLOCKS = 3, 8, 60
-TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
-MOST_LIVE = 12
-QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
-# Tokens that each tier holds: a few donors, so that all of them push others out.
-HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
-# Of a rough life: rows enough for prompts that begin alike to run in one forward, and how often what happens.
-ROUGH_ROWS = 256
-SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
 
 
 @contextmanager
@@ -400,13 +404,6 @@ def evict_block(llm: LLM) -> bool:
         return False
     manager._free.append(block)
     return True
-
-
-logger = logging.getLogger(__name__)
-
-STEPS = 100_000
-# What cancelled requests that nobody tells of must leave to others.
-HITS = 2_400
 
 
 @dataclass(slots=True)

@@ -68,6 +68,11 @@ _POSITIONS = 32_768
 # For new tokens and the marks.
 _ROOM = 1_024
 _ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS, _KEPT_LINES = 8, 6, 4, 1_024, 4 << 30
+TTFT = "ttft"
+# Of what is said, LMCache's warnings and errors are kept, and the last lines of a part without a figure.
+_TOLD, _LAST = 40, 20
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_WARNINGS = re.compile(r"LMCache (WARNING|ERROR): (.*?) \(\w+\.py:\d+:[\w.]+\)$", re.DOTALL | re.MULTILINE)
 
 
 class Segments:
@@ -338,13 +343,6 @@ def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
 def _unserved(cached: int, kept: int) -> str | None:
     """Why a figure would not show LMCache: `kept` of the tokens could have been taken."""
     return None if cached >= SERVED_SHARE * kept else f"LMCache served {cached:,} of {kept:,} tokens that it had kept"
-
-
-TTFT = "ttft"
-# Of what is said, LMCache's warnings and errors are kept, and the last lines of a part without a figure.
-_TOLD, _LAST = 40, 20
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_WARNINGS = re.compile(r"LMCache (WARNING|ERROR): (.*?) \(\w+\.py:\d+:[\w.]+\)$", re.DOTALL | re.MULTILINE)
 
 
 def run_part(command: Sequence[str], path: Path, timeout: float) -> dict[str, Any]:
