@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.command_line import ended
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
-from validation import machine, models, results, scoreboard
+from validation import models, scoreboard
 from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
 from validation.arms import (
     COLD,
@@ -133,18 +134,14 @@ def _run(options: argparse.Namespace, command: str) -> int:
         audit_path=str(options.audit_path),
         gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
         settings=settings_in_text(options, boundary=choices.boundary, dtype=dtype),
-        command=command,
-        machine=machine.describe(device, options.machine),
-        versions=machine.versions(),
-        date=results.today(),
+        measured=results.Measured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
     _write(options, report, measured)
     if options.record is not None:
-        common = results.Measured(report.command, report.machine, report.versions, report.date)
-        rows = end_to_end_rows(samples, exactness, device, common, prefix)
-        results.write_rows(options.record / report.machine["name"] / f"{prefix}{FILE_NAME}", rows)
+        rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
+        results.write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
     return _show(report, options)
 
 
@@ -224,7 +221,7 @@ def _show(report: Report, options: argparse.Namespace) -> int:
 
 
 def _scoreboard(options: argparse.Namespace) -> int:
-    rows = results.read_rows(options.results)
+    rows = scoreboard.read_rows(options.results)
     if not (options.check or options.write):
         console = Console()
         console = console if console.is_terminal else Console(width=_TABLE_WIDTH)

@@ -9,12 +9,27 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConf
 from validation.engines import connector_variables, environment
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
     from validation.engines import EngineSettings
+
+
+def open_llm(
+    model: Path,
+    runner: ModelRunner,
+    variables: Mapping[str, str] | None,
+    module: str = "engine_wrapper.connector",
+    **options: Any,
+) -> LLM:
+    """An embedded engine with `options`, and with our connector of `module` where `variables` set it, without
+    SEMBLEND_."""
+    with environment({f"SEMBLEND_{name}": value for name, value in (variables or {}).items()}):
+        connector = None if variables is None else KvCacheConnectorConfig.ours(module)
+        return LLM(model, runner=runner, kv_connector_config=connector, **options)
 
 
 class EmbeddedEngines:
@@ -43,11 +58,7 @@ class EmbeddedEngines:
         """The arm's engine, over the shared weights with a pool of its own."""
         connector = None
         if arm.variables is not None:
-            connector = KvCacheConnectorConfig(
-                connector_module="engine_wrapper.connector",
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            )
+            connector = KvCacheConnectorConfig.ours()
         with environment(connector_variables(arm, settings, str(audit_path))):
             return LLM(
                 model=settings.model,

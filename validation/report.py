@@ -16,6 +16,7 @@ from validation.summary import Summary, summarise, summary
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kernels.results import Measured
     from validation.audit_log import AuditCounts
     from validation.gates import Gate
     from validation.samples import Sample
@@ -25,8 +26,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a run found. `settings` are the command's arguments, `machine` and `versions` where it ran,
-    `notes` what the engine cannot do, a sentence each."""
+    """Everything that a run found. `settings` are the command's arguments, `notes` what the engine cannot do, a
+    sentence each."""
 
     model: str
     policy: str
@@ -35,10 +36,7 @@ class Report:
     audit_path: str
     gates: Sequence[Gate]
     settings: dict[str, Any]
-    command: str
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    date: str
+    measured: Measured
     seconds: float
     notes: Sequence[str] = ()
 
@@ -68,10 +66,7 @@ class Report:
             "noise_floor": asdict(self._noise_floor()),
             "summary": [asdict(line) for line in summarise(self.samples)],
             "settings": self.settings,
-            "command": self.command,
-            "machine": self.machine,
-            "versions": self.versions,
-            "date": self.date,
+            **asdict(self.measured),
             "seconds": round(self.seconds, 3),
             "notes": list(self.notes),
             "samples": [asdict(sample) for sample in self.samples],

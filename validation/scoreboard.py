@@ -6,6 +6,7 @@ shell pattern that is compared with a row's name and with its file's `machine/fi
 
 from __future__ import annotations
 
+import json
 import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -13,14 +14,46 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
+from kernels.results import Row
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
-    from validation.results import Row
+    from pathlib import Path
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 _OPENING = re.compile(r"<!-- results:")
+
+
+def read_rows(root: Path) -> dict[str, list[Row]]:
+    """Rows of all JSON files under `root`, by `machine/file` without the extension, sorted.
+
+    Raises ConfigurationError naming the file when it does not hold rows, when a row's `holds` contradicts its figures,
+    or when a machine has two rows of one name.
+    """
+    if not root.is_dir():
+        raise ConfigurationError(f"{root} is not a folder of results; give one with --results.")
+    found: dict[str, list[Row]] = {}
+    owners: dict[tuple[str, str], Path] = {}
+    for path in sorted(root.rglob("*.json")):
+        rows = rows_of(path)
+        for each in rows:
+            other = owners.setdefault((path.parent.name, each.name), path)
+            if other is not path:
+                raise ConfigurationError(f"The row {each.name} stands both in {other} and in {path}; keep one.")
+        found[path.relative_to(root).with_suffix("").as_posix()] = rows
+    return found
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Rows of one file. Raises ConfigurationError when it does not hold rows, or they contradict themselves."""
+    try:
+        rows = [Row(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{path} does not hold result rows: {error}.") from error
+    if len({each.name for each in rows}) != len(rows):
+        raise ConfigurationError(f"{path} holds two rows of one name.")
+    return rows
 
 
 def terminal_table(rows: dict[str, list[Row]]) -> Table:

@@ -81,8 +81,4 @@ def wait_for_quiet(audit_path: Path) -> None:
 
 
 def _connector_config(api: Any, module: str) -> Any:
-    return api.KvCacheConnectorConfig(
-        connector_module=module,
-        connector_scheduler_class="SemBlendKvConnectorScheduler",
-        connector_worker_class="SemBlendKvConnectorWorker",
-    )
+    return api.KvCacheConnectorConfig.ours(module)

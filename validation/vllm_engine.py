@@ -18,7 +18,7 @@ from semblend_trt.model_tokenizer import load_tokenizer
 from validation.engines import answered, asked_of, connector_variables, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from engine_wrapper.embedded.outputs import RequestOutput
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from validation.engines import ArmEngine, Asked, EngineSettings
 
 _BLOCK_SIZE = 32
-_TRANSFER = {
+# What KVTransferConfig takes, but for the settings of a connector.
+TRANSFER = {
     "kv_connector": "SemBlendConnector",
     "kv_connector_module_path": "engine_wrapper.vllm",
     "kv_role": "kv_both",
@@ -75,7 +76,7 @@ class VllmEngines:
         options: dict[str, Any] = {}
         variables = connector_variables(arm, settings, str(audit_path))
         if arm.variables is not None:
-            options["kv_transfer_config"] = KVTransferConfig(**_TRANSFER, kv_connector_extra_config=variables)
+            options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=variables)
         try:
             with environment({}):
                 llm = LLM(
@@ -137,11 +138,7 @@ class VllmEngine:
 
     def settle(self) -> None:
         """Waits until what has ended is saved; steps of short requests tell of it. Raises SemBlendError."""
-        for _ in range(_SETTLING_STEPS):
-            if not self._core.scheduler.requests:  # those that have ended are there until they are saved
-                return
-            self.generate([[0]], SamplingParams(max_tokens=1))
-        raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
+        settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
 
     def shutdown(self) -> None:
         """Ends the engine and gives its memory back; another one may be opened then."""
@@ -186,6 +183,18 @@ class VllmEngine:
                 logits[row] = -torch.inf
                 logits[row, token] = kept
         return logits
+
+
+def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
+    """Waits until what has ended in an engine's core is saved; steps of short requests tell of it.
+
+    Raises SemBlendError.
+    """
+    for _ in range(_SETTLING_STEPS):
+        if not core.scheduler.requests:  # those that have ended are there until they are saved
+            return
+        ask_shortly()
+    raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
 
 
 def _sampling(params: SamplingParams) -> Any:

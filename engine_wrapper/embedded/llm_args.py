@@ -52,6 +52,15 @@ class KvCacheConnectorConfig(StrictModel):
     connector_scheduler_class: str = Field(min_length=1)
     connector_worker_class: str = Field(min_length=1)
 
+    @classmethod
+    def ours(cls, module: str = "engine_wrapper.connector") -> KvCacheConnectorConfig:
+        """Our connector: the one that also executes plans, or the stock one of `semblend_trt.connector`."""
+        return cls(
+            connector_module=module,
+            connector_scheduler_class="SemBlendKvConnectorScheduler",
+            connector_worker_class="SemBlendKvConnectorWorker",
+        )
+
 
 class LlmArgs(StrictModel):
     """Everything that describes one engine.

@@ -203,11 +203,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _llm(arguments: argparse.Namespace) -> LLM:
-    connector = KvCacheConnectorConfig(
-        connector_module="engine_wrapper.connector",
-        connector_scheduler_class="SemBlendKvConnectorScheduler",
-        connector_worker_class="SemBlendKvConnectorWorker",
-    )
+    connector = KvCacheConnectorConfig.ours()
     return LLM(
         arguments.model,
         dtype=arguments.dtype,

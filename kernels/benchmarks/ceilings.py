@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.benchmarks.rows import Results, parser, require_cuda
+from kernels.results import Results, parser_of, require_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,7 @@ def _flush_buffer() -> torch.Tensor:
 
 def main() -> None:
     """Prints the ceilings, and writes them where `--json` says."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     require_cuda()
     results = Results()
     results.add(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.benchmarks.ceilings import copy_gbps, time_ms, wall_ms
-from kernels.benchmarks.rows import Results, parser, require_cuda, say
 from kernels.benchmarks.shapes import (
     QWEN_7B,
     ROTATION,
@@ -22,6 +21,7 @@ from kernels.benchmarks.shapes import (
     random_pool,
 )
 from kernels.deviation import FreshRows, Move, deviation, eager
+from kernels.results import Results, parser_of, require_cuda, say
 
 if TYPE_CHECKING:
     from kernels.deviation.spans import Fresh
@@ -32,7 +32,7 @@ LAYER = 2
 
 def main() -> None:
     """Checks some calls against torch, sweeps the tilings, and measures the default one."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     require_cuda()
     results = Results()
     say(f"relative error against torch: {_check():.1e}")
@@ -46,7 +46,7 @@ def main() -> None:
         results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
         spans = [Move(donor, 0, SHIFT, tokens)]
         call = wall_ms(lambda spans=spans, fresh=fresh: deviation(spans, fresh, LAYER, ROTATION))  # type: ignore[misc]
-        results.add(f"{name}_call_ms", call, "ms", better="lower", baseline="host clock, checks and launch included")
+        results.add(f"{name}_call_ms", call, "ms", baseline="host clock, checks and launch included")
     for layout in VLLM_LAYOUTS:
         _measure_layout(results, layout)
     results.write(arguments.json, "deviation")

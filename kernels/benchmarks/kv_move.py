@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.benchmarks.ceilings import COPY_BYTES, copy_gbps, host_to_device_gbps, time_ms, wall_ms
-from kernels.benchmarks.rows import Results, parser, require_cuda, say
 from kernels.benchmarks.shapes import (
     QWEN_7B,
     ROTATION,
@@ -24,6 +23,7 @@ from kernels.benchmarks.shapes import (
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import check_moves
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
+from kernels.results import Results, parser_of, require_cuda, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ COPY_GOAL, MILLISECONDS_GOAL = 0.90, 0.75
 
 def main() -> None:
     """Checks one plan a layout against torch, sweeps the tilings, and measures the default one."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     require_cuda()
     _check(random_pool(320), random_pool(320))
     for layout in VLLM_LAYOUTS:
@@ -138,7 +138,7 @@ def _measure(results: Results, tokens: int) -> float:
     limit = f"copy speed would take {bytes_moved(tokens) / copy_gbps() / 1e6:.3f} ms"
     same = bytes_moved(tokens) // 2
     goal = MILLISECONDS_GOAL if tokens == GOAL_TOKENS else None
-    results.add(f"{name}_ms", milliseconds, "ms", goal=goal, better="lower", baseline=f"kernel alone; {limit}")
+    results.add(f"{name}_ms", milliseconds, "ms", goal=goal, baseline=f"kernel alone; {limit}")
     results.add(f"{name}_share_of_copy", share, "", better="higher", baseline=f"copy {copy_gbps():.0f} GB/s")
     results.add(
         f"{name}_share_of_same_copy",
@@ -148,7 +148,7 @@ def _measure(results: Results, tokens: int) -> float:
         baseline=f"copy of the same {same} bytes {copy_gbps(same):.0f} GB/s",
     )
     call = wall_ms(lambda: kv_move(shifted, target, ROTATION))
-    results.add(f"{name}_call_ms", call, "ms", better="lower", baseline="host clock, checks and launch included")
+    results.add(f"{name}_call_ms", call, "ms", baseline="host clock, checks and launch included")
     return share
 
 
@@ -184,7 +184,7 @@ def _measure_variants(results: Results) -> None:
     add("three_donors", kernel_ms(spans, target))
     add("save", kernel_ms([Move(target, 0, 0, tokens)], donor))
     checks = wall_ms(lambda: check_moves(spans, target, ROTATION))
-    results.add("kv_move_checks_ms", checks, "ms", better="lower", baseline="host checks of three spans")
+    results.add("kv_move_checks_ms", checks, "ms", baseline="host checks of three spans")
     fp8 = torch.float8_e4m3fn
     fp8_moves = [Move(random_donor(tokens, dtype=fp8), 0, SHIFT, tokens)]
     add("fp8", kernel_ms(fp8_moves, random_pool(tokens + 32, dtype=fp8)), fp8)

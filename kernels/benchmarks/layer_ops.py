@@ -13,11 +13,11 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from kernels.benchmarks.ceilings import copy_gbps, time_ms
-from kernels.benchmarks.rows import Results, parser, require_cuda, say
 from kernels.benchmarks.shapes import QWEN_7B, ROTATION, random_pool
 from kernels.kv_move.move import tensor_of
 from kernels.layer_ops import add_rms_norm, eager, has_kernels, rotate_rows, silu_mul, slots_of
 from kernels.layout import pool_view
+from kernels.results import Results, parser_of, require_cuda, say
 from kernels.sparse_prefill import SequenceRows
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Case:
 
 def main() -> None:
     """Checks every operation against torch at each size, then measures it."""
-    arguments = parser(__doc__).parse_args()
+    arguments = parser_of(__doc__).parse_args()
     require_cuda()
     if not has_kernels(torch.device("cuda")):
         raise SystemExit("This benchmark needs Triton, which the extra `gpu` installs.")
@@ -67,7 +67,7 @@ def _measure(results: Results, case: Case, size: str) -> None:
     speed = case.num_bytes / ours / 1e6
     baseline = f"Transformers {theirs:.4f} ms; copy {copy_gbps():.0f} GB/s, read + written"
     name = f"layer_ops_{case.name}_{size}"
-    results.add(f"{name}_ms", ours, "ms", better="lower", baseline=baseline)
+    results.add(f"{name}_ms", ours, "ms", baseline=baseline)
     results.add(f"{name}_gbps", speed, "GB/s", better="higher", baseline=baseline)
     results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.benchmarks.ceilings import time_ms
-from kernels.benchmarks.rows import require_cuda
-from kernels.benchmarks.sparse_prefill_cases import Case, make_case, random_rows, sdpa_ms
+from kernels.benchmarks.sparse_prefill import Case, make_case, random_rows, sdpa_ms
 from kernels.layout import KvGeometry
+from kernels.results import require_cuda
 from kernels.sparse_prefill.tiles import TileConfig
 from kernels.sparse_prefill.triton_attention import choose_config
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.benchmarks.rows import Results, parser
 from kernels.layout import ContiguousKv
+from kernels.results import Results, parser_of
 from semblend_trt.donors.disk import DiskTier
 from semblend_trt.donors.donor_file import KvForm
 from semblend_trt.donors.donor_text import DonorText
@@ -33,7 +33,7 @@ FORM = KvForm(num_layers=28, kv_factor=2, kv_heads=4, head_dim=128, dtype=torch.
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk measured")
     arguments.add_argument("--tokens", type=int, default=8192, help="tokens of the donor")
     arguments.add_argument("--repeats", type=int, default=5)

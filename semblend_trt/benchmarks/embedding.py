@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels.benchmarks.rows import Results, parser, say
 from kernels.layout import KvGeometry
+from kernels.results import Results, parser_of, say
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
@@ -35,25 +35,8 @@ EXTRA_GOAL_MS = 0.1
 MODEL = Path(__file__).resolve().parents[2] / "validation" / "assets" / "model"
 
 SYLLABLES = (
-    "ba",
-    "cor",
-    "del",
-    "en",
-    "fi",
-    "gra",
-    "hol",
-    "in",
-    "ju",
-    "ker",
-    "lam",
-    "mo",
-    "ner",
-    "or",
-    "pa",
-    "ri",
-    "st",
-    "tu",
-)
+    "ba", "cor", "del", "en", "fi", "gra", "hol", "in", "ju", "ker", "lam", "mo", "ner", "or", "pa", "ri", "st", "tu",
+)  # fmt: skip
 
 
 def text_of_tokens(count: int) -> str:
@@ -98,7 +81,7 @@ def measure_embedders(results: Results) -> None:
         return
     beside = ", ".join(f"{name} {each:.1f} ms" for name, each in shown.items())
     baseline = f"all-MiniLM-L6-v2 by ONNX Runtime on half of the cores, windows of 256 tokens; beside it: {beside}"
-    results.add("embed_8k_ms", value, "ms", better="lower", baseline=baseline)
+    results.add("embed_8k_ms", value, "ms", baseline=baseline)
 
 
 class Arguments:
@@ -159,14 +142,13 @@ def measure_scheduler(results: Results) -> None:
         max(0.0, middle["on"] - middle["off"]),
         "ms",
         goal=EXTRA_GOAL_MS,
-        better="lower",
         baseline=f"median of {CALLS} look-ups of {PROMPT_TOKENS:,} tokens with static {middle['on']:.3f} ms, "
         f"without {middle['off']:.3f} ms; p95 {high['on']:.3f} and {high['off']:.3f} ms",
     )
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    given = parser_of(__doc__).parse_args()
     results = Results()
     measure_scheduler(results)
     measure_embedders(results)

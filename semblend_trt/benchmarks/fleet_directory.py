@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
-from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server
+from kernels.results import Results, parser_of, say
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server, resident_mib
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.counters import EventCounters
@@ -28,7 +27,6 @@ from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     import numpy.typing as npt
@@ -215,9 +213,11 @@ async def convergence(server: LoopbackServer) -> list[float]:
     return taken
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints; writes the rows where --json says."""
-    arguments = _arguments().parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
+    arguments = parser.parse_args()
     results = Results()
     with loopback_server() as server:
         taken = asyncio.run(convergence(server))
@@ -227,36 +227,24 @@ def main() -> int:
         f"rounds after which the directory is right within a resync interval of {RESYNC_SECONDS:g} s"
     )
     results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
-    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, better="lower", baseline=told)
-    before = _resident_mib()
+    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=told)
+    before = resident_mib()
     fleet = Fleet(arguments.donors)
-    grown = _resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
+    grown = resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
     fingerprinting, looking_up = lookups(fleet)
     told = (
         f"{arguments.donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
         f"prompts of {PROMPT_TOKENS} tokens; a loop over all sketches takes {loop_over_sketches(fleet):.0f} ms"
     )
     p99 = float(np.percentile(looking_up, 99))
-    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, better="lower", baseline=told)
-    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", better="lower", baseline=told)
+    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, baseline=told)
+    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", baseline=told)
     fingerprint_p99 = float(np.percentile(fingerprinting, 99))
-    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", better="lower", baseline=told)
-    results.add("directory_event_us", fleet.event_us, "us", better="lower", baseline=told)
-    results.add("directory_memory_mib", grown, "MiB", better="lower", baseline=told)
+    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=told)
+    results.add("directory_event_us", fleet.event_us, "us", baseline=told)
+    results.add("directory_memory_mib", grown, "MiB", baseline=told)
     results.write(arguments.json, "fleet_directory")
-    return 0
-
-
-def _arguments() -> argparse.ArgumentParser:
-    arguments = parser(__doc__)
-    arguments.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
-    return arguments
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

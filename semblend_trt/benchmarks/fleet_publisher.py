@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kernels.benchmarks.rows import Results, parser
-from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, texts
+from kernels.results import Results, parser_of
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, resident_mib, texts
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.publisher import EventPublisher
 from semblend_trt.fleet.wire import Emitter, EventFormat
-
-if TYPE_CHECKING:
-    import argparse
 
 HELD = 16384
 MAX_WAITING = 4096
@@ -100,39 +96,34 @@ def growth_without_server() -> float:
             time.sleep(0.001)
         simulated[0] += 1.0
         if second == DOWN_SECONDS // 10:
-            after_a_minute = _resident_mib()
-    grown = _resident_mib() - after_a_minute
+            after_a_minute = resident_mib()
+    grown = resident_mib() - after_a_minute
     if publisher.counters.connections:
         sys.exit("Somebody listens on the port that should be free.")
     donors.close()
     return grown
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints; writes the rows where --json says."""
-    arguments = _arguments().parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to publish")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each donor")
+    arguments = parser.parse_args()
     results = Results()
     grown = growth_without_server()
     for form in EventFormat:
         found, work, elapsed = rate(form, arguments.seconds, arguments.tokens)
         end = "" if form is EventFormat.JSON else f"_{form.value}"
         told = f"{elapsed:.0f} s on loopback, half of them donors of {arguments.tokens} tokens with their sketches"
-        results.add(f"publisher_cpu_us_per_event{end}", work, "us", better="lower", baseline=told)
+        results.add(f"publisher_cpu_us_per_event{end}", work, "us", baseline=told)
         results.add(f"publisher_events_per_s{end}", found, "events/s", goal=20_000, better="higher", baseline=told)
     told = (
         f"{2 * DOWN_SECONDS * DOWN_PER_S} events in {DOWN_SECONDS} simulated seconds without a server, "
         f"{DOWN_HELD} donors held; after the first minute"
     )
-    results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, better="lower", baseline=told)
+    results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, baseline=told)
     results.write(arguments.json, "fleet_publisher")
-    return 0
-
-
-def _arguments() -> argparse.ArgumentParser:
-    arguments = parser(__doc__)
-    arguments.add_argument("--seconds", type=float, default=10.0, help="how long to publish")
-    arguments.add_argument("--tokens", type=int, default=1024, help="tokens of each donor")
-    return arguments
 
 
 def _settle(publisher: EventPublisher) -> None:
@@ -140,10 +131,5 @@ def _settle(publisher: EventPublisher) -> None:
         sys.exit("The publisher did not reach the server.")
 
 
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,14 +10,13 @@ prefix.
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
+from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.fleet_server import NAMESPACE
 from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.directory import Directory
@@ -180,9 +179,12 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
     return outcome
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints; writes the rows where --json says."""
-    arguments = _arguments().parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--requests", type=int, default=5000, help="how many requests")
+    parser.add_argument("--load", type=float, default=1.0, help="load, 1 is all that could be served without reuse")
+    arguments = parser.parse_args()
     results = Results()
     arrivals = arrivals_of(arguments.requests, arguments.load)
     outcomes = {}
@@ -195,7 +197,6 @@ def main() -> int:
         )
     _add_rows(results, outcomes, arguments)
     results.write(arguments.json, "fleet_routing")
-    return 0
 
 
 def _add_rows(results: Results, outcomes: dict[str, Outcome], arguments: argparse.Namespace) -> None:
@@ -208,16 +209,9 @@ def _add_rows(results: Results, outcomes: dict[str, Outcome], arguments: argpars
         share, waits = float(np.mean(outcome.to_holder)), np.array(outcome.waits) * 1e3
         goals: tuple[float | None, float | None] = (0.95, 1.3) if is_goal else (None, None)
         results.add(f"routed_to_holder_share{end}", share, "share", goal=goals[0], better="higher", baseline=told)
-        results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", goal=goals[1], better="lower", baseline=told)
+        results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", goal=goals[1], baseline=told)
         p95 = float(np.percentile(waits, 95))
-        results.add(f"routed_first_token_p95_ms{end}", p95, "ms", better="lower", baseline=told)
-
-
-def _arguments() -> argparse.ArgumentParser:
-    arguments = parser(__doc__)
-    arguments.add_argument("--requests", type=int, default=5000, help="how many requests")
-    arguments.add_argument("--load", type=float, default=1.0, help="load, 1 is all that could be served without reuse")
-    return arguments
+        results.add(f"routed_first_token_p95_ms{end}", p95, "ms", baseline=told)
 
 
 def _text(rng: np.random.Generator, length: int) -> _Tokens:
@@ -225,4 +219,4 @@ def _text(rng: np.random.Generator, length: int) -> _Tokens:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -99,6 +99,11 @@ def texts(count: int, length: int, seed: int = 0) -> npt.NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, 150_000, (count, length), dtype=np.int32)
 
 
+def resident_mib() -> float:
+    """Memory that this process holds, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
 def _await_port(port: int) -> None:
     end = time.monotonic() + START_SECONDS
     while True:

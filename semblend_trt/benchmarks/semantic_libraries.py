@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import faiss
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
+from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.semantic_search import NEAREST, QUERIES, Truth, filled, search_of, timed
 from semblend_trt.benchmarks.semantic_vectors import DIM, embedded_passages
 
@@ -71,7 +71,6 @@ def compare(collection: Collection, results: Results) -> None:
                 f"semantic_library_{name}",
                 float(np.percentile(times, 99)),
                 "ms",
-                better="lower",
                 baseline=f"recall@10 {truth.recall(found).mean():.4f}; p50 {np.median(times):.3f} ms; built in "
                 f"{built:.0f} s; removal: {candidate.removal}; {collection.source}; one thread",
             )
@@ -135,7 +134,7 @@ def _with(owner: Any, name: str, value: float, search: Search) -> Search:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     arguments.add_argument("--entries", type=int, default=100_000, metavar="N", help="passages to store")
     given = arguments.parse_args()

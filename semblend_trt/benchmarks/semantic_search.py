@@ -17,7 +17,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from kernels.benchmarks.rows import Results, parser, say
+from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.semantic_vectors import CHUNK, DIM, Collection, embedded_passages, synthetic
 from semblend_trt.semantic.index import SemanticIndex
 
@@ -110,7 +110,6 @@ def measure(collection: Collection, results: Results) -> None:
         p99,
         "ms",
         goal=GOAL_MS,
-        better="lower",
         baseline=f"recall@10 {recall:.4f} of an exact search; p50 {p50:.3f} ms; {collection.source}; "
         f"{len(found)} queries, one thread; built in {built:.0f} s, one removed in {removed:.2f} ms",
     )
@@ -137,7 +136,7 @@ def milliseconds_to_remove(index: SemanticIndex, entries: int) -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     arguments.add_argument("--entries", type=int, nargs="*", default=[100_000], metavar="N", help="passages to store")
     arguments.add_argument(

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
-from semblend_trt.benchmarks.span_corpus import DOCUMENT_TOKENS, Corpus, read_corpus
+from kernels.results import Results, parser_of, say
+from semblend_trt.benchmarks.span_corpus import DOCUMENT_TOKENS, RUN_TOKENS, Corpus, read_corpus
 from semblend_trt.benchmarks.span_lookup import SPACE, seconds
-from semblend_trt.benchmarks.span_truth import RUN_TOKENS
 from semblend_trt.discovery.span_index import SpanIndex
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Case:
 
 def main() -> None:
     """Measures the package's arms, then ours, and writes the rows of both."""
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--python", required=True, metavar="PYTHON", help="interpreter with the package")
     arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     arguments.add_argument("--donors", type=int, nargs="+", default=[100, 1_000, 6_000], help="where to look up")
@@ -61,7 +60,7 @@ def main() -> None:
         told = {arm: run_package(given.python, arm, case, counts) for arm in given.arms}
     except subprocess.CalledProcessError as error:
         sys.exit(f"{given.python} could not run the package: {error.stderr.strip().splitlines()[-1]}")
-    results.common["versions"] |= {"semblend": next(iter(told.values()))["version"], "numpy": np.__version__}
+    results.measured.versions["semblend"] = next(iter(told.values()))["version"]
     add_rows(results, told, own_lookups(case, counts), corpus.source)
     results.write(given.json, "semblend_package")
 
@@ -130,7 +129,7 @@ def add_rows(results: Results, told: dict[str, dict[str, Any]], ours: dict[str, 
         arm, count = key.split()
         name = f"own_lookup_8k_{count}_ms" if arm == "ours" else f"semblend_package_{arm}_{count}_ms"
         against = f"{count} donors; {SAID.get(arm, 'exact spans')}; {_found(lookups)}"
-        results.add(name, _median_ms(lookups["times"]), "ms", better="lower", baseline=f"{against}; {source}")
+        results.add(name, _median_ms(lookups["times"]), "ms", baseline=f"{against}; {source}")
     last = max(int(key.split()[1]) for key in ours["lookups"])
     own = _median_ms(ours["lookups"][f"ours {last}"]["times"])
     for arm in SAID:
@@ -141,8 +140,8 @@ def add_rows(results: Results, told: dict[str, dict[str, Any]], ours: dict[str, 
     against = f"median of the last {len(ours['registered'])} of {last} donors of {LENGTH} tokens"
     for arm, each in told.items():
         value = _median_ms(each["registered"])
-        results.add(f"semblend_package_{arm}_add_ms", value, "ms", better="lower", baseline=f"{against}; {ARMS[arm]}")
-    results.add("own_add_8k_ms", _median_ms(ours["registered"]), "ms", better="lower", baseline=against)
+        results.add(f"semblend_package_{arm}_add_ms", value, "ms", baseline=f"{against}; {ARMS[arm]}")
+    results.add("own_add_8k_ms", _median_ms(ours["registered"]), "ms", baseline=against)
 
 
 def _median_ms(times: list[float]) -> float:

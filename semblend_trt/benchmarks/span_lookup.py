@@ -16,15 +16,13 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.benchmarks.rows import Results, parser, say
-from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, Corpus, read_corpus
-from semblend_trt.benchmarks.span_truth import RUN_TOKENS, reusable_tokens
+from kernels.results import Results, parser_of, say
+from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, RUN_TOKENS, Corpus, read_corpus, reusable_tokens
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
@@ -73,37 +71,21 @@ QUICK = Sizes(
 )
 
 
-class Rows:
-    """Result rows; a goal counts in a full run only."""
-
-    def __init__(self, results: Results, full: bool) -> None:
-        self._results, self._full = results, full
-
-    def add(
-        self, name: str, value: float, unit: str, against: str, goal: float | None = None,
-        better: Literal["higher", "lower"] = "lower",
-    ) -> None:  # fmt: skip
-        goal = goal if self._full else None
-        self._results.add(name, float(value), unit, goal=goal, better=better, baseline=against)
-
-
 def main() -> None:
     """Builds the index, then measures lookups, recall, changes, memory and the compilation."""
-    arguments = parser(__doc__)
+    arguments = parser_of(__doc__)
     arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     arguments.add_argument("--quick", action="store_true", help="2,000 donors and 20 prompts, without goals")
     given = arguments.parse_args()
     sizes = QUICK if given.quick else Sizes()
-    results = Results()
-    results.common["versions"] |= {name: version(name) for name in ("numba", "numpy", "tokenizers")}
-    rows = Rows(results, not given.quick)
+    rows = Results(dry=given.quick)
     measure(rows, read_corpus(given.text, sizes.documents, sizes.made_tokens), sizes)
     if not given.quick:
         add_compilation(rows)
-    results.write(given.json, "span_lookup")
+    rows.write(given.json, "span_lookup")
 
 
-def measure(rows: Rows, corpus: Corpus, sizes: Sizes) -> None:
+def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
     """Adds all rows but those of the compilation."""
     index = SpanIndex()
     prompts = corpus.prompts(sizes.prompts, sizes.prompt_tokens, seed=1)
@@ -146,7 +128,7 @@ def lookup_times(index: SpanIndex, prompts: list[TokenArray], rounds: int) -> np
 
 
 def add_lookups(
-    rows: Rows, large: npt.NDArray[np.float64], small: npt.NDArray[np.float64], text: str, sizes: Sizes
+    rows: Results, large: npt.NDArray[np.float64], small: npt.NDArray[np.float64], text: str, sizes: Sizes
 ) -> None:
     """The lookup's percentiles over prompts, and how they grow from `small` to `large`."""
     where = f"{sizes.prompt_tokens}-token prompts, {sizes.donors} donors, {text}; fastest of {sizes.rounds} each"
@@ -160,7 +142,7 @@ def add_lookups(
     rows.add("span_lookup_growth", p50 / few, "x", f"median with {SMALL} donors {few:.3f} ms", goal=2.0)
 
 
-def add_recall(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:
+def add_recall(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:
     """Tokens in runs that the index finds, over all tokens of the prompts that stand in a run of some donor."""
     checked = prompts[: sizes.checked]
     possible = reusable_tokens(checked, (donor for _, donor in corpus.donors(sizes.donors, seed=2)))
@@ -178,7 +160,7 @@ def covered(index: SpanIndex, prompt: TokenArray) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def add_crowded(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
+def add_crowded(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
     """Prompts that consist of nothing but text that many donors hold."""
     prompts = corpus.crowded_prompts(max(4, sizes.prompts // 10), sizes.prompt_tokens, seed=3)
     times = lookup_times(index, prompts, sizes.rounds).min(axis=0)
@@ -187,7 +169,7 @@ def add_crowded(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> N
     rows.add("span_lookup_crowded_p50_ms", float(np.median(times)) * 1e3, "ms", against)
 
 
-def add_planning(rows: Rows, index: SpanIndex, prompts: list[TokenArray], sizes: Sizes) -> None:
+def add_planning(rows: Results, index: SpanIndex, prompts: list[TokenArray], sizes: Sizes) -> None:
     """From prompt to plan: lookup, cover with every other donor on the card, plan and its diagnostics."""
     settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_reuse_ratio=0)
     planner = Planner(index, settings, settings.policy, 28, lambda donor_id: donor_id[-1] in "02468")
@@ -199,7 +181,7 @@ def add_planning(rows: Rows, index: SpanIndex, prompts: list[TokenArray], sizes:
     rows.add("span_plan_p50_ms", p50, "ms", against)
 
 
-def add_changes(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
+def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
     """Adding and removing donors of 8k tokens when the index is full."""
     donors = corpus.crowded_prompts(sizes.changes, DOCUMENT_DONOR_TOKENS, seed=4)
     added = [seconds(index.add, SPACE, f"change-{number}", each) for number, each in enumerate(donors)]
@@ -209,7 +191,7 @@ def add_changes(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> N
         rows.add(name, statistics.median(times) * 1e3, "ms", against, goal=1.0)
 
 
-def add_growing(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:
+def add_growing(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:
     """Lookups while another thread adds donors as fast as it can, beside as many with a still index."""
     still = lookup_times(index, prompts, sizes.rounds)
     stop = threading.Event()
@@ -235,7 +217,7 @@ def add_growing(rows: Rows, index: SpanIndex, corpus: Corpus, sizes: Sizes, prom
         rows.add(name, value * 1e3, "ms", against)
 
 
-def add_boilerplate(rows: Rows, corpus: Corpus, sizes: Sizes) -> None:
+def add_boilerplate(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
     """A prompt of 1 MiB of tokens that every donor holds, and what its lookup does at most."""
     boilerplate = np.resize(corpus.common, MEBIBYTE_OF_TOKENS)
     index, bounds = SpanIndex(), ScanBounds()
@@ -249,7 +231,7 @@ def add_boilerplate(rows: Rows, corpus: Corpus, sizes: Sizes) -> None:
     rows.add("span_lookup_boilerplate_ms", times.min() * 1e3, "ms", against)
 
 
-def add_compilation(rows: Rows) -> None:
+def add_compilation(rows: Results) -> None:
     """What the first index of a process waits for, without and with compiled code on disk."""
     with tempfile.TemporaryDirectory() as folder:
         for name, told in (("span_index_compile_s", "nothing on disk"), ("span_index_load_s", "compiled code on disk")):

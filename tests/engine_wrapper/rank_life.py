@@ -71,11 +71,7 @@ class Life:
         # Seconds of a lookup, because these processes crowd the machine.
         settings = {"EMBEDDER": "off", "LOOKUP_DEADLINE_MS": 5000} | variables
         named = {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}
-        connector = KvCacheConnectorConfig(
-            connector_module=module,
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
+        connector = KvCacheConnectorConfig.ours(module)
         with mock.patch.dict(os.environ, named):
             llm = LLM(
                 self._model,

@@ -53,11 +53,7 @@ def engine(tiny_qwen2_path, monkeypatch, device):
             model=tiny_qwen2_path,
             dtype="float32",
             device=device,
-            kv_connector_config=KvCacheConnectorConfig(
-                connector_module="engine_wrapper.connector",
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            ),
+            kv_connector_config=KvCacheConnectorConfig.ours(),
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
             **arguments,
         )

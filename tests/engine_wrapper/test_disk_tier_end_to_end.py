@@ -53,11 +53,7 @@ def engine(monkeypatch, tmp_path):
             model=MODEL,
             dtype="float32",
             device="cpu",
-            kv_connector_config=KvCacheConnectorConfig(
-                connector_module="engine_wrapper.connector",
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            ),
+            kv_connector_config=KvCacheConnectorConfig.ours(),
             kv_cache_config=KvCacheConfig(max_tokens=4096),
         )
         engines.append(llm)

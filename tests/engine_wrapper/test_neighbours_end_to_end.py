@@ -43,11 +43,7 @@ def served(monkeypatch, tmp_path):
             **variables,
         }.items():
             monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
-        connector = KvCacheConnectorConfig(
-            connector_module="engine_wrapper.connector",
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
+        connector = KvCacheConnectorConfig.ours()
         engines.append(
             LLM(
                 model=files("validation") / "assets" / "model",

@@ -21,11 +21,7 @@ GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, return_generation_logits=
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 UNBOUNDED = 4096
 ASSETS = Path(str(files("validation"))) / "assets"
-CONNECTOR = KvCacheConnectorConfig(
-    connector_module="engine_wrapper.connector",
-    connector_scheduler_class="SemBlendKvConnectorScheduler",
-    connector_worker_class="SemBlendKvConnectorWorker",
-)
+CONNECTOR = KvCacheConnectorConfig.ours()
 
 
 BEHIND_A_HOLE = text(5, 150) + DOCUMENT + text(6, 20)

@@ -30,11 +30,7 @@ def engine(tiny_qwen2_path, monkeypatch):
         monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(boundary))
         connector = None
         if module is not None:
-            connector = KvCacheConnectorConfig(
-                connector_module=module,
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            )
+            connector = KvCacheConnectorConfig.ours(module)
         llm = LLM(
             model=tiny_qwen2_path,
             dtype="float32",

@@ -34,11 +34,7 @@ def engine(tiny_qwen2_path, monkeypatch, tmp_path):
             model=tiny_qwen2_path,
             dtype="float32",
             device="cpu",
-            kv_connector_config=KvCacheConnectorConfig(
-                connector_module=module,
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            ),
+            kv_connector_config=KvCacheConnectorConfig.ours(module),
             kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=4096),
         )
         engines.append(llm)
@@ -227,11 +223,7 @@ def test_the_engine_knows_which_checks_to_prepare(engine):
 
 @pytest.mark.known_defect(22)
 def test_a_namespace_names_the_dtype_that_runs(tiny_qwen2_path):
-    connector = KvCacheConnectorConfig(
-        connector_module="engine_wrapper.connector",
-        connector_scheduler_class="SemBlendKvConnectorScheduler",
-        connector_worker_class="SemBlendKvConnectorWorker",
-    )
+    connector = KvCacheConnectorConfig.ours()
     for asked in ("auto", "bfloat16"):
         with LLM(
             model=tiny_qwen2_path,

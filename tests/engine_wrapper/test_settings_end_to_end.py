@@ -26,11 +26,7 @@ def engine(tiny_qwen2_path, monkeypatch, tmp_path):
     def build(*, connector=True, max_tokens=4096, **settings):
         for name, value in settings.items():
             monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
-        config = KvCacheConnectorConfig(
-            connector_module="engine_wrapper.connector",
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
+        config = KvCacheConnectorConfig.ours()
         llm = LLM(
             model=tiny_qwen2_path,
             dtype="float32",

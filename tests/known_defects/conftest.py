@@ -33,11 +33,7 @@ def engine(tiny_qwen2_path, monkeypatch):
     def build(module="engine_wrapper.connector", max_tokens=4096, **variables):
         for name, value in (DEFAULTS | variables).items():
             monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
-        connector = KvCacheConnectorConfig(
-            connector_module=module,
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
+        connector = KvCacheConnectorConfig.ours(module)
         cache = KvCacheConfig(tokens_per_block=BLOCK, max_tokens=max_tokens)
         engines.append(
             LLM(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kernels.results import Measured
 from validation.cli import main
-from validation.results import Measured
 from validation.samples import Sample
 
 if TYPE_CHECKING:

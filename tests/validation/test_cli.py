@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from validation import results
+from validation import scoreboard
 from validation.cli import main
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_a_run_measures_every_case_in_every_arm(
     assert report["audit"]["rope_corrections"] >= 2 * len(CASES)
     assert report["audit"]["donor_registrations"] >= 2
     assert {json.loads(line)["arm"] for line in audit.read_text().splitlines()} == {"position_fix", "boundary"}
-    [rows] = results.read_rows(tmp_path / "rows").values()
+    [rows] = scoreboard.read_rows(tmp_path / "rows").values()
     assert [row.name for row in rows] == ["wrapper_exactness_max_logit_diff"]
     assert rows[0].holds
     assert "position_fix" in capsys.readouterr().out

@@ -36,11 +36,7 @@ def engine(monkeypatch):
         monkeypatch.setenv("SEMBLEND_FUZZY_CHUNKS", fuzzy)
         monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.3")
         monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")  # tests share their processors
-        connector = KvCacheConnectorConfig(
-            connector_module="engine_wrapper.connector",
-            connector_scheduler_class="SemBlendKvConnectorScheduler",
-            connector_worker_class="SemBlendKvConnectorWorker",
-        )
+        connector = KvCacheConnectorConfig.ours()
         engines.append(LLM(model=MODEL, kv_connector_config=connector if policy else None))
         return engines[-1]
 

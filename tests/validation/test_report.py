@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kernels.results import Measured
     from validation.samples import Sample
 
     Maker = Callable[..., Sample]
 
 
 @pytest.fixture
-def report(make_sample: Maker) -> Report:
+def report(make_sample: Maker, measured: Measured) -> Report:
     samples = [
         make_sample(case_id=f"case-{index}", arm=arm, ttft_s=0.1 * (index + 1), speedup=float(index + 1))
         for index in range(3)
@@ -40,10 +41,7 @@ def report(make_sample: Maker) -> Report:
         audit_path="audit.jsonl",
         gates=[Gate("speedup", 2.0, 1.05, "higher", "reads"), Gate("rouge1", 0.1, 0.35, "higher", "reads")],
         settings={"seed": 0},
-        command="python -m validation",
-        machine={"name": "cpu-2core"},
-        versions={"torch": "2.13.0"},
-        date="2026-11-21",
+        measured=measured,
         seconds=1.5,
     )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kernels import results
 from semblend_trt.errors import ConfigurationError
-from validation import results, scoreboard
+from validation import scoreboard
 from validation.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from validation.results import Measured, Row
+    from kernels.results import Measured, Row
 
 TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
 
@@ -71,3 +74,43 @@ def test_the_command_checks_and_rewrites(
     assert main([*where, "--check"]) == 0
     assert main(["scoreboard", "--results", str(tmp_path / "missing")]) == 2
     assert main([*where, "--check", "--write"]) == 2
+
+
+def a_row(measured: Measured, name: str = "row", value: float = 2.0, goal: float | None = 1.0) -> Row:
+    return results.row(name, value, "x", goal=goal, better="higher", baseline="cold", measured=measured)
+
+
+def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, measured: Measured) -> None:
+    rows = [a_row(measured), a_row(measured, "other", 0.5), a_row(measured, "free", 0.5, None)]
+    results.write_rows(tmp_path / "cpu-2core" / "run.json", rows)
+    assert scoreboard.read_rows(tmp_path) == {"cpu-2core/run": rows}
+    written = json.loads((tmp_path / "cpu-2core" / "run.json").read_text())
+    assert all(list(each) == [field.name for field in fields(results.Row)] for each in written)
+    assert [each.holds for each in rows] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"holds": False}, {"value": "fast"}, {"better": "bigger"}, {"extra": 1}, {"date": "yesterday"}, {"name": "a b"}],
+)
+def test_a_file_with_a_bad_row_is_named(tmp_path: Path, measured: Measured, change: dict[str, object]) -> None:
+    (tmp_path / "machine").mkdir()
+    path = tmp_path / "machine" / "bad.json"
+    path.write_text(json.dumps([asdict(a_row(measured)) | change]))
+    with pytest.raises(ConfigurationError, match=r"bad\.json"):
+        scoreboard.read_rows(tmp_path)
+
+
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"bad\.json"):
+        scoreboard.read_rows(tmp_path)
+    with pytest.raises(ConfigurationError, match="not a folder"):
+        scoreboard.read_rows(tmp_path / "missing")
+
+
+def test_a_machine_has_one_row_of_a_name(tmp_path: Path, measured: Measured) -> None:
+    for name in ("one", "two"):
+        results.write_rows(tmp_path / "machine" / f"{name}.json", [a_row(measured)])
+    with pytest.raises(ConfigurationError, match="keep one"):
+        scoreboard.read_rows(tmp_path)

@@ -8,25 +8,378 @@ refused with a sentence, and bad events and donors' files are counted and change
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from validation.benchmarks import bad_commands, bad_events, bad_files, bad_requests
-from validation.benchmarks.recording import parser_of, record
-from validation.benchmarks.spoiling import Answer
+from engine_wrapper.embedded import server
+from kernels.results import Results, parser_of
+from semblend_trt.cli.main import main as semblend_trt_main
+from semblend_trt.config import settings_table
+from validation import cli
+from validation.benchmarks.bad_data import Answer, TooLongError, Tried, event_tries, file_tries, spoiled_bytes, within
+from validation.benchmarks.server_process import router, router_config, worker
+from validation.engines import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from validation.benchmarks.spoiling import Tried
-    from validation.benchmarks.ttft import Rows
+    from validation.benchmarks.server_process import ServerProcess
 
 logger = logging.getLogger(__name__)
 
+PATIENCE, PROCESS_PATIENCE = 60.0, 120.0
+# A status that says that an input is refused; doctor tells of it as of any problem, with 1.
+REFUSED, DOCTOR_REFUSED = 2, 1
+MOST_SAID = 20_000
+PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[str]], int]]] = {
+    "semblend-trt": (("-c", "import sys; from semblend_trt.cli.main import main; sys.exit(main())"), semblend_trt_main),
+    "validation": (("-m", "validation"), cli.main),
+    "server": (("-m", "engine_wrapper.embedded.server"), server.main),
+}
+_NO_NUMBER = ("", "x", "nan", "-7", "1e99", "0x10", "1,5", "--", "99999999999999999999999", "\x1b[31m")
+_NO_COUNT = (*_NO_NUMBER, "0", "1.5", "inf")
+_NO_FILE = ("/proc/nonexistent/x", "/dev/null/x", "/proc/self/mem/x", "n" * 300)
+# A program, the words before an option, the option, and values that it must not take.
+_OPTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    *(
+        ("validation", "", option, _NO_COUNT)
+        for option in ("--max-tokens", "--min-match-length", "--repeat", "--boundary")
+    ),
+    *(("validation", "", option, _NO_FILE) for option in ("--prompts", "--profile", "--output", "--audit-path")),
+    ("validation", "", "--seed", _NO_NUMBER),
+    ("validation", "", "--min-speedup", ("", "x", "1,5", "--", "0x10")),
+    ("validation", "", "--arms", ("", "x", "cold,x", "boundary_x", "epic_-1", "boundary_99")),
+    ("validation", "", "--policy", ("", "x", "cold_x")),
+    ("validation", "", "--device", ("x", "cuda:99", "cpu:x")),
+    ("validation", "", "--dtype", ("", "int8")),
+    ("validation", "", "--model", ("", " ", "/proc/nonexistent", "/dev/null")),
+    ("validation", "", "--judge-command", ("", "/proc/nonexistent/judge", "'")),
+    ("validation", "", "--machine", ("", "a/b", "../x", "\n")),
+    *(
+        ("validation", command, option, _NO_COUNT)
+        for command in ("quality", "calibrate")
+        for option in ("--groups", "--questions", "--tokens", "--batch", "--max-tokens")
+    ),
+    ("validation", "quality", "--families", ("", "x", "header_trap,x")),
+    ("validation", "quality", "--profile", _NO_FILE),
+    ("validation", "quality", "--form", ("", "x")),
+    ("validation", "calibrate", "--max-tries", ("", "x", "-7", "1e99")),
+    ("validation", "calibrate", "--prompts", _NO_FILE),
+    ("validation", "confirm", "--profile", _NO_FILE),
+    ("validation", "replay", "--trace", _NO_FILE),
+    ("validation", "replay", "--workload", ("", "x")),
+    ("validation", "replay --workload agent", "--requests", _NO_COUNT),
+    ("validation", "replay --workload agent", "--capacity-tokens", _NO_COUNT),
+    ("validation", "replay --workload agent", "--policies", ("", "x")),
+    ("validation", "replay --workload agent", "--latency-profile", _NO_FILE),
+    ("validation", "scoreboard", "--results", _NO_FILE),
+    ("validation", "scoreboard --check", "--readme", _NO_FILE),
+    ("semblend-trt", "router", "--config", (*_NO_FILE, "/", "/dev/null")),
+    *(("semblend-trt", f"events {action}", "--seconds", _NO_COUNT[:-2]) for action in ("tail", "check", "stats")),
+    ("semblend-trt", "events tail", "--limit", _NO_COUNT),
+    *(
+        ("semblend-trt", f"events {action} --seconds 1", "--url", ("nats://127.0.0.1:1", "x://", "nats://[", " "))
+        for action in ("tail", "check", "stats")
+    ),
+    ("semblend-trt", "events tail --seconds 1", "--subject", ("", "a b", "a..b", "x" * 300)),
+    ("semblend-trt", "doctor", "--engine-options", (*_NO_FILE, "/", "/dev/null")),
+    ("semblend-trt", "doctor", "--kv-dtype", ("", "int3")),
+    ("semblend-trt", "doctor", "--model", ("", "/proc/nonexistent", "/dev/null", "x" * 5_000, "\ud800")),
+    *(
+        ("server", "--model /proc/nonexistent", option, _NO_NUMBER)
+        for option in ("--port", "--header-seconds", "--body-seconds", "--max-connections", "--max-body-bytes")
+    ),
+    ("server", "--model /proc/nonexistent", "--max-batch-size", ("", "x", "1.5")),
+    ("server", "", "--model", ("", "/proc/nonexistent", "/dev/null", "\x00")),
+)
+_WORDS = (
+    ("semblend-trt", ""),
+    ("semblend-trt", "nope"),
+    ("semblend-trt", "config --x"),
+    ("semblend-trt", "config --json --markdown"),
+    ("semblend-trt", "events"),
+    ("semblend-trt", "events nope"),
+    ("semblend-trt", "router"),
+    ("validation", "nope"),
+    ("validation", "--unknown 1"),
+    ("validation", "replay"),
+    ("validation", "replay --trace a --workload b"),
+    ("validation", "confirm"),
+    ("validation", "scoreboard --check --write"),
+    ("server", ""),
+)
+# An empty one is as good as none.
+_WRONG_SETTINGS = ("x", "nan", "-7e99", "1e99", "\x1b[31m", "9" * 400, "truely", "[]")
+# What clients are granted for a header and for a body, in seconds.
+GRANTED = 2
+SENDERS, LONGEST_BODY = 8, 65_536
+_KEY = "a key of the benchmark"
+_GOOD: dict[str, Any] = {"prompt": "How many lamps are there?", "max_tokens": 2, "temperature": 0}
+_WRONG_FIELDS: dict[str, tuple[Any, ...]] = {
+    "prompt": (7, 1.5, True, {}, [], "", [""], [-1], [1.5], [1 << 31], ["a", 1], [[1], [2]], [None], [True], [[]]),
+    "model": (7, {}, [], "another", ""),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1, 0, 1.5, "x", [], {}, 1 << 40, float("inf"))),
+    "temperature": (-1, "hot", [], {}, float("nan"), float("inf")),
+    "top_p": (-0.1, 0, 1.1, "x", [], {}, float("nan")),
+    "top_k": (-7, 1.5, "x", [], {}),
+    "seed": (1.5, "x", [], {}, 1 << 80),
+    "ignore_eos": (7, "x", [], {}),
+    "stream": (7, "x", [], {}),
+    "stream_options": (7, "x", [], {"include_usage": "x"}),
+    "stop": (7, {}, [7], ["x"] * 100, [""], ""),
+    "stop_token_ids": (7, "x", {}, ["x"], [1.5]),
+    "cache_salt": (7, [], {}, "x" * 100_000),
+    "n": (0, 2, -1, "x", []),
+    "best_of": (2, "x"),
+    "logprobs": (0, 5, True),
+    "echo": (True,),
+    "suffix": ("x",),
+    "logit_bias": ({"1": 5},),
+    "presence_penalty": (1, "x"),
+    "frequency_penalty": (-1, []),
+    "min_p": (0.5,),
+    "min_tokens": (2,),
+    "lora_request": ({"x": 1},),
+    "guided_json": ({},),
+    "prompt_logprobs": (1,),
+}
+# The router has the tenants' salts, and puts them in the place of what a caller says.
+_SET_BY_ROUTER = ("cache_salt",)
+_NO_JSON = (
+    b"",
+    b"{",
+    b"}",
+    b"null",
+    b"7",
+    b"[]",
+    b'"x"',
+    b"\xff\xfe{}",
+    b"\x00" * 100,
+    b"[" * 60_000,
+    b'{"a":' * 10_000,
+    b'{"prompt": "a", }',
+    b"{'prompt': 'a'}",
+    b"prompt=a",
+    b" " * (LONGEST_BODY + 1),
+    b'{"prompt": "' + b"a" * 60_000 + b'"}',
+    b'{"prompt": "\\ud800", "max_tokens": -1}',
+)
+# Requests whose header is whole: each gets an answer. None of them is one that is served.
+_REQUESTS = (
+    b"GET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"PUT /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /%00 HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /%ff%fe HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"BREW /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"\r\n \r\n\r\n",
+    b"GET / HTTP/9.9\r\nHost: a\r\n\r\n",
+    b"GET / SPDY\r\n\r\n",
+    b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: " + b"y" * 20_000 + b"\r\n\r\n",
+    b"GET /nothing HTTP/1.1\r\nHost: a\r\nBad header\r\n\r\n",
+    b"GET /nothing HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    b"\x00" * 64 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: nothing\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: nothing\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: br\r\nContent-Length: 2\r\n\r\n{}",
+    b'POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 17\r\n\r\n{"messages": [7]}',
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{",
+)
+# The router alone asks who is there.
+_AUTHORIZATIONS = (b"", b"Bearer", b"Bearer x", b"Bearer \xff", b"Basic YTpi", b"x" * 5_000, b"Bearer " + b"\xc3" * 99)
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 SPOILED, PROCESSES, LEAST = 100, 12, 1_000
+
+
+def command_tries(folder: Path, processes: int) -> Iterator[Tried]:
+    """Gives every command line in this process, and `processes` of them, drawn by lot, in processes of their own.
+
+    `folder` is the working directory meanwhile.
+    """
+    asked = [(program, words.split()) for program, words in _WORDS]
+    asked += [(program, [*words.split(), option, each]) for program, words, option, bad in _OPTIONS for each in bad]
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for program, words in asked:
+            yield _in_this_process(program, words)
+        for setting in settings_table():
+            if setting.allowed != "a path" and not setting.allowed.startswith("a text"):
+                for value in _WRONG_SETTINGS:
+                    with environment({setting.variables[0]: value}):
+                        yield _in_this_process("semblend-trt", ["config"], f"{setting.variables[0]}={value[:40]!r}")
+    finally:
+        os.chdir(before)
+    drawn = random.Random(0).sample([each for each in asked if "\x00" not in "".join(each[1])], processes)
+    with ThreadPoolExecutor(2) as threads:
+        yield from threads.map(partial(_in_a_process, folder), drawn)
+
+
+def _in_this_process(program: str, words: Sequence[str], what: str = "") -> Tried:
+    _, run = PROGRAMS[program]
+    shown = what or f"{program} {' '.join(words)!r:.160}"
+    said = io.StringIO()
+    try:
+        with within(PATIENCE), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status: object = run(list(words))
+    except SystemExit as end:
+        status = end.code
+    except (Exception, TooLongError) as error:
+        return Tried("command line", shown, Answer.FAULT, repr(error))
+    return _judged_command(shown, words, status, said.getvalue())
+
+
+def _in_a_process(folder: Path, asked: tuple[str, Sequence[str]]) -> Tried:
+    program, words = asked
+    root = str(Path(__file__).resolve().parents[2])
+    shown = f"process {program} {' '.join(words)!r:.160}"
+    try:
+        ended = subprocess.run(
+            [
+                sys.executable,
+                *PROGRAMS[program][0],
+                *(os.fsencode(word.encode("utf-8", "surrogatepass")) for word in words),
+            ],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": root},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROCESS_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return Tried("command line", shown, Answer.FAULT, str(error))
+    return _judged_command(shown, words, ended.returncode, (ended.stdout + ended.stderr).decode("utf-8", "replace"))
+
+
+def _judged_command(shown: str, words: Sequence[str], status: object, said: str) -> Tried:
+    refusals = {REFUSED, DOCTOR_REFUSED} if words and words[0] == "doctor" else {REFUSED}
+    is_sentence = said.strip() and "Traceback" not in said and "\x1b" not in said and len(said) <= MOST_SAID
+    if status in refusals and is_sentence:
+        return Tried("command line", shown, Answer.REFUSED)
+    return Tried("command line", shown, Answer.FAULT, f"status {status}: {said.strip()[-400:]!r}")
+
+
+def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
+    """Sends every bad request, and `spoiled` ones, to a router and to its worker. Both must serve a good one then."""
+    granted = ("--header-seconds", str(GRANTED), "--body-seconds", str(GRANTED), "--max-body-bytes", str(LONGEST_BODY))
+    with contextlib.ExitStack() as ending:
+        serving = worker("--worker-id", "1", "--max-batch-size", "2", *granted)
+        ending.callback(serving.kill)
+        limits = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
+        config = router_config(folder, [serving], {"a": _KEY}, **limits)
+        front = router(config, ROUTER_SECRET="a secret of the router")
+        ending.callback(front.kill)
+        for name, server in (("router", front), ("worker", serving)):
+            rng = random.Random(0)
+            asked = list(_bad(name)) + [
+                (f"spoiled {number}", spoiled_bytes(rng, _request(json.dumps(_GOOD).encode())), False)
+                for number in range(spoiled)
+            ]
+            port = urlsplit(server.address()).port or 0
+            with ThreadPoolExecutor(SENDERS) as threads:
+                yield from threads.map(partial(_tried, name, port), asked)
+            yield _is_well(name, server, port)
+
+
+def _bad(server: str) -> Iterator[tuple[str, bytes, bool]]:
+    """What each is, its bytes, and whether it is bad for certain."""
+    for body in _NO_JSON:
+        yield f"body {body[:40]!r}", _request(body), True
+    for name, values in _WRONG_FIELDS.items():
+        for value in () if server == "router" and name in _SET_BY_ROUTER else values:
+            # Of two numbers of tokens one counts.
+            good = {
+                each: other for each, other in _GOOD.items() if name != "max_completion_tokens" or each != "max_tokens"
+            }
+            yield f"{name} {value!r:.40}", _request(json.dumps(good | {name: value}).encode()), True
+    without = {name: value for name, value in _GOOD.items() if name != "prompt"}
+    yield "no prompt", _request(json.dumps(without).encode()), True
+    yield "too long a prompt", _request(json.dumps(_GOOD | {"prompt": [1] * 20_000}).encode()), True
+    for request in _REQUESTS:
+        yield f"{request[:60]!r}", request, True
+    for value in _AUTHORIZATIONS if server == "router" else ():
+        yield f"Authorization {value[:40]!r}", _request(json.dumps(_GOOD).encode(), value), True
+    for cut in (1, 10, 30, 60):
+        yield f"a header of {cut} bytes", _request(b"{}")[:cut], True
+
+
+def _request(body: bytes, authorization: bytes = b"Bearer " + _KEY.encode()) -> bytes:
+    header = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    return header + b"Authorization: %b\r\nContent-Length: %d\r\n\r\n%b" % (authorization, len(body), body)
+
+
+def _tried(server: str, port: int, asked: tuple[str, bytes, bool]) -> Tried:
+    """A 4xx refuses. What has no whole header is no request yet, and may also be ended without an answer."""
+    what, sent, is_bad = asked
+    said = _answer(sent, port)
+    status = int(found[1]) if (found := _STATUS.match(said)) else 0
+    is_request = b"\r\n\r\n" in sent
+    answer = Answer.FAULT
+    if 400 <= status < 500 or (not is_request and said == b""):
+        answer = Answer.REFUSED
+    elif not is_bad and 200 <= status < 300:
+        answer = Answer.TAKEN
+    return Tried(server, what, answer, f"{said[:300]!r} to {sent[:200]!r}")
+
+
+def _answer(sent: bytes, port: int) -> bytes:
+    """What the server says until it says no more; a sentence where it says nothing and stays."""
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
+        try:
+            connection.sendall(sent)
+            while part := connection.recv(65_536):
+                said += part
+                if _is_whole(said):
+                    break
+        except TimeoutError:
+            return b"no answer in time " + said
+        except OSError:
+            return said
+    return said
+
+
+def _is_whole(said: bytes) -> bool:
+    header, end, body = said.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: (\d+)", header)
+    return bool(end) and length is not None and len(body) >= int(length[1])
+
+
+def _is_well(name: str, server: ServerProcess, port: int) -> Tried:
+    """The server still serves, and its log tells of no defect. That is no input of its own."""
+    said = _answer(_request(json.dumps(_GOOD).encode()), port)
+    is_well = said.startswith(b"HTTP/1.1 200") and "Traceback" not in server.log
+    return Tried(
+        name, "a good request", Answer.TAKEN if is_well else Answer.FAULT, f"{said[:200]!r} {server.log[-600:]}"
+    )
 
 
 def tries(folder: Path, spoiled: int, processes: int) -> Iterator[Tried]:
@@ -34,13 +387,13 @@ def tries(folder: Path, spoiled: int, processes: int) -> Iterator[Tried]:
     places = [folder / name for name in ("requests", "files", "commands")]
     for each in places:
         each.mkdir()
-    yield from bad_requests.tries(places[0], spoiled)
-    yield from bad_events.tries(2 * spoiled, spoiled)
-    yield from bad_files.tries(places[1], spoiled)
-    yield from bad_commands.tries(places[2], processes)
+    yield from request_tries(places[0], spoiled)
+    yield from event_tries(2 * spoiled, spoiled)
+    yield from file_tries(places[1], spoiled)
+    yield from command_tries(places[2], processes)
 
 
-def run(spoiled: int, processes: int, rows: Rows) -> None:
+def run(spoiled: int, processes: int, rows: Results) -> None:
     """Gives them all. A fault is said at once, and has the row not hold."""
     refused: Counter[str] = Counter()
     taken = faults = 0
@@ -60,7 +413,7 @@ def run(spoiled: int, processes: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, tries, prints and writes."""
-    parser = parser_of("bad_inputs", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--spoiled", type=int, default=SPOILED, help=f"of each kind; fewer than {SPOILED} are a dry run"
     )
@@ -70,13 +423,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.spoiled < 1 or options.processes < 0:
         parser.error(f"--spoiled {options.spoiled} --processes {options.processes}; at least 1 and 0 are needed")
-    record(
-        "bad_inputs",
-        options.json,
-        {"spoiled": options.spoiled, "processes": options.processes},
-        lambda rows: run(options.spoiled, options.processes, rows),
-        dry=options.spoiled < SPOILED or options.processes < PROCESSES,
-    )
+    rows = Results(arguments, "cpu", dry=options.spoiled < SPOILED or options.processes < PROCESSES)
+    run(options.spoiled, options.processes, rows)
+    rows.write(options.json, "bad_inputs", rows.own_folder)
 
 
 if __name__ == "__main__":

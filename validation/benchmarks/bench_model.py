@@ -1,9 +1,10 @@
-"""The benchmarks' model: the shape of Qwen2.5-7B with random weights, made on the spot."""
+"""The benchmarks' model, the shape of Qwen2.5-7B with random weights made on the spot, and prompts for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -42,6 +43,13 @@ _DECIDED: dict[str, Any] = {
     "vocab_size": 512,
     "initializer_range": 0.2,
 }
+# The size that most goals are set for, and that of prompts without a donor.
+GOAL_SIZE, MISS_SIZE = 24_576, 8_192
+# New tokens of a shifted prompt: an instruction before the document and a question behind it.
+INSTRUCTION, QUESTION = 32, 96
+# The donor's instruction has another length, so that the document moves.
+DONOR_INSTRUCTION = 40
+NEW_TOKENS = INSTRUCTION + QUESTION
 
 
 def make_runner(
@@ -77,3 +85,30 @@ def _make(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return ModelRunner.from_model(model, folder, ranks=ranks)
+
+
+class Prompts:
+    """Draws token ids below `vocabulary`; no two draws share a beginning that a prefix cache could use."""
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._random = np.random.default_rng(seed)
+
+    def fresh(self, tokens: int) -> list[int]:
+        drawn: list[int] = self._random.integers(0, self._vocabulary, tokens).tolist()
+        return drawn
+
+    def document(self, size: int) -> list[int]:
+        """The part that a donor and the shifted prompts of `size` tokens share."""
+        return self.fresh(size - NEW_TOKENS)
+
+    def donor(self, document: list[int]) -> list[int]:
+        return self.fresh(DONOR_INSTRUCTION) + document + self.fresh(NEW_TOKENS - DONOR_INSTRUCTION)
+
+    def shifted(self, document: list[int]) -> list[int]:
+        return self.fresh(INSTRUCTION) + document + self.fresh(QUESTION)
+
+
+def label(size: int) -> str:
+    """24576 as 24k."""
+    return f"{size // 1024}k" if size % 1024 == 0 else str(size)

@@ -8,7 +8,6 @@ another tenant that sends the longest bodies and prompts without pause, through 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -27,15 +26,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from validation.benchmarks.recording import parser_of, record
-from validation.benchmarks.server_process import MODEL, router, worker
+from kernels.results import Results, parser_of
+from validation.benchmarks.server_process import router, router_config, worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from threading import Event
 
     from validation.benchmarks.server_process import ServerProcess
-    from validation.benchmarks.ttft import Rows
 
 CONNECTIONS = 2_000
 REQUESTS = 200
@@ -55,16 +53,6 @@ TENANTS = ("quiet", "noisy")
 # What the noisy tenant sends at once, and what it may have under way.
 SENDERS, TENANT_REQUESTS = 8, 1
 BODY_BYTES, LONGEST_PROMPT = 2 << 20, 8_192
-CONFIG = """
-port = 0
-model = "{model}"
-secret_env = "ROUTER_SECRET"
-policy = "least_loaded"
-max_prompt_tokens = {longest}
-tenant_requests = {requests}
-tenant_bytes = {size}
-max_body_bytes = {size}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +96,6 @@ def small(number: int) -> bytes:
     return json.dumps({"prompt": f"{number} is the number of this question, and so", "max_tokens": 4}).encode()
 
 
-def config_of(folder: Path, workers: Sequence[ServerProcess]) -> Path:
-    """The router's file, with a key for each tenant."""
-    text = CONFIG.format(model=MODEL, longest=LONGEST_PROMPT, requests=TENANT_REQUESTS, size=BODY_BYTES)
-    for number, each in enumerate(workers, 1):
-        text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
-    for tenant in TENANTS:
-        digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-        text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-    path = folder / "router.toml"
-    path.write_text(text)
-    return path
-
-
 @contextlib.contextmanager
 def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterator[ServerProcess]:
     """A router, with so many descriptors, in front of so many workers."""
@@ -128,7 +103,16 @@ def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterato
         running = [worker("--worker-id", str(number + 1)) for number in range(workers)]
         for each in running:
             ending.callback(each.kill)
-        config = config_of(folder, running)
+        config = router_config(
+            folder,
+            running,
+            {tenant: f"key of {tenant}" for tenant in TENANTS},
+            policy="least_loaded",
+            max_prompt_tokens=LONGEST_PROMPT,
+            tenant_requests=TENANT_REQUESTS,
+            tenant_bytes=BODY_BYTES,
+            max_body_bytes=BODY_BYTES,
+        )
         front = router(config, descriptors, ROUTER_SECRET="a secret of the router")
         ending.callback(front.kill)
         yield front
@@ -187,7 +171,7 @@ def p95_ms(url: str, requests: int, first: int) -> float:
     return float(np.percentile([each.seconds for each in asked], 95) * 1e3)
 
 
-def run_half_open(connections: int, rows: Rows) -> None:
+def run_half_open(connections: int, rows: Results) -> None:
     """Measures the row of half-open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, connections + 512)), hard))
@@ -213,7 +197,7 @@ def run_half_open(connections: int, rows: Rows) -> None:
     )
 
 
-def run_noisy(requests: int, rows: Rows) -> None:
+def run_noisy(requests: int, rows: Results) -> None:
     """Measures the rows of the noisy tenant."""
     # The noise is made in another process, lest it slows down the asking itself.
     spawn = multiprocessing.get_context("spawn")
@@ -241,7 +225,7 @@ def run_noisy(requests: int, rows: Rows) -> None:
     rows.add("noisy_tenant_slowdown", noisy / calm, "x", told, MOST_SLOWDOWN)
 
 
-def run(connections: int, requests: int, rows: Rows) -> None:
+def run(connections: int, requests: int, rows: Results) -> None:
     """Measures all rows."""
     run_half_open(connections, rows)
     run_noisy(requests, rows)
@@ -249,7 +233,7 @@ def run(connections: int, requests: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of("crowding", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--connections", type=int, default=CONNECTIONS, help=f"half-open ones; fewer than {CONNECTIONS} are a dry run"
     )
@@ -261,13 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--connections {options.connections} is too few; at least {CONNECTIONS_A_REQUEST} are needed")
     if options.requests < 1:
         parser.error(f"--requests {options.requests} measures nothing; at least 1 is needed")
-    record(
-        "crowding",
-        options.json,
-        {"connections": options.connections, "requests": options.requests},
-        lambda rows: run(options.connections, options.requests, rows),
-        dry=options.connections < CONNECTIONS or options.requests < REQUESTS,
-    )
+    rows = Results(arguments, "cpu", dry=options.connections < CONNECTIONS or options.requests < REQUESTS)
+    run(options.connections, options.requests, rows)
+    rows.write(options.json, "crowding", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,364 @@ table and writes its rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest import mock
 
-from validation.benchmarks.fault_bench import FaultBench
-from validation.benchmarks.fault_cases import FAULTS, Injection, inject
-from validation.benchmarks.recording import parser_of, record
+from prometheus_client import REGISTRY
+
+from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.llm_args import KvCacheConfig
+from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.results import Results, parser_of
+from semblend_trt.connector import library
+from semblend_trt.discovery.deadline import Deadline
+from semblend_trt.donors.disk import FOLDER
+from semblend_trt.donors.file_size import FileSize
+from validation.benchmarks.stateful import evict_block
+from validation.documents import stock_list
+from validation.embedded_engine import open_llm
+from validation.models import load, shipped_model
+from validation.prompts import render
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from validation.benchmarks.ttft import Rows
+    from engine_wrapper.embedded.outputs import RequestOutput
 
+HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
+LOOKUP_DEADLINE_MS = 500
+DOCUMENTS, ROWS = 3, 12
 ROUNDS = 6
+_ANSWER = SamplingParams(max_tokens=8)
+_TOO_SHORT_TO_KEEP = "hello"
+STALL_SECONDS = 1.0
+_SERVE_AND_DIE = "import sys; from validation.benchmarks.faults import serve_and_die; serve_and_die(*sys.argv[1:])"
+# Nothing listens there: the port is reserved.
+_NO_SERVER = "nats://127.0.0.1:1"
+_MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
 
-def run(rounds: int, rows: Rows) -> None:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """`donor` and `others` share instruction and documents, token by token from the start; their questions differ."""
+
+    donor: str
+    others: tuple[str, ...]
+
+
+def prompts_of(seed: int) -> Prompts:
+    """Prompts that share nothing with those of another seed."""
+    rng = random.Random(seed)
+    lists = [stock_list(rng, rows=ROWS) for _ in range(DOCUMENTS)]
+    texts = [each.text for each in lists]
+    head = f"{seed}: answer briefly."
+    donor, *others = (render(head, texts, each.questions[seed % ROWS].text) for each in lists)
+    return Prompts(donor, tuple(others))
+
+
+def counted(metric: str, **labels: str) -> float:
+    """What the product has counted in this process, as a server's /metrics shows it."""
+    return REGISTRY.get_sample_value(f"semblend_{metric}_total", labels) or 0.0
+
+
+class FaultBench:
+    """Engines over one model, `exact` in what they reuse, so that every answer must be a cold run's."""
+
+    def __init__(self) -> None:
+        self._runner = load(None, None, "float32")
+        self._cold = LLM(
+            model=shipped_model(),
+            runner=self._runner.share(),
+            kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS, enable_block_reuse=False),
+        )
+        self._answers: dict[str, list[int]] = {}
+
+    def close(self) -> None:
+        self._cold.shutdown()
+
+    @contextmanager
+    def engine(self, folder: Path | None = None, contract: str = "embedded", **variables: str) -> Iterator[LLM]:
+        """An engine whose donors lie in host memory, and with a `folder` on disk too; ready to keep the first one.
+
+        `contract` is the version whose contract it keeps to.
+        """
+        settings = {
+            "POLICY": "exact",
+            "HOST_BYTES": str(HOST_BYTES),
+            "EMBEDDER": "off",
+            # Far above what a lookup takes on a busy machine: only the injected stall may pass it.
+            "LOOKUP_DEADLINE_MS": str(LOOKUP_DEADLINE_MS),
+            **variables,
+        }
+        if folder is not None:
+            key = str(folder / "key")
+            settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder), "DISK_KEY_PATH": key}
+        cache = KvCacheConfig(max_tokens=POOL_TOKENS)
+        runner = self._runner.share()
+        with open_llm(shipped_model(), runner, settings, contract=contract, kv_cache_config=cache) as llm:
+            self.serve(llm, _TOO_SHORT_TO_KEEP)
+            self.hear(llm)
+            yield llm
+
+    def serve(self, llm: LLM, prompt: str) -> RequestOutput:
+        """Serves a prompt that the engine's own prefix cache knows nothing of, and waits for what follows from it."""
+        while evict_block(llm):
+            pass
+        (output,) = llm.generate([prompt], _ANSWER)
+        llm.settle()
+        llm.connector_worker.saver.drain()
+        if llm.connector_worker.keeper is not None:
+            llm.connector_worker.keeper.drain()
+        return output
+
+    def hear(self, llm: LLM) -> None:
+        """Lets the scheduler hear of everything that has happened beside it, as it does with every request."""
+        self.serve(llm, _TOO_SHORT_TO_KEEP)
+        while llm.connector_worker.keeper is not None and llm.connector_worker._runtime.disk.found:
+            self.serve(llm, _TOO_SHORT_TO_KEEP)
+
+    def wrong_tokens(self, prompt: str, output: RequestOutput) -> int:
+        """Tokens of the answer that a cold run does not give; a request that did not finish has them all wrong."""
+        if prompt not in self._answers:
+            (cold,) = self._cold.generate([prompt], _ANSWER)
+            self._answers[prompt] = list(cold.outputs[0].token_ids)
+        given, right = list(output.outputs[0].token_ids), self._answers[prompt]
+        if output.outputs[0].finish_reason not in ("stop", "length"):
+            given = []
+        differing = sum(one != other for one, other in zip(given, right, strict=False))
+        return differing + abs(len(given) - len(right))
+
+
+@dataclass(slots=True)
+class Injection:
+    """One fault and what came of it. `reused_tokens` tell whether a donor was read behind the fault."""
+
+    name: str
+    wrong_tokens: int = 0
+    unfinished: int = 0
+    reused_tokens: int = 0
+    is_counted: bool = False
+
+    @property
+    def survived(self) -> bool:
+        """Every request finished with a cold run's tokens, and the fault was counted under its name."""
+        return not self.wrong_tokens and not self.unfinished and self.is_counted
+
+
+class Trial:
+    """The requests of one injection."""
+
+    def __init__(self, bench: FaultBench, injection: Injection, seed: int) -> None:
+        self.bench, self.injection, self.seed = bench, injection, seed
+        self.prompts: Prompts = prompts_of(seed)
+
+    def ask(self, llm: LLM, *prompts: str) -> None:
+        """Serves prompts and compares what comes out."""
+        for prompt in prompts:
+            output = self.bench.serve(llm, prompt)
+            self.injection.unfinished += output.outputs[0].finish_reason not in ("stop", "length")
+            self.injection.wrong_tokens += self.bench.wrong_tokens(prompt, output)
+            self.injection.reused_tokens += output.reused_tokens
+
+    @contextmanager
+    def counts(self, metric: str, **labels: str) -> Iterator[None]:
+        """Notes whether the product counts the fault while the block runs."""
+        before = counted(metric, **labels)
+        yield
+        self.injection.is_counted = counted(metric, **labels) > before
+
+
+def provider_raises(trial: Trial) -> None:
+    """The lookup raises."""
+    with trial.bench.engine() as llm:
+        trial.ask(llm, trial.prompts.donor)
+        broken = mock.patch.object(llm.connector_scheduler.library, "plan", side_effect=RuntimeError("injected"))
+        with trial.counts("refusals", reason="internal_error"), broken:
+            trial.ask(llm, trial.prompts.others[0])
+        trial.ask(llm, trial.prompts.others[1])
+
+
+def lookup_stalls(trial: Trial) -> None:
+    """The lookup works for a second; its clock is moved on instead of waiting."""
+    with trial.bench.engine() as llm:
+        trial.ask(llm, trial.prompts.donor)
+        readings = iter([0.0])
+        stalled = partial(Deadline, clock=lambda: next(readings, STALL_SECONDS))
+        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(library, "Deadline", stalled):
+            trial.ask(llm, trial.prompts.others[0])
+        trial.ask(llm, trial.prompts.others[1])
+
+
+def disk_full(trial: Trial) -> None:
+    """The disk has no room for a donor's file."""
+
+    def full(*_arguments: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with _folder() as folder, trial.bench.engine(folder) as llm:
+        with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
+            trial.ask(llm, trial.prompts.donor)
+            trial.bench.hear(llm)
+        trial.ask(llm, *trial.prompts.others)
+
+
+def corrupt_kv(trial: Trial) -> None:
+    """KV in a donor's file has changed since it was written."""
+
+    def damage(data: bytearray, kv: slice) -> None:
+        data[kv] = bytes(byte ^ 0x40 for byte in data[kv])
+
+    with trial.counts("tier_events", event="fetch_failed"):
+        _serve_from_damaged_file(trial, damage)
+
+
+def corrupt_text(trial: Trial) -> None:
+    """A token in a donor's file has changed: another text would be served from its KV."""
+
+    def damage(data: bytearray, kv: slice) -> None:
+        data[kv.stop + 4 * 10] ^= 1
+
+    with trial.counts("tier_events", event="file_refused"):
+        _serve_from_damaged_file(trial, damage)
+
+
+def worker_killed(trial: Trial) -> None:
+    """The process is killed between a donor's save and the release of its blocks; another takes the folder over."""
+    points = {"writing": "file_refused", "saved": "file_found"}
+    point, event = list(points.items())[trial.seed % len(points)]
+    with _folder() as folder:
+        arguments = (str(folder), point, str(trial.seed))
+        ended = subprocess.run([sys.executable, "-c", _SERVE_AND_DIE, *arguments], check=False)
+        if ended.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"the worker was to be killed while {point}, and ended with {ended.returncode}")
+        with trial.counts("tier_events", event=event), trial.bench.engine(folder) as llm:
+            trial.ask(llm, *trial.prompts.others)
+
+
+def nats_down(trial: Trial) -> None:
+    """Nobody answers where NATS should be."""
+    before = counted("event_connections", result="failed")
+    with trial.bench.engine(NATS_URL=_NO_SERVER) as llm:
+        trial.ask(llm, trial.prompts.donor, *trial.prompts.others)
+        for _ in range(_MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS):
+            trial.injection.is_counted = counted("event_connections", result="failed") > before
+            if trial.injection.is_counted:
+                break
+            trial.ask(llm, trial.prompts.donor)
+
+
+def donor_lost(trial: Trial) -> None:
+    """A donor's bytes are gone when its plan is to be loaded."""
+    with trial.bench.engine() as llm:
+        trial.ask(llm, trial.prompts.donor)
+        llm.connector_worker.store.clear()
+        with trial.counts("refusals", reason="load_failed"):
+            trial.ask(llm, trial.prompts.others[0])
+        trial.ask(llm, trial.prompts.others[1])
+
+
+def forward_fails(trial: Trial) -> None:
+    """A forward runs out of memory and the engine lives on: its request ends, and must not become a donor."""
+    with trial.bench.engine(contract="1.1") as llm:
+        failing = mock.patch.object(llm.executor.model_runner, "forward", side_effect=RuntimeError("injected"))
+        with trial.counts("refusals", reason="forward_failed"), failing:
+            trial.bench.serve(llm, trial.prompts.donor)
+        trial.ask(llm, *trial.prompts.others)
+
+
+FAULTS: dict[str, Callable[[Trial], None]] = {
+    fault.__name__: fault
+    for fault in (
+        provider_raises,
+        lookup_stalls,
+        disk_full,
+        corrupt_kv,
+        corrupt_text,
+        worker_killed,
+        nats_down,
+        donor_lost,
+        forward_fails,
+    )
+}
+
+
+def inject(bench: FaultBench, name: str, seed: int) -> Injection:
+    """Serves requests around one fault, of prompts that no other seed has."""
+    injection = Injection(name)
+    FAULTS[name](Trial(bench, injection, seed))
+    return injection
+
+
+def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], None]) -> None:
+    with _folder() as folder:
+        with trial.bench.engine(folder) as llm:
+            trial.ask(llm, trial.prompts.donor)
+            geometry = llm.connector_worker._runtime.pool.geometry
+        (path,) = (folder / FOLDER).glob("*.donor.safetensors")
+        data = bytearray(path.read_bytes())
+        size = FileSize(geometry.num_layers, geometry.bytes_per_token(llm.executor.model_runner.dtype))
+        tokens = (len(data) - size.header_bytes) // (size.bytes_per_token + 4)
+        damage(data, slice(size.header_bytes, size.header_bytes + tokens * size.bytes_per_token))
+        path.write_bytes(data)
+        with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
+            trial.ask(llm, *trial.prompts.others)  # the first has the donor fetched
+            trial.bench.hear(llm)
+            trial.ask(llm, trial.prompts.donor)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _kill(*_arguments: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_writing(_llm: LLM) -> None:
+    """The donor's bytes have been handed to the system, and its file has no name yet."""
+    mock.patch.object(os, "fsync", _kill).start()
+
+
+def kill_once_saved(llm: LLM) -> None:
+    """Memory and file hold the donor, and nobody has been told so."""
+    worker = llm.connector_worker
+    real = worker.saver.finished
+
+    def finished() -> Any:
+        if worker.saver._saves:
+            worker.saver.drain()
+            worker.keeper.drain()
+            _kill()
+        return real()
+
+    worker.saver.finished = finished
+
+
+POINTS = {"writing": kill_while_writing, "saved": kill_once_saved}
+
+
+def serve_and_die(folder: str, point: str, seed: str) -> None:
+    """Serves one donor, and is killed at the point."""
+    bench = FaultBench()
+    with bench.engine(Path(folder)) as llm:
+        POINTS[point](llm)
+        bench.serve(llm, prompts_of(int(seed)).donor)
+
+
+def run(rounds: int, rows: Results) -> None:
     """Injects each fault `rounds` times."""
     bench = FaultBench()
     found: list[Injection] = []
@@ -38,18 +381,14 @@ def run(rounds: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, injects, prints and writes."""
-    parser = parser_of("faults", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault; fewer than {ROUNDS} are a dry run")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} injects nothing; at least 1 is needed")
-    record(
-        "faults",
-        options.json,
-        {"rounds": options.rounds},
-        lambda rows: run(options.rounds, rows),
-        dry=options.rounds < ROUNDS,
-    )
+    rows = Results(arguments, "cpu", dry=options.rounds < ROUNDS)
+    run(options.rounds, rows)
+    rows.write(options.json, "faults", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kernels.results import Results, parser_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
-from validation.benchmarks.recording import parser_of, record
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.plants import PLANTED, Planter, write_plants
 from validation.embedded_engine import EmbeddedEngines
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.benchmarks.ttft import Rows
     from validation.cases import Case
     from validation.quality.answers import Answer
 
@@ -133,7 +132,7 @@ def strongest(runner: ModelRunner, profile: ReuseProfile, construction: str, eff
     return planter.hardest(plants, profile, effort.victims)
 
 
-def run(targets: Sequence[Target], effort: Effort, rows: Rows) -> None:
+def run(targets: Sequence[Target], effort: Effort, rows: Results) -> None:
     """Attacks every model, and adds a row for each policy."""
     attacks = [attack(target, effort) for target in targets]
     most = effort.of(PLANTED)
@@ -162,7 +161,7 @@ def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, attacks, prints and writes."""
-    parser = parser_of("hijack", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tries", type=int, default=TRIES, help=f"plants a construction; below {TRIES} a dry run")
     parser.add_argument("--victims", type=int, default=VICTIMS, help="of each construction, the strongest plants'")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the plants")
@@ -181,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {name: getattr(options, name) for name in ("tries", "victims", "seed")}
     dry = options.tries < TRIES or options.victims < VICTIMS
     targets = [shipped(), *(Target(folder, profile) for folder, profile in options.target)]
-    record("hijack", options.json, given, lambda rows: run(targets, Effort(**given), rows), dry=dry)
+    rows = Results(arguments, "cpu", dry=dry)
+    run(targets, Effort(**given), rows)
+    rows.write(options.json, "hijack", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -3,29 +3,123 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.course import Checkpoint
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.benchmarks.stopwatch import Stopwatch
-from validation.engines import environment
+from kernels.results import FOLDER
+from validation.benchmarks.bench_model import Prompts, make_runner
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    import argparse
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from validation.benchmarks.prompts import Prompts
 
+CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
+# Where rows of a card are written unless another folder is named.
+CARD_FOLDER = FOLDER / "h200"
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 WARM_UPS = 2
 PARTS = ("lookup", "move", "forward", "rest")
+
+
+class Stopwatch:
+    """Times parts of one engine: on the card where one runs there, between events that wait for nothing.
+
+    `lookup` is the host's time in the connector's look-up; `move` and `forward` run from the stream reaching the part
+    to the stream having done it.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        executor = llm.executor
+        self._cuda = executor.model_runner.device.type == "cuda"
+        self._marks: dict[str, list[Any]] = {}
+        self._wrapped: list[tuple[Any, str]] = []
+        self._wrap(executor.connector, "get_num_new_matched_tokens", "lookup", on_card=False)
+        self._wrap(executor.connector, "start_load_kv", "move", on_card=self._cuda)
+        self._wrap(executor.model_runner, "forward", "forward", on_card=self._cuda)
+
+    def read(self, ttft_ms: float) -> dict[str, float]:
+        """Milliseconds of each part of the request that has ended, and of the rest."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        parts = {name: between(*marks) for name, marks in self._marks.items()}
+        self._marks.clear()
+        return parts | {"rest": ttft_ms - sum(parts.values())}
+
+    def remove(self) -> None:
+        """Leaves the engine as it was."""
+        for owner, name in self._wrapped:
+            delattr(owner, name)
+
+    def _wrap(self, owner: Any, name: str, part: str, *, on_card: bool) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = mark(on_card)
+            result = original(*arguments, **options)
+            self._marks.setdefault(part, [begin, mark(on_card)])
+            return result
+
+        setattr(owner, name, timed)
+        self._wrapped.append((owner, name))
+
+
+def mark(on_card: bool) -> Any:
+    """This moment: on the card's current stream, or on the host."""
+    if not on_card:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Milliseconds between two marks of one kind; the card's must have passed."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
+class CheckedStopwatch(Stopwatch):
+    """Times the parts of a forward as well, each from the stream reaching it to the stream having done it.
+
+    `check`: the layers for all tokens and the comparison; `read_back`: from the deviations on the card to the first
+    launch of what they decided, while the card idles; `above`: the layers for the tokens that stay.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self._decide = decide = Checkpoint.decide
+
+        def timed(checkpoint: Checkpoint, deviations: torch.Tensor) -> Any:
+            begin = mark(self._cuda)
+            decided = decide(checkpoint, deviations)
+            self._marks.setdefault("read_back", [begin, mark(self._cuda)])
+            return decided
+
+        setattr(Checkpoint, "decide", timed)  # noqa: B010 - mypy refuses the assignment
+
+    def read(self, ttft_ms: float) -> dict[str, float]:
+        """Milliseconds of each of CHECKED_PARTS. Raises KeyError when no plan was checked."""
+        forward, read_back = self._marks["forward"][0], self._marks["read_back"][0]
+        parts = super().read(ttft_ms)
+        check = between(forward, read_back)
+        above = parts.pop("forward") - check - parts["read_back"]
+        return parts | {"check": check, "above": above, "rest": parts["rest"] + parts["read_back"]}
+
+    def remove(self) -> None:
+        super().remove()
+        setattr(Checkpoint, "decide", self._decide)  # noqa: B010
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +155,20 @@ class Bench:
         `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
         measured.
         """
-        connector = None
-        if variables:
-            connector = KvCacheConnectorConfig(
-                connector_module="engine_wrapper.connector",
-                connector_scheduler_class="SemBlendKvConnectorScheduler",
-                connector_worker_class="SemBlendKvConnectorWorker",
-            )
         # Random weights have no revision; every engine of the run holds the same ones.
-        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **(variables or {})}
-        with environment({f"SEMBLEND_{name}": value for name, value in named.items()}):
-            llm = LLM(
-                self.folder,
-                runner=self.runner,
-                tensor_parallel_size=self.runner.ranks.size,
-                max_num_tokens=max_num_tokens or self.longest,
-                enable_chunked_prefill=max_num_tokens is not None,
-                max_batch_size=batch,
-                max_seq_len=self.longest + 64,
-                kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
-                kv_connector_config=connector,
-                contract=contract,
-            )
-        with llm:
+        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **variables} if variables else None
+        with open_llm(
+            self.folder,
+            self.runner,
+            named,
+            tensor_parallel_size=self.runner.ranks.size,
+            max_num_tokens=max_num_tokens or self.longest,
+            enable_chunked_prefill=max_num_tokens is not None,
+            max_batch_size=batch,
+            max_seq_len=self.longest + 64,
+            kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
+            contract=contract,
+        ) as llm:
             if warm:
                 llm.warm_up(self.sizes)
             yield llm
@@ -93,6 +178,30 @@ class Bench:
         facts = self.runner.facts
         token = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
         return donors * (self.longest + 64) * token
+
+
+def model_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, example: str, repeats: int = 5
+) -> argparse.Namespace:
+    """Parses the command line of a benchmark of the model, with --layers and --repeats, and adds the `device`.
+
+    `example`: options of a dry run, which is offered where torch sees no card.
+    """
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
+    options = parser.parse_args(arguments)
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cpu" and options.layers is None:
+        parser.error(f"torch sees no CUDA device; {example} is a dry run without one")
+    return options
+
+
+@contextmanager
+def bench_of(options: argparse.Namespace, sizes: Sequence[int]) -> Iterator[Bench]:
+    """Makes the model that `model_options` ask for, and prompts of these sizes."""
+    with tempfile.TemporaryDirectory() as name:
+        runner = make_runner(Path(name), options.device, options.layers)
+        yield Bench(runner, Path(name), options.repeats, Prompts(int(runner.config.vocab_size)), tuple(sizes))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,21 +22,20 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
 from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.results import Results, parser_of
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.benchmarks.random_life import evict_block
-from validation.benchmarks.recording import parser_of, record
-from validation.engines import environment
+from validation.benchmarks.stateful import evict_block
+from validation.embedded_engine import open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from validation.benchmarks.ttft import Rows
 
 LAYERS, DOCUMENT_TOKENS, POOL_TOKENS = 2, 96, 1024
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -51,11 +49,6 @@ _OTHERS = {
     "rms_norm_eps": 0.05,
     "sliding_window": DOCUMENT_TOKENS,
 }
-_CONNECTOR = KvCacheConnectorConfig(
-    connector_module="engine_wrapper.connector",
-    connector_scheduler_class="SemBlendKvConnectorScheduler",
-    connector_worker_class="SemBlendKvConnectorWorker",
-)
 
 
 @dataclass(slots=True)
@@ -145,8 +138,7 @@ class SameName:
                     reused += output.reused_tokens
         return answers, reused
 
-    @contextmanager
-    def _engine(self, runner: ModelRunner, model: Path, donors: Path, **variables: str) -> Iterator[LLM]:
+    def _engine(self, runner: ModelRunner, model: Path, donors: Path, **variables: str) -> LLM:
         settings = {
             "HOST_BYTES": str(64 << 20),
             "DISK_BYTES": str(64 << 20),
@@ -159,16 +151,7 @@ class SameName:
             **variables,
         }
         cache = KvCacheConfig(max_tokens=POOL_TOKENS)
-        with environment({f"SEMBLEND_{name}": value for name, value in settings.items()}):
-            llm = LLM(
-                model,
-                runner=runner.share(),
-                kv_cache_config=cache,
-                kv_connector_config=_CONNECTOR,
-                max_seq_len=POOL_TOKENS,
-            )
-        with llm:
-            yield llm
+        return open_llm(model, runner.share(), settings, kv_cache_config=cache, max_seq_len=POOL_TOKENS)
 
 
 def _make(folder: Path) -> Path:
@@ -251,7 +234,7 @@ def tried(bench: SameName, tensors: Sequence[str], fields: Sequence[dict[str, An
     return found
 
 
-def run(rows: Rows, most: int | None = None) -> None:
+def run(rows: Results, most: int | None = None) -> None:
     """Tries every change, or the first `most` tensors and fields."""
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="same-name-") as folder:
@@ -269,13 +252,14 @@ def run(rows: Rows, most: int | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, tries, prints and writes."""
-    parser = parser_of("same_name", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--most", type=int, help="tensors and fields; with a number it is a dry run")
     options = parser.parse_args(arguments)
     if options.most is not None and options.most < 1:
         parser.error(f"--most {options.most} changes nothing; at least 1 is needed")
-    given = {} if options.most is None else {"most": options.most}
-    record("same_name", options.json, given, lambda rows: run(rows, options.most), dry=options.most is not None)
+    rows = Results(arguments, "cpu", dry=options.most is not None)
+    run(rows, options.most)
+    rows.write(options.json, "same_name", rows.own_folder)
 
 
 if __name__ == "__main__":

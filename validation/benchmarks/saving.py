@@ -9,26 +9,16 @@ no card.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.benchmarks.bench_model import make_runner
-from validation.benchmarks.goals import label
-from validation.benchmarks.measure import ONE_TOKEN, WARM_UPS, Bench, synchronize
-from validation.benchmarks.prompts import Prompts
-from validation.benchmarks.ttft import DEFAULT_FOLDER, Rows
-from validation.machine import describe, versions
-from validation.results import Measured, today, write_rows
+from kernels.results import Results, parser_of
+from validation.benchmarks.bench_model import label
+from validation.benchmarks.measure import CARD_FOLDER, ONE_TOKEN, WARM_UPS, Bench, bench_of, model_options, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +83,7 @@ class Load:
         return (perf_counter() - begin) * 1e3
 
 
-def run(bench: Bench, size: int, steps: int, rows: Rows, contract: str = "embedded", kind: str = "") -> None:
+def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "embedded", kind: str = "") -> None:
     """Measures all rows of an engine that keeps to `contract`; `kind` is part of their names."""
     turns = WARM_UPS + bench.repeats
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
@@ -122,7 +112,7 @@ def run(bench: Bench, size: int, steps: int, rows: Rows, contract: str = "embedd
     )
 
 
-def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows, kind: str = "") -> None:
+def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Results, kind: str = "") -> None:
     """Adds the rows of `pairs`, each the turns of the engine that saves and of the one that does not."""
     told = {
         "prefill": f"time to first token of {label(size)} tokens while as many are saved, {DECODING} requests decoding",
@@ -147,35 +137,16 @@ def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Rows, kind: st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.saving", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="DIR", help=f"where saving.json is written ({DEFAULT_FOLDER})")
+    parser = parser_of(__doc__, CARD_FOLDER)
     parser.add_argument("--size", type=int, default=SIZE, help="tokens of the prompts that become donors")
     parser.add_argument("--steps", type=int, default=STEPS, help="decode steps that are timed in a turn")
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    parser.add_argument("--repeats", type=int, default=20, help="pairs of turns that count for a median")
-    options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and options.layers is None:
-        parser.error("torch sees no CUDA device; --layers 2 --size 512 is a dry run without one")
-    command = "python -m validation.benchmarks.saving" + "".join(
-        f" --{name} {getattr(options, name)}"
-        for name in ("size", "steps", "layers", "repeats")
-        if getattr(options, name) is not None
-    )
-    rows = Rows(Measured(command, describe(device), versions(), today()), options.layers is not None, Console())
-    with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(Path(folder), device, options.layers)
-        prompts = Prompts(int(runner.config.vocab_size))
-        # A prompt runs at once beside the batch that decodes.
-        sizes = (options.size + DECODING,)
-        bench = Bench(runner, Path(folder), options.repeats, prompts, sizes)
+    options = model_options(parser, arguments, "--layers 2 --size 512", 20)
+    rows = Results(arguments, options.device, dry=options.layers is not None)
+    # A prompt runs at once beside the batch that decodes.
+    with bench_of(options, (options.size + DECODING,)) as bench:
         run(bench, options.size, options.steps, rows)
         run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
-    Console().print(rows.table())
-    target = options.json or (None if options.layers is not None else DEFAULT_FOLDER)
-    if target is not None:
-        target.mkdir(parents=True, exist_ok=True)
-        write_rows(target / "saving.json", rows.rows)
+    rows.write(options.json, "saving", CARD_FOLDER)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import resource
 import signal
@@ -12,6 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 MODEL = files("validation") / "assets" / "model"
@@ -88,6 +91,20 @@ def worker(*arguments: str, descriptors: int | None = None, **variables: str) ->
     """An embedded engine with the shipped model, at a free port."""
     command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
     return ServerProcess(*command, *arguments, descriptors=descriptors, **variables)
+
+
+def router_config(folder: Path, workers: Sequence[ServerProcess], keys: Mapping[str, str], **fields: object) -> Path:
+    """Writes the router's file into `folder`: its workers, numbered from 1 on, each tenant's key, and more `fields`."""
+    given = {"port": 0, "model": str(MODEL), "secret_env": "ROUTER_SECRET", **fields}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+    for number, each in enumerate(workers, 1):
+        text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
+    for tenant, key in keys.items():
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+    path = folder / "router.toml"
+    path.write_text(text)
+    return path
 
 
 def router(config: Path, descriptors: int | None = None, **variables: str) -> ServerProcess:

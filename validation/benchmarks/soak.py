@@ -14,7 +14,6 @@ minutes up to the last one that holds (behind a leak none does), and before the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import itertools
 import json
@@ -33,9 +32,9 @@ from urllib.parse import urlsplit
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import loopback_server
-from validation.benchmarks.recording import parser_of, record
-from validation.benchmarks.server_process import MODEL, router, worker
+from validation.benchmarks.server_process import MODEL, router, router_config, worker
 from validation.documents import stock_list
 from validation.models import load, shipped_model
 from validation.prompts import render
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from validation.benchmarks.server_process import ServerProcess
-    from validation.benchmarks.ttft import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +70,6 @@ SETTINGS = {
 }
 # As docs/fleet.md advises: else glibc keeps more and more of what was freed.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-CONFIG = """
-port = 0
-model = "{model}"
-nats_url = "{nats}"
-secret_env = "ROUTER_SECRET"
-[[replicas]]
-url = "{worker}"
-worker_id = 1
-"""
 MALFORMED = (
     b"",
     b"{",
@@ -253,12 +242,7 @@ def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
         arguments = ("--worker-id", "1", "--nats", nats, "--profile", profile, "--max-batch-size", "2")
         serving = worker(*arguments, descriptors=None, **variables)
         ending.callback(serving.kill)
-        text = CONFIG.format(model=MODEL, nats=nats, worker=serving.address())
-        for tenant in TENANTS:
-            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-            text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-        config = folder / "router.toml"
-        config.write_text(text)
+        config = router_config(folder, [serving], {tenant: f"key of {tenant}" for tenant in TENANTS}, nats_url=nats)
         front = router(config, None, ROUTER_SECRET="a secret of the router", **ALLOCATOR)
         ending.callback(front.kill)
         front.address()
@@ -285,7 +269,7 @@ def soak(processes: Mapping[str, ServerProcess], minutes: int) -> Soak:
     return seen
 
 
-def run(minutes: int, rows: Rows) -> None:
+def run(minutes: int, rows: Results) -> None:
     """Measures the row."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, fleet(Path(folder)) as processes:
         seen = soak(processes, minutes)
@@ -297,19 +281,15 @@ def run(minutes: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, soaks, prints and writes."""
-    parser = parser_of("soak", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=int, default=MINUTES, help=f"fewer than {LEAST_MINUTES} are a dry run")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if options.minutes < 1:
         parser.error(f"--minutes {options.minutes} asks nothing; at least 1 is needed")
-    record(
-        "soak",
-        options.json,
-        {"minutes": options.minutes},
-        lambda rows: run(options.minutes, rows),
-        dry=options.minutes < LEAST_MINUTES,
-    )
+    rows = Results(arguments, "cpu", dry=options.minutes < LEAST_MINUTES)
+    run(options.minutes, rows)
+    rows.write(options.json, "soak", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING
 
 from scipy.stats import ks_2samp
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
-from validation.benchmarks.bench_model import make_runner
+from engine_wrapper.embedded.llm_args import KvCacheConfig
+from kernels.results import Results, parser_of
+from validation.benchmarks.bench_model import Prompts, make_runner
 from validation.benchmarks.measure import ONE_TOKEN
-from validation.benchmarks.prompts import Prompts
-from validation.benchmarks.recording import parser_of, record
-from validation.engines import environment
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.outputs import RequestOutput
-    from validation.benchmarks.ttft import Rows
 
 SAMPLES = 250
 WARM_UPS = 10
@@ -82,19 +80,9 @@ def arms_of(samples: int) -> dict[str, Arm]:
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), "cpu", LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
-        with environment({f"SEMBLEND_{name}": value for name, value in variables.items()}):
-            llm = LLM(
-                Path(folder),
-                runner=runner,
-                # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
-                kv_cache_config=KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False),
-                kv_connector_config=KvCacheConnectorConfig(
-                    connector_module="engine_wrapper.connector",
-                    connector_scheduler_class="SemBlendKvConnectorScheduler",
-                    connector_worker_class="SemBlendKvConnectorWorker",
-                ),
-            )
-        with llm:
+        # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
+        cache = KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False)
+        with open_llm(Path(folder), runner, variables, kv_cache_config=cache) as llm:
             for _ in range(WARM_UPS):
                 sample(llm, prompts, OWN, Arm())
             for holder in order:
@@ -102,7 +90,7 @@ def arms_of(samples: int) -> dict[str, Arm]:
     return arms
 
 
-def run(samples: int, rows: Rows) -> None:
+def run(samples: int, rows: Results) -> None:
     """Measures all rows."""
     arms = arms_of(samples)
     baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
@@ -116,20 +104,16 @@ def run(samples: int, rows: Rows) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of("tenants", __doc__)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--samples", type=int, default=SAMPLES, help=f"prompts of each arm; fewer than {SAMPLES} are a dry run"
     )
     options = parser.parse_args(arguments)
     if options.samples < 2:
         parser.error(f"--samples {options.samples} cannot be compared; at least 2 are needed")
-    record(
-        "tenants",
-        options.json,
-        {"samples": options.samples},
-        lambda rows: run(options.samples, rows),
-        dry=options.samples < SAMPLES,
-    )
+    rows = Results(arguments, "cpu", dry=options.samples < SAMPLES)
+    run(options.samples, rows)
+    rows.write(options.json, "tenants", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ needs no card.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -19,21 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import distributed
 
 from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.results import Results, parser_of
 from semblend_trt.ranks import Ranks, joined_ranks
 from semblend_trt.span_check import SpanCheck
 from validation.benchmarks import measure
-from validation.benchmarks.bench_model import make_decided_runner, make_runner
-from validation.benchmarks.goals import label
-from validation.benchmarks.measure import Bench
-from validation.benchmarks.prompts import Prompts
-from validation.benchmarks.ttft import DEFAULT_FOLDER, Rows
+from validation.benchmarks.bench_model import Prompts, label, make_decided_runner, make_runner
+from validation.benchmarks.measure import CARD_FOLDER, Bench
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
-from validation.machine import describe, versions
-from validation.results import Measured, today, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,7 +128,7 @@ def live(rank: int, run: Run, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Rows) -> None:
+def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
     """Makes the rows of what the ranks told; the times are rank 0's."""
     name, size, of_ranks = f"tp{run.ranks}", label(run.size), f"{run.ranks} ranks over {run.backend}"
     equal = _share(told[0]["alone"], told[0]["shared"])
@@ -226,8 +220,7 @@ def _rounded(answer: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.tensor_parallel", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="DIR", help=f"where the rows are written ({DEFAULT_FOLDER})")
+    parser = parser_of(__doc__, CARD_FOLDER)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes that share the model")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="nccl on cards, gloo on the CPU")
     parser.add_argument("--size", type=int, default=8_192, help="tokens of the prompts")
@@ -241,20 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     names = ("ranks", "backend", "size", "repeats", "layers")
     run = Run(**{name: getattr(options, name) for name in names})
-    command = "python -m validation.benchmarks.tensor_parallel" + "".join(
-        f" --{name} {getattr(run, name)}" for name in names if getattr(run, name) is not None
-    )
-    console = Console()
     with tempfile.TemporaryDirectory() as folder:
         told = start(run, Path(folder))
-    machine = describe(run.device) | {"gpus": run.ranks if run.device == "cuda" else 0}
-    rows = Rows(Measured(command, machine, versions(), today()), run.layers is not None, console)
+    rows = Results(arguments, run.device, dry=run.layers is not None)
+    rows.measured.machine["gpus"] = run.ranks if run.device == "cuda" else 0
     add_rows(run, told, rows)
-    console.print(rows.table())
-    target = options.json or (None if run.layers is not None else DEFAULT_FOLDER)
-    if target is not None:
-        target.mkdir(parents=True, exist_ok=True)
-        write_rows(target / "tensor_parallel.json", rows.rows)
+    rows.write(options.json, "tensor_parallel", CARD_FOLDER)
 
 
 if __name__ == "__main__":

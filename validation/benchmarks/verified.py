@@ -6,26 +6,15 @@ its rows. `--layers` is a dry run with a narrow model, which needs no card.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-
 from engine_wrapper.embedded.llm_args import LlmArgs
+from kernels.results import Results, parser_of
 from semblend_trt.span_check import SpanCheck
-from validation.benchmarks import goals, measure
-from validation.benchmarks.bench_model import make_runner
-from validation.benchmarks.checked_stopwatch import PARTS, CheckedStopwatch
-from validation.benchmarks.goals import label
-from validation.benchmarks.measure import Bench
-from validation.benchmarks.prompts import Prompts
-from validation.benchmarks.ttft import DEFAULT_FOLDER, Rows
-from validation.machine import describe, versions
-from validation.results import Measured, today, write_rows
+from validation.benchmarks import measure
+from validation.benchmarks.bench_model import GOAL_SIZE, label
+from validation.benchmarks.measure import CARD_FOLDER, CHECKED_PARTS, Bench, CheckedStopwatch, bench_of, model_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +29,7 @@ DONORS = 3
 KEEP_ALL = 1e30
 
 
-def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
+def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
     """Measures all rows, the baseline first."""
     check = SpanCheck(check_layer, KEEP_ALL)
     variables = {"POLICY": "position_fix", "HOST_BYTES": "0", "DEVICE_BYTES": str(bench.donor_bytes(DONORS))}
@@ -49,7 +38,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
     with bench.engine(variables) as llm:
         check_every_plan(llm, check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
-        found = measure.hits(bench, llm, size, CheckedStopwatch, PARTS)
+        found = measure.hits(bench, llm, size, CheckedStopwatch, CHECKED_PARTS)
     at_once = min(LlmArgs.model_fields["max_num_tokens"].default, size // 3)
     with bench.engine(variables, max_num_tokens=at_once) as llm:
         check_every_plan(llm, check)
@@ -65,7 +54,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Rows) -> None:
     rows.add(f"verified_ttft_{name}_in_parts_ms", in_parts.ttft, "ms", baseline)
     rows.add(f"verified_ttft_{name}_worst_ms", max(found.times), "ms", "slowest of the runs")
     rows.add(f"verified_ttft_{name}_first_ms", found.first, "ms", "the first prompt of this size")
-    for part in PARTS:
+    for part in CHECKED_PARTS:
         rows.add(f"verified_{name}_{part}_ms", found.split[part], "ms", "its share in the time, another run")
 
 
@@ -84,39 +73,17 @@ def check_every_plan(llm: LLM, check: SpanCheck) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.verified", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="DIR", help=f"where verified.json is written ({DEFAULT_FOLDER})")
-    parser.add_argument("--size", type=int, default=goals.GOAL_SIZE, help="tokens of the prompts")
+    parser = parser_of(__doc__, CARD_FOLDER)
+    parser.add_argument("--size", type=int, default=GOAL_SIZE, help="tokens of the prompts")
     parser.add_argument("--check-layer", type=int, default=CHECK_LAYER, help="layer of the comparison")
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that count for a median")
-    options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and options.layers is None:
-        parser.error("torch sees no CUDA device; --layers 4 --size 768 is a dry run without one")
-    command = "python -m validation.benchmarks.verified" + "".join(
-        f" --{name.replace('_', '-')} {getattr(options, name)}"
-        for name in ("size", "check_layer", "layers", "repeats")
-        if getattr(options, name) is not None
-    )
-    console = Console()
-    rows = Rows(Measured(command, describe(device), versions(), today()), options.layers is not None, console)
-    with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(Path(folder), device, options.layers)
-        if not 0 <= options.check_layer < runner.facts.num_layers:
-            parser.error(f"--check-layer {options.check_layer} is outside 0..{runner.facts.num_layers - 1}")
-        prompts = Prompts(int(runner.config.vocab_size))
-        run(
-            Bench(runner, Path(folder), options.repeats, prompts, (options.size,)),
-            options.size,
-            options.check_layer,
-            rows,
-        )
-    console.print(rows.table())
-    target = options.json or (None if options.layers is not None else DEFAULT_FOLDER)
-    if target is not None:
-        target.mkdir(parents=True, exist_ok=True)
-        write_rows(target / "verified.json", rows.rows)
+    options = model_options(parser, arguments, "--layers 4 --size 768")
+    rows = Results(arguments, options.device, dry=options.layers is not None)
+    with bench_of(options, (options.size,)) as bench:
+        layers = bench.runner.facts.num_layers
+        if not 0 <= options.check_layer < layers:
+            parser.error(f"--check-layer {options.check_layer} is outside 0..{layers - 1}")
+        run(bench, options.size, options.check_layer, rows)
+    rows.write(options.json, "verified", CARD_FOLDER)
 
 
 if __name__ == "__main__":

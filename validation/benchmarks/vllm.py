@@ -15,22 +15,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from validation.benchmarks import goals
-from validation.benchmarks.goals import label
-from validation.benchmarks.ttft import Rows
+from kernels.results import Measured, Results, command, parser_of, write_rows
+from validation.benchmarks.bench_model import label
 from validation.benchmarks.vllm_arm import ARMS, LOAD, PARTS, POSITION_FIX, SMALL, STOCK, VERIFIED, Sizes, VllmArm
 from validation.files import write_json, write_text
-from validation.machine import describe, versions
-from validation.results import Measured, today, write_rows
 from validation.scoreboard import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+# Our connector inside vLLM, each against stock vLLM of the same version in the same run.
+VLLM_OVER_EXACT_HIT = 1.0
+VLLM_SHIFTED_OVER_COLD = 0.03
+VLLM_VERIFIED_OVER_COLD = 0.13
+VLLM_MISS_OVERHEAD_PERCENT = 1.0
+VLLM_DECODE_SLOWDOWN = 1.0
+VLLM_RAG_GAIN = {"position_fix": 4.0, "verified": 3.0}
+VLLM_RAG_P95_RATIO = 0.25
 
 # The arena of donors on the card lies beside what vLLM takes.
 _OURS = {"gpu_memory_utilization": 0.8}
@@ -55,10 +60,7 @@ def measure_arm(options: argparse.Namespace) -> None:
             "arm": name,
             "engine": arm.facts,
             "options": own | variables,
-            "machine": describe(arm.device),
-            "versions": versions(),
-            "command": options.command,
-            "date": today(),
+            **asdict(Measured.now(options.command, arm.device)),
             "start_s": time.perf_counter() - begin,
         }
         try:
@@ -96,7 +98,7 @@ def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespa
             raise SystemExit(f"{arm.name}: nothing is reused in this engine any more")
 
 
-def add_rows(arms: dict[str, Any], rows: Rows) -> list[str]:
+def add_rows(arms: dict[str, Any], rows: Results) -> list[str]:
     """Adds the rows of the arms that were measured; returns what was not served as its row says, which gives none."""
     problems: list[str] = []
 
@@ -122,32 +124,30 @@ def add_rows(arms: dict[str, Any], rows: Rows) -> list[str]:
     return problems
 
 
-def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     size, times = label(ours["tokens"]), ours["shifted_ms"]
     ttft, cold, hit = _median(times), _median(stock["cold_ms"]), _median(stock["exact_hit_ms"])
     counts = f"{_reused(ours)}; {_spread(times)}"
     if arm == POSITION_FIX:
         baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
-        rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, goals.VLLM_OVER_EXACT_HIT)
-    name, goal = {POSITION_FIX: ("shifted", goals.VLLM_SHIFTED_OVER_COLD)}.get(
-        arm, ("verified", goals.VLLM_VERIFIED_OVER_COLD)
-    )
+        rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, VLLM_OVER_EXACT_HIT)
+    name, goal = {POSITION_FIX: ("shifted", VLLM_SHIFTED_OVER_COLD)}.get(arm, ("verified", VLLM_VERIFIED_OVER_COLD))
     baseline = f"{ttft:,.1f} ms over stock vLLM cold {cold:,.1f} ms; {counts}"
     rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, goal)
     rows.add(f"vllm_{name}_ttft_{size}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
 
 
-def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = _median(ours["ms"]), _median(stock["ms"])
     baseline = (
         f"{mine:,.2f} ms ({_spread(ours['ms'])}) against stock vLLM {theirs:,.2f} ms ({_spread(stock['ms'])}), one "
         "process behind the other; every prompt is saved while the next one runs"
     )
     name = f"vllm_miss_overhead_{label(ours['tokens'])}" + ("" if arm == POSITION_FIX else f"_{arm}")
-    rows.add(name, 100 * (mine / theirs - 1), "%", baseline, goals.VLLM_MISS_OVERHEAD_PERCENT)
+    rows.add(name, 100 * (mine / theirs - 1), "%", baseline, VLLM_MISS_OVERHEAD_PERCENT)
 
 
-def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = statistics.fmean(ours["ms"]), statistics.fmean(stock["ms"])
     told = "; ".join(
         f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {_median(each['ms']):,.1f}, p95 "
@@ -155,11 +155,11 @@ def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None
         for who, each in (("ours", ours), ("stock vLLM beside cold prefills", stock))
     )
     baseline = f"inter-token time, prefills of {label(ours['tokens'])} one behind the other: {told}"
-    rows.add(f"vllm_decode_slowdown_{arm}", mine / theirs, "x", baseline, goals.VLLM_DECODE_SLOWDOWN)
+    rows.add(f"vllm_decode_slowdown_{arm}", mine / theirs, "x", baseline, VLLM_DECODE_SLOWDOWN)
 
 
-def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
-    gain, goal = ours["requests_per_s"] / stock["requests_per_s"], goals.VLLM_RAG_GAIN[arm]
+def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
+    gain, goal = ours["requests_per_s"] / stock["requests_per_s"], VLLM_RAG_GAIN[arm]
     baseline = (
         f"{ours['requests_per_s']:.2f} requests/s over stock vLLM {stock['requests_per_s']:.2f}; {_of_rag(ours)}, "
         f"stock {stock['cached_tokens'] / stock['prompt_tokens']:.0%} in its prefix cache; {_reused(ours)}"
@@ -167,17 +167,17 @@ def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
     rows.add(f"vllm_rag_throughput_gain_{arm}", gain, "x", baseline, goal, "higher")
 
 
-def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Rows) -> None:
+def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = (_percentile(each["ttft_ms"], 95) for each in (ours, stock))
     baseline = (
         f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {_median(ours['ttft_ms']):,.0f} and "
         f"{_median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
         f"the same times; {ours['requests']} requests; {_reused(ours)}"
     )
-    rows.add(f"vllm_rag_ttft_p95_ratio_{arm}", mine / theirs, "x", baseline, goals.VLLM_RAG_P95_RATIO)
+    rows.add(f"vllm_rag_ttft_p95_ratio_{arm}", mine / theirs, "x", baseline, VLLM_RAG_P95_RATIO)
 
 
-def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Rows) -> None:
+def _contaminated_rows(arm: str, ours: dict[str, Any], _: Any, rows: Results) -> None:
     baseline = (
         f"{ours['prompts']} planned prompts with their answers asked again as stock; largest hit "
         f"{ours['largest_hit_tokens']} of {ours['exact_limit_tokens']} exact tokens; asked a third time at least "
@@ -237,9 +237,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, runs the arms, prints and writes. Exits with 1 when an arm failed or was refused."""
-    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.vllm", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
-    parser.add_argument("--json", type=Path, metavar="DIR", help="write the rows to DIR/vllm.json as well")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between them (default: all)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
@@ -262,8 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(chosen) - set(ARMS):
         parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python -m validation.benchmarks.vllm", *given])
-    failed = [arm for arm in ARMS if arm in chosen and _run(arm, given, command)]
+    failed = [arm for arm in ARMS if arm in chosen and _run(arm, given, command(arguments))]
     problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
     for problem in problems:
         print(f"no figure: {problem}", file=sys.stderr)
@@ -271,8 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _run(arm: str, given: Sequence[str], command: str) -> int:
-    own = [sys.executable, "-m", "validation.benchmarks.vllm", *given, "--arm", arm, "--command", command]
+def _run(arm: str, given: Sequence[str], whole: str) -> int:
+    own = [sys.executable, "-m", "validation.benchmarks.vllm", *given, "--arm", arm, "--command", whole]
     return subprocess.run(own, check=False).returncode
 
 
@@ -283,15 +281,15 @@ def _record(options: argparse.Namespace) -> list[str]:
     if not there:
         return [f"{options.out} holds no arm"]
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
-    console = Console()
-    rows = Rows(Measured(commands, there[0]["machine"], there[0]["versions"], there[0]["date"]), options.small, console)
+    first = there[0]
+    measured = Measured(commands, first["machine"], first["versions"], first["date"])
+    rows = Results(measured=measured, dry=options.small)
     problems = add_rows(arms, rows)
-    console.print(rows.table())
-    for folder in filter(None, (options.out / "rows", options.json)):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_rows(folder / "vllm.json", rows.rows)
+    rows.write(options.out / "rows", "vllm")
+    if options.json is not None:
+        write_rows(options.json / "vllm.json", rows.rows)
     if rows.rows:
-        table = markdown_table("*", {f"{there[0]['machine']['name']}/vllm": rows.rows})
+        table = markdown_table("*", {f"{first['machine']['name']}/vllm": rows.rows})
         write_text(options.out / "rows" / "vllm.md", table)
     return problems
 

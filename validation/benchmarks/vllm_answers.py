@@ -7,19 +7,20 @@ serves prompts there that it was not calibrated with; each of the two in a proce
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernels.results import Row, command, parser_of, write_rows
 from validation.arms import VERIFIED
-from validation.results import Row, rows_of, write_rows
-from validation.scoreboard import markdown_table
+from validation.scoreboard import markdown_table, rows_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 FAMILIES = ("header_trap", "unit_trap", "near_duplicates", "reordered")
@@ -54,17 +55,17 @@ def not_offered(report: dict[str, Any]) -> list[str]:
     return [line["family"] for line in report["lines"] if line["arm"] == VERIFIED and not line["offered"]]
 
 
-def renamed(rows: Sequence[Row], model: str, command: str) -> list[Row]:
+def renamed(rows: Sequence[Row], model: str, whole: str) -> list[Row]:
     """The rows that are kept, under their names here with the model behind them."""
     kept = [(row, theirs) for row in rows for theirs in NAMES if row.name.startswith(theirs)]
     return [
-        row.model_copy(update={"name": f"{row.name.replace(theirs, NAMES[theirs], 1)}_{model}", "command": command})
+        replace(row, name=f"{row.name.replace(theirs, NAMES[theirs], 1)}_{model}", command=whole)
         for row, theirs in kept
     ]
 
 
-def _run(command: str, given: Sequence[str], allowed: Sequence[int]) -> None:
-    arguments = [sys.executable, "-m", "validation", command, *given]
+def _run(subcommand: str, given: Sequence[str], allowed: Sequence[int]) -> None:
+    arguments = [sys.executable, "-m", "validation", subcommand, *given]
     code = subprocess.run(arguments, check=False).returncode
     if code not in allowed:
         raise subprocess.CalledProcessError(code, arguments)
@@ -72,26 +73,23 @@ def _run(command: str, given: Sequence[str], allowed: Sequence[int]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, serves every model, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m validation.benchmarks.vllm_answers", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, action="append", required=True, metavar="DIR", help="may be repeated")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="profiles, answers and vllm_answers.json"
     )
-    parser.add_argument("--json", type=Path, metavar="DIR", help="write the rows to DIR/vllm_answers.json as well")
     parser.add_argument("--families", default=",".join(FAMILIES), help="with commas between them")
     parser.add_argument("--groups", type=int, default=25, help="groups of questions on the same documents")
     parser.add_argument("--questions", type=int, default=4, help="questions in each group")
     parser.add_argument("--tokens", type=int, default=1_024, help="longest prompt, in tokens")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
-    options.command = " ".join(["python -m validation.benchmarks.vllm_answers", *given])
+    options = parser.parse_args(arguments)
+    options.command = command(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for model in options.model:
         rows += rows_for(model, options)
         # Behind every model: a run that is cut short has written what it found.
         for folder in filter(None, (options.out / "rows", options.json)):
-            folder.mkdir(parents=True, exist_ok=True)
             write_rows(folder / "vllm_answers.json", rows)
     print(markdown_table("*", {f"{rows[0].machine['name']}/vllm_answers": rows}) if rows else "no row")
 

@@ -21,9 +21,9 @@ from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import EngineMode
-from validation.benchmarks.bench_model import write_config
-from validation.benchmarks.prompts import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts
+from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from validation.models import PROFILE_NAME, shipped_model
+from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,14 +37,6 @@ WARM_UPS = 2
 SERVED_SHARE = 0.9
 # Requests at 80 % of what stock vLLM sustains.
 LOAD = 0.8
-_TRANSFER = {
-    "kv_connector": "SemBlendConnector",
-    "kv_connector_module_path": "engine_wrapper.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
-# A save begins in one step and is told of in a later one.
-_SETTLING_STEPS = 1_000
 _SMALL_MODEL = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
@@ -167,7 +159,7 @@ class VllmArm:
             "embedder": "off",
         }
         if name != STOCK:
-            given["kv_transfer_config"] = KVTransferConfig(**_TRANSFER, kv_connector_extra_config=self._settings)
+            given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=self._settings)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
@@ -245,12 +237,8 @@ class VllmArm:
         return (time.perf_counter() - begin) * 1e3
 
     def settle(self) -> None:
-        """Waits until what has ended is saved; steps of short requests tell of it. Raises RuntimeError."""
-        for _ in range(_SETTLING_STEPS):
-            if not self._core.scheduler.requests:  # those that have ended are there until they are saved
-                return
-            self.ask([[0]])
-        raise RuntimeError(f"saves have not ended after {_SETTLING_STEPS} steps")
+        """Waits until what has ended is saved; steps of short requests tell of it. Raises SemBlendError."""
+        settle(self._core, lambda: self.ask([[0]]))
 
     def serve(
         self, prompts: Sequence[list[int]], new_tokens: int, at_once: int, arrivals: Sequence[float] | None = None

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.results import versions
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
-from validation import jsonl, machine, models
+from validation import jsonl, models
 from validation.arguments import check_integers
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.engine_identity import identity_of
@@ -68,7 +69,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             boundary=0 if candidate is None else candidate.boundary,
             head_tokens=0 if candidate is None else candidate.head_tokens,
             figures=[] if found is None else figures_of(found, prompts),
-            versions=machine.versions(),
+            versions=versions(),
             command=command,
         )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kernels.results import today
 from validation.noninferiority import CONFIDENCE, MARGIN, RESAMPLES
-from validation.results import today
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.printable import printable
-from validation import machine, models, results
+from validation import models
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
 from validation.files import beside, check_writable, write_bytes, write_json, write_text
@@ -57,10 +58,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
         samples=samples,
         kinds=kinds_of(cases),
         settings=settings_in_text(options, dtype=dtype, profile=profile),
-        command=command,
-        machine=machine.describe(device, options.machine),
-        versions=machine.versions(),
-        date=results.today(),
+        measured=results.Measured.now(command, device, options.machine),
         seconds=seconds,
         seed=options.seed,
     )
@@ -99,12 +97,12 @@ def _write(report: QualityReport, paths: tuple[Path, Path | None, Path | None], 
     document, page, plot = paths
     write_json(document, report.to_dict())
     if plot is not None:
-        write_bytes(plot, draw(report.panels(), f"{report.model}, {report.machine['name']}, {report.date}"))
+        title = f"{report.model}, {report.measured.machine['name']}, {report.measured.date}"
+        write_bytes(plot, draw(report.panels(), title))
     if page is not None:
         write_text(page, report.page(None if plot is None else plot.name))
     if record is not None:
-        common = results.Measured(report.command, report.machine, report.versions, report.date)
-        results.write_rows(record / report.machine["name"] / FILE_NAME, quality_rows(report, common))
+        results.write_rows(record / report.measured.machine["name"] / FILE_NAME, quality_rows(report))
 
 
 def _show(report: QualityReport, paths: Sequence[Path | None]) -> bool:

@@ -13,6 +13,7 @@ from validation.quality.samples import QualityLine, line_of, lines_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kernels.results import Measured
     from validation.quality.samples import QualitySample
 
 SCHEMA = 1
@@ -30,10 +31,7 @@ class QualityReport:
     samples: Sequence[QualitySample]
     kinds: Mapping[str, str]
     settings: dict[str, Any]
-    command: str
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    date: str
+    measured: Measured
     seconds: Mapping[str, float]
     seed: int = 0
 
@@ -74,10 +72,7 @@ class QualityReport:
             "kind_lines": [_line_fields(line) for line in self.kind_lines()],
             "noise_floor": [_line_fields(line) for line in self.kind_lines() if line.arm == COLD_AGAIN],
             "settings": self.settings,
-            "command": self.command,
-            "machine": self.machine,
-            "versions": self.versions,
-            "date": self.date,
+            **asdict(self.measured),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "samples": [asdict(sample) for sample in self.samples],
         }
@@ -88,8 +83,8 @@ class QualityReport:
         rows = [
             f"# Quality of reuse: {self.model}",
             "",
-            f"`{self.command}`, {self.date}, machine {self.machine['name']}, "
-            + ", ".join(f"{name} {version}" for name, version in self.versions.items())
+            f"{self.measured.sentence()}, "
+            + ", ".join(f"{name} {version}" for name, version in self.measured.versions.items())
             + ".",
             "",
             f"An arm is non-inferior where the one-sided {CONFIDENCE:.0%} lower bound of its score minus cold's is at "

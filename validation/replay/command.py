@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kernels import results
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
-from validation import machine, results
 from validation.arguments import HIGHEST, check_integers, settings_in_text
 from validation.files import check_writable, write_bytes, write_json, write_text
 from validation.progress import progress
@@ -56,10 +56,7 @@ def run_replay(options: argparse.Namespace, command: str) -> None:
         lines=lines_of(trace, outcomes, model, options.seed),
         unlimited_share=unlimited,
         settings=settings_in_text(options),
-        command=command,
-        machine=machine.describe("cpu"),
-        versions=machine.versions(),
-        date=results.today(),
+        measured=results.Measured.now(command, "cpu"),
     )
     _write(report, paths)
     _show(report, [*paths, *filter(None, [options.write_trace])])
@@ -150,7 +147,7 @@ def _write(report: ReplayReport, paths: Sequence[Path]) -> None:
     document, table, page, plot = paths
     write_json(document, report.to_dict())
     write_text(table, report.csv())
-    write_bytes(plot, draw(report.lines, f"{report.source}, {report.date}"))
+    write_bytes(plot, draw(report.lines, f"{report.source}, {report.measured.date}"))
     write_text(page, report.page(plot.name))
 
 

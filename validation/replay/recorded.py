@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING
 
 from validation.replay.observation import Observation
-from validation.results import rows_of
+from validation.scoreboard import rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from validation.results import Row
+    from kernels.results import Row
 
 _COLD = re.compile(r"cold_ttft_(\d+)(k?)_ms")
 _SHIFTED = re.compile(r"shifted_ttft_\d+k?_ms")

@@ -16,6 +16,7 @@ from validation.replay.simulation import OPTIMUM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kernels.results import Measured
     from validation.replay.interval import Interval
     from validation.replay.latency import LatencyModel
     from validation.replay.simulation import ReuseRule
@@ -56,14 +57,12 @@ class ReplayReport:
     lines: Sequence[Line]
     unlimited_share: dict[str, float]
     settings: dict[str, Any]
-    command: str
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    date: str
+    measured: Measured
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {"schema": SCHEMA, "times": "predicted by the model, ms", **asdict(self)}
+        told = asdict(self)
+        return {"schema": SCHEMA, "times": "predicted by the model, ms", **told, **told.pop("measured")}
 
     def csv(self) -> str:
         """One row a line of the report, with a head; an interval takes three columns."""
@@ -82,7 +81,7 @@ class ReplayReport:
         """The Markdown page, with the plot of that file name beside it."""
         parts = [
             f"# Replay of {self.source}",
-            f"`{self.command}`, {self.date}, machine {self.machine['name']}.",
+            f"{self.measured.sentence()}.",
             " ".join(self.facts),
             self.model.sentence(),
             _NOTES.strip(),

@@ -348,11 +348,7 @@ def test_files_that_changed_behind_a_runner_are_refused(tiny_qwen2_path, tmp_pat
 
 def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(tiny_qwen2_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_path)
-    connector = KvCacheConnectorConfig(
-        connector_module="engine_wrapper.connector",
-        connector_scheduler_class="SemBlendKvConnectorScheduler",
-        connector_worker_class="SemBlendKvConnectorWorker",
-    )
+    connector = KvCacheConnectorConfig.ours()
 
     def namespace_of(runner):
         with LLM(model=tiny_qwen2_path, runner=runner, device="cpu", kv_connector_config=connector) as llm:

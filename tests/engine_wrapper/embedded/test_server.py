@@ -18,11 +18,7 @@ from semblend_trt.fleet.router.serving import listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
-CONNECTOR = KvCacheConnectorConfig(
-    connector_module="engine_wrapper.connector",
-    connector_scheduler_class="SemBlendKvConnectorScheduler",
-    connector_worker_class="SemBlendKvConnectorWorker",
-)
+CONNECTOR = KvCacheConnectorConfig.ours()
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import os
 
 import pytest
 
-from validation.benchmarks.life_cases import CASES, HABIT_CASES
-from validation.benchmarks.random_life import random_life
+from validation.benchmarks.stateful import CASES, HABIT_CASES, random_life
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
 ALL = (*CASES, *HABIT_CASES)

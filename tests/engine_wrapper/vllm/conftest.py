@@ -14,6 +14,7 @@ from torch.cuda import is_available
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
+from validation.vllm_engine import TRANSFER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-TRANSFER = {
-    "kv_connector": "SemBlendConnector",
-    "kv_connector_module_path": "engine_wrapper.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 # Engines on a card come one behind the other, and give memory back late.
 PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
 # A donor may be short here, and prompts are.

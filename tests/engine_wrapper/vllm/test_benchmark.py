@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from validation.results import read_rows
+from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

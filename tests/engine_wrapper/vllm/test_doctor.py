@@ -10,17 +10,12 @@ import pytest
 from engine_wrapper.vllm.refusals import REASONS
 from semblend_trt.cli.main import main
 from validation.models import shipped_model
+from validation.vllm_engine import TRANSFER as OURS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 AREAS = ("engine", "options")
-OURS = {
-    "kv_connector": "SemBlendConnector",
-    "kv_connector_module_path": "engine_wrapper.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 @pytest.fixture(autouse=True)

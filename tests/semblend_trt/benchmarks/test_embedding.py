@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.benchmarks.rows import Results
+from kernels.results import Results
 from semblend_trt.benchmarks import embedding
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.semantic.sentence_model import sentence_model, window_tokenizer
@@ -17,9 +17,9 @@ def test_the_row_of_a_scheduler_call_compares_on_with_off(monkeypatch):
     results = Results()
     embedding.measure_scheduler(results)
     (row,) = results.rows
-    assert (row["name"], row["goal"]) == ("scheduler_extra_ms", 0.1)
-    assert row["value"] >= 0
-    assert "median of 10 look-ups of 8,192 tokens" in row["baseline"]
+    assert (row.name, row.goal) == ("scheduler_extra_ms", 0.1)
+    assert row.value >= 0
+    assert "median of 10 look-ups of 8,192 tokens" in row.baseline
 
 
 def test_a_text_has_as_many_tokens_as_asked_for():

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from kernels.benchmarks.rows import Results
+from kernels.results import Results
 from semblend_trt.benchmarks.semantic_libraries import CANDIDATES, compare
 from semblend_trt.benchmarks.semantic_search import NEAREST, Truth, filled, measure, search_of
 from semblend_trt.benchmarks.semantic_vectors import (
@@ -79,12 +79,12 @@ def test_rows_say_time_and_recall_and_what_was_searched(tmp_path, text):
 def test_the_comparison_has_a_row_for_every_library():
     results = Results()
     compare(synthetic(2000, 20), results)
-    names = [row["name"] for row in results.rows]
+    names = [row.name for row in results.rows]
     assert len(set(names)) == len(names)
     for candidate in CANDIDATES:
         begin = "semantic_library_" + re.sub(r"[^a-z0-9]+", "_", candidate.name.lower())
         assert any(name.startswith(begin) for name in names) or candidate.name.startswith("usearch")
-    recalls = {row["name"]: float(row["baseline"].split()[1].rstrip(";")) for row in results.rows}
+    recalls = {row.name: float(row.baseline.split()[1].rstrip(";")) for row in results.rows}
     assert recalls["semantic_library_faiss_flat"] == 1.0
     assert recalls["semantic_library_ours"] > 0.99
 

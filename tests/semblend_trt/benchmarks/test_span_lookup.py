@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.benchmarks.rows import Results
+from kernels.results import Results
 from semblend_trt.benchmarks import span_lookup
-from semblend_trt.benchmarks.span_corpus import Corpus, chained, read_corpus
-from semblend_trt.benchmarks.span_lookup import Rows, Sizes, measure
-from semblend_trt.benchmarks.span_truth import RUN_TOKENS, reusable_tokens
+from semblend_trt.benchmarks.span_corpus import RUN_TOKENS, Corpus, chained, read_corpus, reusable_tokens
+from semblend_trt.benchmarks.span_lookup import Sizes, measure
 
 TINY = Sizes(
     donors=1_020,
@@ -48,13 +47,13 @@ def corpus() -> Corpus:
 
 
 def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus: Corpus) -> None:
-    results = Results()
-    measure(Rows(results, full=False), corpus, TINY)
-    values = {row["name"]: row["value"] for row in results.rows}
+    results = Results(dry=True)
+    measure(results, corpus, TINY)
+    values = {row.name: row.value for row in results.rows}
     assert set(values) == ROWS
     assert values["span_recall"] >= 0.99
     assert values["span_index_bytes_per_token"] >= 4
-    assert all(row["goal"] is None and row["holds"] for row in results.rows)
+    assert all(row.goal is None and row.holds for row in results.rows)
 
 
 def test_quick_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,13 +63,6 @@ def test_quick_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     rows = json.loads((tmp_path / "span_lookup.json").read_text("utf-8"))
     assert {row["name"] for row in rows} == ROWS
     assert "excerpt" in next(row for row in rows if row["name"] == "span_lookup_p50_ms")["baseline"]
-
-
-def test_goals_count_in_a_full_run_only() -> None:
-    results = Results()
-    Rows(results, full=True).add("span_lookup_p50_ms", 0.4, "ms", "x", goal=0.3)
-    Rows(results, full=False).add("span_lookup_p50_ms", 0.4, "ms", "x", goal=0.3)
-    assert [row["holds"] for row in results.rows] == [False, True]
 
 
 def test_half_of_the_prompts_hold_a_document_that_a_donor_holds(corpus: Corpus) -> None:

@@ -25,11 +25,7 @@ def engine(tiny_qwen2_path, nats_server, monkeypatch):
     for name, value in settings.items():
         monkeypatch.setenv(f"SEMBLEND_{name}", value)
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "2")
-    config = KvCacheConnectorConfig(
-        connector_module="engine_wrapper.connector",
-        connector_scheduler_class="SemBlendKvConnectorScheduler",
-        connector_worker_class="SemBlendKvConnectorWorker",
-    )
+    config = KvCacheConnectorConfig.ours()
     with LLM(
         model=tiny_qwen2_path,
         dtype="float32",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt.fleet.wire import EventFormat
-from validation.benchmarks import bad_commands, bad_events, bad_files, bad_inputs, bad_requests
-from validation.benchmarks.spoiling import Answer, TooLongError, spoiled_bytes, spoiled_value, within
+from validation.benchmarks import bad_data, bad_inputs
+from validation.benchmarks.bad_data import Answer, TooLongError, spoiled_bytes, spoiled_value, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,12 +66,12 @@ def test_spoiling_is_seeded_and_leaves_the_good_one_as_it_was() -> None:
 )
 def test_statuses_are_judged(port: int, status: int, is_bad: bool, answer: Answer) -> None:
     sent = f"GET /{status} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-    assert bad_requests._tried("stub", port, ("what", sent, is_bad)).answer is answer
+    assert bad_inputs._tried("stub", port, ("what", sent, is_bad)).answer is answer
 
 
 def test_silence_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bad_requests, "PATIENCE", 0.2)
-    tried = bad_requests._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
+    monkeypatch.setattr(bad_inputs, "PATIENCE", 0.2)
+    tried = bad_inputs._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
     assert (tried.answer, "no answer in time" in tried.told) == (Answer.FAULT, True)
 
 
@@ -90,37 +90,37 @@ def test_commands_are_judged(monkeypatch: pytest.MonkeyPatch, status: int, said:
         print(said)
         return status
 
-    monkeypatch.setitem(bad_commands.PROGRAMS, "stub", ((), command))
-    assert bad_commands._in_this_process("stub", ["--x", "7"]).answer is answer
+    monkeypatch.setitem(bad_inputs.PROGRAMS, "stub", ((), command))
+    assert bad_inputs._in_this_process("stub", ["--x", "7"]).answer is answer
 
 
 def test_a_command_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bad_commands.PROGRAMS, "stub", ((), lambda words: int(words[0])))
-    assert "ValueError" in bad_commands._in_this_process("stub", ["x"]).told
+    monkeypatch.setitem(bad_inputs.PROGRAMS, "stub", ((), lambda words: int(words[0])))
+    assert "ValueError" in bad_inputs._in_this_process("stub", ["x"]).told
 
 
 def test_forged_events_that_are_believed_are_faults() -> None:
-    reset, *_, purged = bad_events.messages(EventFormat.JSON)
+    reset, *_, purged = bad_data.messages(EventFormat.JSON)
     answers = [
-        bad_events._tried("what", reset, None, is_bad=True).answer,  # it was said before
-        bad_events._tried("what", purged, None, is_bad=True).answer,
-        bad_events._tried("what", purged, None).answer,
+        bad_data._given("what", reset, None, is_bad=True).answer,  # it was said before
+        bad_data._given("what", purged, None, is_bad=True).answer,
+        bad_data._given("what", purged, None).answer,
     ]
     assert answers == [Answer.REFUSED, Answer.FAULT, Answer.TAKEN]
 
 
 def test_readers_that_raise_something_else_or_take_bad_files_are_faults(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    raising = bad_files._read("what", path, b"x", lambda path: int(path.read_bytes()), is_bad=False)
-    taking = bad_files._read("what", path, b"7", lambda path: int(path.read_bytes()), is_bad=True)
+    raising = bad_data._read("what", path, b"x", lambda path: int(path.read_bytes()), is_bad=False)
+    taking = bad_data._read("what", path, b"7", lambda path: int(path.read_bytes()), is_bad=True)
     assert (raising.answer, taking.answer) == (Answer.FAULT, Answer.FAULT)
 
 
 def test_a_short_run_is_whole_and_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All doors are real ones; the longest lists are cut."""
-    monkeypatch.setattr(bad_commands, "_OPTIONS", bad_commands._OPTIONS[-2:])
-    monkeypatch.setattr(bad_commands, "settings_table", list)
-    monkeypatch.setattr(bad_requests, "_WRONG_FIELDS", {"prompt": (7,), "seed": ("x",)})
+    monkeypatch.setattr(bad_inputs, "_OPTIONS", bad_inputs._OPTIONS[-2:])
+    monkeypatch.setattr(bad_inputs, "settings_table", list)
+    monkeypatch.setattr(bad_inputs, "_WRONG_FIELDS", {"prompt": (7,), "seed": ("x",)})
     bad_inputs.main(["--spoiled", "4", "--processes", "1", "--json", str(tmp_path)])
     (row,) = json.loads((tmp_path / "bad_inputs.json").read_text())
     assert (row["name"], row["goal"]) == ("bad_inputs_refused", None)

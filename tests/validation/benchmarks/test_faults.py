@@ -8,8 +8,7 @@ import pytest
 
 from semblend_trt.donors import donor_file
 from validation.benchmarks import faults
-from validation.benchmarks.fault_bench import FaultBench
-from validation.benchmarks.fault_cases import FAULTS, inject
+from validation.benchmarks.faults import FAULTS, FaultBench, inject
 
 SEED = 1  # of which the worker is killed once the donor is saved
 

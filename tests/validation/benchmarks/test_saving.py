@@ -8,7 +8,7 @@ import pytest
 
 from validation.benchmarks import saving
 from validation.benchmarks.saving import Turn
-from validation.results import read_rows
+from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path, capsys: pytest.
     assert set(rows) == {f"saving_{kind}{part}" for kind in ("", "snapshot_") for part in parts}
     assert all(row.value > 0 and row.goal is None for row in rows.values())
     assert rows["saving_slowdown"].value >= rows["saving_slowdown_decode"].value
-    assert "--size 256 --steps 3 --layers 2 --repeats 2" in rows["saving_slowdown"].command
+    assert "--layers 2 --size 256 --steps 3 --repeats 2" in rows["saving_slowdown"].command
     assert "saving_slowdown" in capsys.readouterr().out
 
 

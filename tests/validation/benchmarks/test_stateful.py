@@ -9,13 +9,13 @@ import pytest
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.donors.host_kv import HostKv
-from validation.benchmarks import life_cases, stateful
+from validation.benchmarks import stateful
 
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
-    monkeypatch.setattr(stateful, "CASES", life_cases.CASES[-2:])
-    monkeypatch.setattr(stateful, "HABIT_CASES", life_cases.HABIT_CASES[:1])
+    monkeypatch.setattr(stateful, "CASES", stateful.CASES[-2:])
+    monkeypatch.setattr(stateful, "HABIT_CASES", stateful.HABIT_CASES[:1])
 
 
 def lived(folder, steps):

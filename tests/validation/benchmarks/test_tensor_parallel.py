@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from validation.benchmarks import tensor_parallel
-from validation.results import read_rows
+from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     for name in ("cold_ttft_512_ms", "shifted_over_cold_512", "verified_over_cold_512", "shifted_512_move_ms"):
         assert rows[f"tp2_{name}"].value > 0
     assert all(row.goal is None and row.holds for row in rows.values())
-    assert "--ranks 2 --backend gloo" in rows["tp2_tokens_equal"].command
+    assert "--backend gloo --layers 2" in rows["tp2_tokens_equal"].command
 
 
 def test_without_cards_only_a_dry_run_is_offered(

@@ -8,8 +8,8 @@ import pytest
 
 from engine_wrapper.course import Checkpoint
 from validation.benchmarks import verified
-from validation.benchmarks.checked_stopwatch import PARTS
-from validation.results import read_rows
+from validation.benchmarks.measure import CHECKED_PARTS
+from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,10 +25,10 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert "check layer 2 of 4" in rows["verified_over_cold_768"].baseline
     assert "128 computed" in rows["verified_ttft_768_ms"].baseline
     assert "at most 256 tokens in a forward" in rows["verified_ttft_768_in_parts_ms"].baseline
-    parts = {part: rows[f"verified_768_{part}_ms"].value for part in PARTS}
-    assert all(parts[part] > 0 for part in PARTS if part != "rest")
+    parts = {part: rows[f"verified_768_{part}_ms"].value for part in CHECKED_PARTS}
+    assert all(parts[part] > 0 for part in CHECKED_PARTS if part != "rest")
     assert all(row.goal is None and row.holds for row in rows.values())
-    assert "--check-layer 2" in rows["verified_over_cold_768"].command
+    assert "--layers 4 --size 768" in rows["verified_over_cold_768"].command
 
 
 def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

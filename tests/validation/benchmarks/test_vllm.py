@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from validation.benchmarks import goals, vllm
+from validation.benchmarks import vllm
+from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE
 from validation.benchmarks.vllm_arm import ARMS, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
-from validation.results import read_rows
+from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,14 +67,14 @@ def test_rows_compare_with_stock_and_have_the_goals(tmp_path: Path) -> None:
     vllm.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json" / "card")])
     rows = {row.name: row for row in read_rows(tmp_path / "json")["card/vllm"]}
     for name, value, goal in (
-        ("shifted_ttft_24k_over_exact_hit", 15 / 20, goals.VLLM_OVER_EXACT_HIT),
-        ("shifted_ttft_24k_over_cold", 15 / 700, goals.VLLM_SHIFTED_OVER_COLD),
-        ("verified_ttft_24k_over_cold", 15 / 700, goals.VLLM_VERIFIED_OVER_COLD),
-        ("miss_overhead_8k", 0.5, goals.VLLM_MISS_OVERHEAD_PERCENT),
-        ("decode_slowdown_position_fix", 0.5, goals.VLLM_DECODE_SLOWDOWN),
+        ("shifted_ttft_24k_over_exact_hit", 15 / 20, vllm.VLLM_OVER_EXACT_HIT),
+        ("shifted_ttft_24k_over_cold", 15 / 700, vllm.VLLM_SHIFTED_OVER_COLD),
+        ("verified_ttft_24k_over_cold", 15 / 700, vllm.VLLM_VERIFIED_OVER_COLD),
+        ("miss_overhead_8k", 0.5, vllm.VLLM_MISS_OVERHEAD_PERCENT),
+        ("decode_slowdown_position_fix", 0.5, vllm.VLLM_DECODE_SLOWDOWN),
         ("rag_throughput_gain_position_fix", 4.5, 4.0),
         ("rag_throughput_gain_verified", 4.5, 3.0),
-        ("rag_ttft_p95_ratio_verified", 29 / 290, goals.VLLM_RAG_P95_RATIO),
+        ("rag_ttft_p95_ratio_verified", 29 / 290, vllm.VLLM_RAG_P95_RATIO),
         ("contaminated_hits_verified", 0.0, 0.0),
     ):
         row = rows[f"vllm_{name}"]
@@ -113,7 +114,7 @@ def test_a_measurement_is_judged_by_how_it_was_served(change: dict[str, Any], sa
 
 def test_the_sizes_are_those_of_the_rows() -> None:
     sizes = Sizes()
-    assert (sizes.long, sizes.miss) == (goals.GOAL_SIZE, goals.MISS_SIZE)
+    assert (sizes.long, sizes.miss) == (GOAL_SIZE, MISS_SIZE)
     assert sizes.documents % sizes.per_prompt == 0
 
 

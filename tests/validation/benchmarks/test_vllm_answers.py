@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kernels.results import Measured, row
 from validation.benchmarks.vllm_answers import not_offered, renamed
-from validation.results import Measured, row
 
 
 def test_rows_have_the_model_in_their_names_and_bounds_are_left_out() -> None:

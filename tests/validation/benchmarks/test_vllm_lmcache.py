@@ -8,16 +8,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rich.console import Console
 from transformers import AutoTokenizer
 
+from kernels.results import Measured, Results
 from semblend_trt.errors import ConfigurationError
 from validation.benchmarks import vllm_lmcache
-from validation.benchmarks.lmcache_engine import Segments, line_separator, write_tokenizer
-from validation.benchmarks.ttft import Rows
-from validation.benchmarks.vllm_lmcache import add_rows, run_part
+from validation.benchmarks.vllm_lmcache import Segments, add_rows, line_separator, run_part, write_tokenizer
 from validation.models import shipped_model
-from validation.results import Measured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +38,7 @@ ANSWERS = {
 
 
 def added(parts: dict[str, Any]) -> dict[str, Any]:
-    rows = Rows(Measured("command", {}, {}, "2026-01-01"), True, Console(quiet=True))
+    rows = Results(measured=Measured("command", {}, {}, "2026-01-01"))
     add_rows(parts, rows)
     return {row.name: row for row in rows.rows}
 

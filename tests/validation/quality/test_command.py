@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation import results
+from validation import scoreboard
 from validation.cli import main
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
         assert lines[family, "cold_again"]["first_token_kl"] < 1e-6
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
     assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
-    [rows] = results.read_rows(tmp_path / "rows").values()
+    [rows] = scoreboard.read_rows(tmp_path / "rows").values()
     assert [row.name for row in rows] == ["position_fix_em_header_trap", "unrelated_fires"]
     shown = capsys.readouterr().out.splitlines()
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]

@@ -14,8 +14,8 @@ from validation.quality.rows import quality_rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.results import Measured
     from validation.quality.samples import QualitySample
-    from validation.results import Measured
 
     Maker = Callable[..., QualitySample]
 
@@ -23,7 +23,7 @@ KINDS = {"reordered": "harmless", "prose": "harmless", "header_trap": "trap", "u
 
 
 @pytest.fixture
-def report(make_quality_sample: Maker) -> QualityReport:
+def report(make_quality_sample: Maker, measured: Measured) -> QualityReport:
     samples = []
     for arm in ("cold", "cold_again", "position_fix", "verified"):
         reuses = arm in ("position_fix", "verified")
@@ -40,13 +40,11 @@ def report(make_quality_sample: Maker) -> QualityReport:
                 }
                 case_id = f"{family}-{index}"
                 samples.append(make_quality_sample(case_id=case_id, family=family, group=case_id, arm=arm, **changes))
-    return QualityReport(
-        "tiny", samples, KINDS, {}, "python -m validation quality", {"name": "m"}, {}, "2026-11-21", {}
-    )
+    return QualityReport("tiny", samples, KINDS, {}, measured, {})
 
 
-def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport, measured: Measured) -> None:
-    rows = {row.name: row for row in quality_rows(report, measured)}
+def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> None:
+    rows = {row.name: row for row in quality_rows(report)}
     assert set(rows) == {
         *(f"verified_em_{what}_{family}" for what in ("vs_cold", "bound") for family in KINDS if family != "prose"),
         *("verified_reused_share", "verified_ppl_ratio", "position_fix_em_header_trap", "unrelated_fires"),
@@ -61,9 +59,9 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport, measur
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
 
 
-def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport, measured: Measured) -> None:
+def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport) -> None:
     samples = [replace(each, exact_match=False) if each.family == "reordered" else each for each in report.samples]
-    names = {row.name for row in quality_rows(replace(report, samples=samples), measured)}
+    names = {row.name for row in quality_rows(replace(report, samples=samples))}
     assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
     assert not {name for name in names if name.endswith("_reordered")}
 

@@ -1,0 +1,251 @@
+"""Result rows: every figure that a document quotes, with its command line, machine and versions."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Better = Literal["higher", "lower"]
+
+FOLDER = Path("benchmarks/results")
+_NAME, _DATE = re.compile(r"[A-Za-z0-9_.<>-]+"), re.compile(r"\d{4}-\d{2}-\d{2}")
+_DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "numba", "tokenizers", "triton", "rouge-score")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What all rows of one run share: the command line, the machine, the versions and the date (UTC, ISO 8601)."""
+
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+
+    @classmethod
+    def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
+        """Of a run that ends now; `device` and `name` are those of `describe`."""
+        return cls(command, describe(device, name), versions(), today())
+
+    def sentence(self) -> str:
+        """How a page tells it, but for the versions."""
+        return f"`{self.command}`, {self.date}, machine {self.machine['name']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `goal` None is a figure without a goal; `holds` says whether the value meets it.
+
+    `baseline` says in words what the value is measured against. Raises ValueError or TypeError for fields that are
+    none: a file may hold anything.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None
+    better: Better
+    holds: bool
+    baseline: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name of a row; use letters, digits and _.<>-")
+        for figure in (self.value, 0.0 if self.goal is None else self.goal):
+            if not math.isfinite(figure):
+                raise ValueError(f"The row {self.name} has the value {figure}; a result is a finite number.")
+        if self.better not in ("higher", "lower"):
+            raise ValueError(f"the row {self.name} has better={self.better!r}; it is higher or lower")
+        if self.holds is not _holds(self.value, self.goal, self.better):
+            raise ValueError(f"the row {self.name} says holds={self.holds}, its figures say otherwise")
+        texts = (self.unit, self.baseline, self.command)
+        if not all(isinstance(each, str) for each in texts) or not _DATE.match(self.date):
+            raise ValueError(f"the row {self.name} has no texts in unit, baseline and command, or no date")
+        if not (isinstance(self.machine, dict) and isinstance(self.versions, dict)):
+            raise ValueError(f"the row {self.name} has no objects in machine and versions")
+
+
+def row(
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    goal: float | None = None,
+    better: Better = "lower",
+    baseline: str,
+    measured: Measured,
+) -> Row:
+    """Makes a row; `holds` follows from value, goal and direction. Raises ValueError for a value that is not finite."""
+    value, goal = float(value), None if goal is None else float(goal)
+    return Row(name, value, unit, goal, better, _holds(value, goal, better), baseline, **asdict(measured))
+
+
+class Results:
+    """The rows of one run, by default of this program with `arguments` (its own where None is given) on `device`.
+
+    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False makes them in
+    silence.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] | None = None,
+        device: str | None = None,
+        *,
+        dry: bool = False,
+        measured: Measured | None = None,
+        is_shown: bool = True,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.measured = measured or Measured.now(command(arguments), device)
+        self.dry = dry
+        self._is_shown = is_shown
+
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        baseline: str,
+        goal: float | None = None,
+        better: Better = "lower",
+    ) -> None:
+        """Adds a figure and shows it at once: a run that is cut short has shown what it measured.
+
+        Raises ValueError when the value is not finite.
+        """
+        goal = None if self.dry else goal
+        added = row(name, value, unit, goal=goal, better=better, baseline=baseline, measured=self.measured)
+        self.rows.append(added)
+        if self._is_shown:
+            say(_line(added))
+
+    def write(self, folder: Path | None, name: str, default: Path | None = None) -> None:
+        """Shows all rows with their baselines, and writes `name.json` to `folder`, or to `default` unless it is a dry
+        run; nowhere when that is None. An earlier run's file is replaced."""
+        for each in self.rows:
+            say(f"{_line(each)}\n    {each.baseline}")
+        target = folder or (None if self.dry else default)
+        if target is not None:
+            write_rows(target / f"{name}.json", self.rows)
+            say(f"wrote {len(self.rows)} rows to {target / name}.json")
+
+    @property
+    def own_folder(self) -> Path:
+        """Where rows of this machine lie in a checkout."""
+        return FOLDER / str(self.measured.machine["name"])
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Writes the rows of one run to `path`, replacing what an earlier run left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def say(line: str) -> None:
+    """Shows one line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
+    """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
+    parser = argparse.ArgumentParser(prog=_program(), description=description)
+    told = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
+    parser.add_argument("--json", type=Path, metavar="DIR", help=told)
+    return parser
+
+
+def require_cuda() -> None:
+    """Ends the program with one sentence when there is no CUDA device."""
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a CUDA device, and torch sees none.")
+
+
+def command(arguments: Sequence[str] | None = None) -> str:
+    """The command line of this run as a reader can repeat it; `arguments` stand in for the program's own."""
+    return f"{_program()} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
+
+
+def today() -> str:
+    """The date of a row: UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA and the distributions that decide a figure, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["cuda"] = str(torch.version.cuda)
+    for name in (*_DISTRIBUTIONS, "vllm"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(device: str | None = None, name: str | None = None) -> dict[str, Any]:
+    """The machine as a row shows it: with the card where `device` is one, by default where torch sees one.
+
+    `name` is the folder of its results, derived when not given: `cpu-2core`, or the card's such as `nvidia-h200`.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    card = torch.cuda.get_device_properties(device) if device.startswith("cuda") else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    derived = f"cpu-{cores}core" if card is None else re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
+    return {
+        "name": name or derived,
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": None if card is None else card.name,
+        "gpu_memory_gib": None if card is None else round(card.total_memory / 2**30, 1),
+        "multiprocessors": None if card is None else card.multi_processor_count,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _program() -> str:
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python {sys.argv[0]}" if module is None else f"python -m {module.name.removesuffix('.__main__')}"
+
+
+def _holds(value: float, goal: float | None, better: Better) -> bool:
+    return goal is None or (value >= goal if better == "higher" else value <= goal)
+
+
+def _line(each: Row) -> str:
+    verdict = "" if each.goal is None else f"  goal {'>=' if each.better == 'higher' else '<='} {each.goal:,.5g}"
+    return f"{each.name:<44} {each.value:>12,.5g} {each.unit:<10}{verdict}{'' if each.holds else '  MISSED'}"
