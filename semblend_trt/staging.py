@@ -107,9 +107,9 @@ class HostReader:
         for piece in pieces(moves, capacity):
             self._place_piece(self._staging, piece, part, first_layer, end_layer)
 
-    def placed(self, *, timed: bool = False) -> Event | None:
+    def placed(self) -> Event | None:
         """An event behind everything that was placed so far."""
-        return record(self._moves, timed=timed)
+        return record(self._moves)
 
     def abandoned(self) -> Event | None:
         """An event behind everything that was queued so far, also where placing it failed half-way."""
