@@ -22,7 +22,6 @@ def rehearsal(num_layers: int, block_size: int, check_layer: int, threshold: flo
     blocks = tuple(range(-(-_PROMPT // block_size)))
     plan = SemanticKvPlan(
         request_id=0,
-        namespace_key="",
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", 0, _SPAN_START, _PREFIX_END - _SPAN_START),),
         prompt_token_ids=(0,) * _PROMPT,

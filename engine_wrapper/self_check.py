@@ -33,7 +33,6 @@ def check_plan(tokens: list[int], geometry: KvGeometry) -> SemanticKvPlan:
     execution = EngineExecution(EngineMode.WRAPPER, layers, check=check)
     return SemanticKvPlan(
         request_id=0,
-        namespace_key="",
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", start, start, end - start),),
         prompt_token_ids=tokens,

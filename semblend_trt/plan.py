@@ -141,7 +141,6 @@ class SemanticKvPlan:
     """
 
     request_id: int
-    namespace_key: str
     kind: PlanKind
     spans: tuple[PlanSpan, ...]
     prompt_token_ids: Sequence[int]

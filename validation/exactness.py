@@ -170,7 +170,6 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
     )
     return SemanticKvPlan(
         request_id=0,
-        namespace_key="exactness",
         kind=PlanKind.REQUEST_LOCAL,
         spans=(span,),
         prompt_token_ids=TokenIds(tokens),

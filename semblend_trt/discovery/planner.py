@@ -250,7 +250,6 @@ class Planner:
         terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
         return SemanticKvPlan(
             request_id=request.request_id,
-            namespace_key=request.namespace_key,
             kind=kind,
             spans=tuple(spans),
             prompt_token_ids=TokenIds(request.tokens),

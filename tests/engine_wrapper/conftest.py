@@ -49,7 +49,6 @@ def make_plan() -> PlanMaker:
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
         return SemanticKvPlan(
             request_id=request_id,
-            namespace_key="namespace",
             kind=kind,
             spans=tuple(
                 PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)

@@ -28,7 +28,6 @@ def make_plan(request_id: int, span_start: int, prompt_length: int, *, exact: bo
     matched = prompt_length - 1
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="namespace",
         kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor", donor_start, span_start, matched - span_start, exact=exact),),
         prompt_token_ids=tuple(range(prompt_length)),

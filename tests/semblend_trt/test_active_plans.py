@@ -21,7 +21,6 @@ def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = F
     }
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="ns",
         spans=(PlanSpan("d", start, start, 8, exact=exact),),
         prompt_token_ids=tuple(range(20)),
         num_computed_tokens=start,

@@ -65,7 +65,6 @@ def plan(*spans, request_id=1, computed=0, prompt=24, block_size=4, blocks=BLOCK
     end = max((span.target_end for span in spans), default=computed)
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="space",
         kind=PlanKind.REQUEST_LOCAL,
         spans=spans,
         prompt_token_ids=tuple(range(prompt)),

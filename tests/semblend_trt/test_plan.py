@@ -30,7 +30,6 @@ def plan(**changes: Any) -> SemanticKvPlan:
     """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
     fields: dict[str, Any] = {
         "request_id": 7,
-        "namespace_key": "ns",
         "kind": PlanKind.REQUEST_LOCAL,
         "spans": (PlanSpan("d", 30, 10, 10),),
         "prompt_token_ids": tuple(range(100, 132)),
@@ -171,7 +170,6 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
     blocks = tuple(draw(st.permutations(range(-(-prompt_length // block_size))))) if draw(st.booleans()) else None
     return SemanticKvPlan(
         request_id=draw(st.integers(0, 1 << 40)),
-        namespace_key=draw(st.text(max_size=8)),
         kind=kind,
         spans=tuple(spans),
         prompt_token_ids=tuple(draw(st.lists(st.integers(0, 9), min_size=prompt_length, max_size=prompt_length))),

@@ -130,12 +130,6 @@ def test_staging_without_room_for_a_token_is_refused():
         Staging(3 * ROW_BYTES - 1, 3, GEOMETRY, torch.float32, CPU)
 
 
-def test_blocks_of_the_device_are_no_host_donor():
-    source = PagedKv(torch.zeros(2, 5, 2, GEOMETRY.row_elements), torch.tensor([0, 1]), GEOMETRY)
-    with pytest.raises(ValueError, match="host donors are ContiguousKv"):
-        HostReader(CPU, ROTATION, staging(8)).place([Move(source, 0, 0, 4)], empty_target(), 0, 5)
-
-
 def test_more_layers_than_a_slot_holds_are_refused():
     moves = [Move(host_donor(14, 1), 0, 0, 4)]
     with pytest.raises(ValueError, match="do not fit into a staging slot of 4 tokens"):

@@ -124,7 +124,6 @@ def card():
 
 PLAN = SemanticKvPlan(
     request_id=1,
-    namespace_key="space",
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
     prompt_token_ids=tuple(range(1600)),

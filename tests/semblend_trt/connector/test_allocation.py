@@ -31,7 +31,6 @@ def tracked(matched=0):
     if matched:
         request.plan = SemanticKvPlan(
             request_id=7,
-            namespace_key="namespace",
             kind=PlanKind.EXACT_PREFIX,
             spans=(PlanSpan("donor-1", 0, 0, matched, exact=True),),
             prompt_token_ids=tuple(range(PROMPT)),

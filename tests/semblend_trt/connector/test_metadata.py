@@ -21,7 +21,6 @@ from semblend_trt.runtime import Runtime
 
 PLAN = SemanticKvPlan(
     request_id=7,
-    namespace_key="namespace",
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("donor-1", 0, 4, 16),),
     prompt_token_ids=tuple(range(30)),

@@ -27,7 +27,6 @@ def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else 60
     return SemanticKvPlan(
         request_id=1,
-        namespace_key="namespace",
         kind=kind,
         spans=spans,
         prompt_token_ids=tuple(range(100)),

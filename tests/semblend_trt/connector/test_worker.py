@@ -71,7 +71,6 @@ def follow(worker, request_id, blocks, written, max_tokens=100):
 def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
     return SemanticKvPlan(
         request_id=7,
-        namespace_key="namespace",
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor-1", 0, 4, 16),),
         prompt_token_ids=tuple(range(30)),

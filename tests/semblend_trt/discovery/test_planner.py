@@ -99,7 +99,7 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
     assert plan.holes == (range(100),)
     assert (plan.execution.mode, plan.execution.num_layers) == (WRAPPER, NUM_LAYERS)
     assert plan.execution.recompute_boundary_layer == 0
-    assert (plan.request_id, plan.namespace_key, plan.block_size) == (7, "space", 32)
+    assert (plan.request_id, plan.block_size) == (7, 32)
     assert plan.prompt_token_ids == tuple(PROMPT.tolist())
     assert plan.diagnostics == {
         "runs_found": 2,
