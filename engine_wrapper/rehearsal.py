@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
     SpanCheck,
 )
@@ -20,19 +18,11 @@ _SPAN_START, _PREFIX_END, _PROMPT = 64, 384, 512
 
 def rehearsal(num_layers: int, block_size: int, check_layer: int, threshold: float) -> tuple[LayerSchedule, int]:
     """A schedule of a checked plan of 512 tokens, and how many blocks of a pool, from 0 on, it writes."""
-    execution = EngineExecution(
-        EngineMode.WRAPPER,
-        AttentionMode.HOLES_AND_SUFFIX,
-        num_layers,
-        _PREFIX_END,
-        check=SpanCheck(check_layer, threshold),
-    )
+    execution = EngineExecution(EngineMode.WRAPPER, num_layers, check=SpanCheck(check_layer, threshold))
     blocks = tuple(range(-(-_PROMPT // block_size)))
     plan = SemanticKvPlan(
         request_id=0,
-        namespace_key="",
-        kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-        publication=PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", 0, _SPAN_START, _PREFIX_END - _SPAN_START),),
         prompt_token_ids=(0,) * _PROMPT,
         num_computed_tokens=0,

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
     SpanCheck,
 )
@@ -32,12 +30,10 @@ def check_plan(tokens: list[int], geometry: KvGeometry) -> SemanticKvPlan:
     """A checked plan: a hole, a span that keeps its place, of which nothing deviates, and a suffix."""
     start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, geometry.num_layers
     check = SpanCheck(0, _KEEP_ALL)  # the lowest layer, so that every other one runs on some of the rows
-    execution = EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, layers, end, check=check)
+    execution = EngineExecution(EngineMode.WRAPPER, layers, check=check)
     return SemanticKvPlan(
         request_id=0,
-        namespace_key="",
-        kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-        publication=PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", start, start, end - start),),
         prompt_token_ids=tokens,
         num_computed_tokens=0,

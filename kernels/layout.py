@@ -13,6 +13,7 @@ import torch
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kv_move also moves fp8; one scale for the whole tensor commutes with a rotation, so it need not be known.
+# The connector refuses fp8 caches today.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 
@@ -20,7 +21,8 @@ MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 class KvGeometry:
     """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block.
 
-    `kv_factor` is 2 (K and V), or 1 where one latent row stands for both (MLA), as in TensorRT-LLM's pools.
+    `kv_factor` is 2 (K and V), or 1 where one latent row stands for both (MLA), as in TensorRT-LLM's pools. The
+    connector refuses MLA today.
     """
 
     num_layers: int

@@ -17,7 +17,7 @@ class RopeRotation:
 
     `inverse_frequencies`: radians a position, one a plane, `rotary_dim / 2` of them. `rotary_dim` channels of the head
     rotate, from `first_channel` on (0, but behind the latent in MLA); the others pass. Planes are, counted from there,
-    channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`.
+    channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`, which no model that the connector serves is today.
     """
 
     inverse_frequencies: tuple[float, ...]

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
-from semblend_trt.materialize import moves_of, target_of
+from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
+    from collections.abc import Mapping, Sequence
 
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.layer_readiness import LayerReadiness
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import PlanSpan, SemanticKvPlan
     from semblend_trt.staging import HostReader
 
 # Enough groups that little is left to compute behind the last, few enough that launching them takes no longer than the
@@ -31,25 +32,6 @@ if TYPE_CHECKING:
 LAYER_GROUPS = 14
 # Waiting layer by layer keeps a forward from replaying a graph; below some milliseconds of copying that costs more.
 OVERLAP_FROM_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTiming:
-    """What one call of `PlanLoader.load` moved, and between which moments."""
-
-    device_tokens: int
-    host_tokens: int
-    groups: int
-    queueing_seconds: float
-    began: Event | None
-    ended: Event | None
-
-    def milliseconds(self) -> float:
-        """From the first to the last byte; waits for it. On the CPU, where queueing is moving, the time of the call."""
-        if self.began is None or self.ended is None:
-            return self.queueing_seconds * 1e3
-        self.ended.synchronize()
-        return float(self.began.elapsed_time(self.ended))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,7 @@ class PlanLoader:
 
     `reader` copies from the host on streams of its own; without one, as on the CPU, donors of both tiers are moved by
     one call a plan. `readiness` learns when the layers are there; where nobody waits for it layer by layer, the given
-    stream waits for all of them. `last_timing` describes the last load.
+    stream waits for all of them.
     """
 
     def __init__(
@@ -85,7 +67,6 @@ class PlanLoader:
         self._readiness = readiness
         self._reader = reader
         self._token_bytes = geometry.bytes_per_token(pool.dtype)
-        self.last_timing: LoadTiming | None = None
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
@@ -98,7 +79,7 @@ class PlanLoader:
         plans = [plan for plan in plans if plan.spans and plan.kind is not PlanKind.DISCOVERY_ONLY]
         if not plans:
             return []
-        began, clock = record(stream, timed=True), time.perf_counter()
+        began = record(stream)
         failed: list[tuple[SemanticKvPlan, Exception]] = []
         prepared: list[tuple[SemanticKvPlan, _Load]] = []
         with ExitStack() as reads:
@@ -109,16 +90,13 @@ class PlanLoader:
                     failed.append((plan, error))
             loads = [load for _, load in prepared]
             try:
-                ended, groups = self._issue(loads, began)
+                self._issue(loads, began)
             except Exception as error:
                 if self._reader is not None:
                     end = self._reader.abandoned()
                     self._store.host.read_until(end)
                     wait(stream, [end])
                 return [*failed, *((plan, error) for plan, _ in prepared)]
-        near = sum(move.length for load in loads for move in load.near)
-        far = sum(move.length for load in loads for move in load.far)
-        self.last_timing = LoadTiming(near, far, groups, time.perf_counter() - clock, began, ended)
         return failed
 
     def _prepare(self, plan: SemanticKvPlan, reads: ExitStack) -> _Load:
@@ -127,7 +105,7 @@ class PlanLoader:
             for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)
         }
         target = target_of(plan, self._pool, self._geometry)
-        moves = moves_of(plan, donors, self._pool, self._geometry)
+        moves = moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
         load = _Load(target, [], [])
         for move in moves:
@@ -135,15 +113,12 @@ class PlanLoader:
             (load.near if is_near else load.far).append(move)
         return load
 
-    def _issue(self, loads: Sequence[_Load], began: Event | None) -> tuple[Event | None, int]:
-        """Returns an event behind everything, and the groups of layers in which the host's part arrives."""
-        stream = current_stream(self._pool.device)
+    def _issue(self, loads: Sequence[_Load], began: Event | None) -> None:
         for load in loads:
             kv_move(load.near, load.target, self._rotation)
-        ended = record(stream, timed=True)
         distant = [load for load in loads if load.far]
         if self._reader is None or not distant:
-            return ended, 0
+            return
         self._reader.begin(began)
         groups: list[tuple[int, Event | None]] = []
         num_layers = self._geometry.num_layers
@@ -153,13 +128,52 @@ class PlanLoader:
             end = min(first + step, num_layers)
             for load in distant:
                 self._reader.place(load.far, load.target, first, end)
-            groups.append((end, self._reader.placed(timed=end == num_layers)))
+            groups.append((end, self._reader.placed()))
         self._store.host.read_until(groups[-1][1])
         self._readiness.expect(groups)
         if not self._readiness.is_awaited or tokens * self._token_bytes < OVERLAP_FROM_BYTES:
-            self._readiness.join(stream)
-        return groups[-1][1], len(groups)
+            self._readiness.join(current_stream(self._pool.device))
 
     def _layers_at_once(self, reader: HostReader, tokens: int) -> int:
         share = -(-self._geometry.num_layers // LAYER_GROUPS)
         return max(1, min(share, reader.capacity // tokens)) if reader.capacity else share
+
+
+def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:
+    """The request's blocks in `pool`. Raises PlanError when the plan has none or counts in another block size."""
+    if plan.target_block_ids is None:
+        raise PlanError("blocks_unknown", f"request {plan.request_id}: the plan has spans but no target blocks yet")
+    if plan.block_size != geometry.block_size:
+        raise PlanError(
+            "block_size_differs",
+            f"request {plan.request_id}: the plan counts blocks of {plan.block_size} tokens, the pool has blocks of "
+            f"{geometry.block_size}",
+        )
+    return PagedKv(pool, block_vector(plan.target_block_ids), geometry)
+
+
+def block_vector(block_ids: Sequence[int]) -> torch.Tensor:
+    """Block ids as int64 [n] on the host; torch itself reads a long sequence three times as slowly."""
+    return torch.from_numpy(np.fromiter(block_ids, dtype=np.int64, count=len(block_ids)))
+
+
+def moves_of(plan: SemanticKvPlan, donors: Mapping[str, PagedKv | HostKv]) -> list[Move]:
+    """The plan's spans as moves, several for a span of a donor in parts; `donors` by id.
+
+    Raises DonorUnavailableError when a donor is shorter than its span.
+    """
+    return [move for span in plan.spans for move in _moves_of_span(span, donors[span.donor_id])]
+
+
+def _moves_of_span(span: PlanSpan, donor: PagedKv | HostKv) -> list[Move]:
+    if donor.capacity < span.donor_end:
+        raise DonorUnavailableError(
+            f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
+        )
+    if not isinstance(donor, HostKv):
+        return [Move(donor, span.donor_start, span.target_start, span.length)]
+    moves, target = [], span.target_start
+    for part, start, length in donor.pieces(span.donor_start, span.length):
+        moves.append(Move(part, start, target, length, turn=span.shift))
+        target += length
+    return moves

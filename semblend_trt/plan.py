@@ -5,12 +5,11 @@ The constructor refuses every plan that could corrupt somebody's KV, so code tha
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.engine_execution import EngineExecution
 from semblend_trt.errors import PlanError
-from semblend_trt.plan_kinds import AttentionMode, EngineMode, PlanKind, PublicationPolicy
 from semblend_trt.span_check import SpanCheck
 from semblend_trt.token_ids import TokenIds
 
@@ -18,15 +17,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "AttentionMode",
     "EngineExecution",
     "EngineMode",
     "PlanKind",
     "PlanSpan",
-    "PublicationPolicy",
     "SemanticKvPlan",
     "SpanCheck",
 ]
+
+
+class EngineMode(str, Enum):
+    """Who executes a plan. A plan made for one mode is wrong in the other."""
+
+    STOCK = "stock"
+    WRAPPER = "wrapper"
+
+
+class PlanKind(str, Enum):
+    """What a plan does. Only a request-local one may place KV that a cold run would not have produced."""
+
+    DISCOVERY_ONLY = "discovery_only"
+    EXACT_PREFIX = "exact_prefix"
+    REQUEST_LOCAL = "request_local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,53 @@ class PlanSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineExecution:
+    """How the engine runs the prompt once the spans are placed.
+
+    Layers below `recompute_boundary_layer` are computed for every prompt token; from there on only holes and suffix,
+    and the first `head_tokens` tokens of every span that is not exact (EPIC, arXiv 2410.15332). With a `check`, the
+    layers below its own are computed for every token as well, and it decides which of the spans' tokens the others
+    compute. Exact spans equal a cold run and are computed in no layer.
+    """
+
+    mode: EngineMode
+    num_layers: int
+    recompute_boundary_layer: int = 0
+    check: SpanCheck | None = None
+    head_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or not 0 <= self.recompute_boundary_layer <= self.num_layers:
+            raise PlanError(
+                "boundary_outside_model",
+                f"recompute boundary {self.recompute_boundary_layer} is outside 0..{self.num_layers}, "
+                "the layers of this model",
+            )
+        if self.recompute_boundary_layer and self.mode is EngineMode.STOCK:
+            raise PlanError(
+                "boundary_needs_wrapper",
+                f"recompute boundary {self.recompute_boundary_layer} needs the engine wrapper; "
+                "a stock engine can only skip whole tokens",
+            )
+        if self.check is not None and self.mode is EngineMode.STOCK:
+            raise PlanError(
+                "check_needs_wrapper",
+                f"check layer {self.check.layer} needs the engine wrapper; a stock engine compares nothing",
+            )
+        if self.check is not None and self.check.layer >= self.num_layers:
+            raise PlanError(
+                "check_outside_model", f"check layer {self.check.layer} is outside 0..{self.num_layers - 1}"
+            )
+        if self.head_tokens < 0:
+            raise PlanError("head_tokens_negative", f"head_tokens is {self.head_tokens}; it must be at least 0")
+        if self.head_tokens and self.mode is EngineMode.STOCK:
+            raise PlanError(
+                "head_needs_wrapper",
+                f"head_tokens {self.head_tokens} need the engine wrapper; a stock engine can only skip whole tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 
@@ -82,9 +141,7 @@ class SemanticKvPlan:
     """
 
     request_id: int
-    namespace_key: str
     kind: PlanKind
-    publication: PublicationPolicy
     spans: tuple[PlanSpan, ...]
     prompt_token_ids: Sequence[int]
     num_computed_tokens: int
@@ -126,7 +183,7 @@ class SemanticKvPlan:
     @property
     def is_exact(self) -> bool:
         """True when every block of the request may be published; a plan that moves nothing changes nothing."""
-        return self.publication is PublicationPolicy.EXACT_CACHE or self.kind is PlanKind.DISCOVERY_ONLY
+        return self.kind is not PlanKind.REQUEST_LOCAL
 
     @property
     def exact_token_count(self) -> int:
@@ -159,41 +216,6 @@ class SemanticKvPlan:
         """
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, read back by `from_dict`."""
-        fields = asdict(self)
-        fields["kind"], fields["publication"] = self.kind.value, self.publication.value
-        fields["prompt_token_ids"] = list(self.prompt_token_ids)
-        fields["execution"]["mode"] = self.execution.mode.value
-        fields["execution"]["attention"] = self.execution.attention.value
-        fields["execution"]["layers_to_recompute"] = list(self.execution.layers_to_recompute)
-        return fields
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> SemanticKvPlan:
-        """Reads `to_dict`'s form and checks every invariant again; PlanError `unreadable` for any other form."""
-        try:
-            values = dict(fields)
-            execution = {k: v for k, v in values["execution"].items() if k != "layers_to_recompute"}
-            execution["mode"] = EngineMode(execution["mode"])
-            execution["attention"] = AttentionMode(execution["attention"])
-            check = execution["check"]
-            execution["check"] = None if check is None else SpanCheck(**check)
-            blocks = values["target_block_ids"]
-            values.update(
-                kind=PlanKind(values["kind"]),
-                publication=PublicationPolicy(values["publication"]),
-                spans=tuple(PlanSpan(**span) for span in values["spans"]),
-                prompt_token_ids=TokenIds(values["prompt_token_ids"]),
-                execution=EngineExecution(**execution),
-                target_block_ids=None if blocks is None else tuple(blocks),
-            )
-            return cls(**values)
-        except PlanError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError("unreadable", f"a plan cannot be read back: {type(error).__name__} {error}") from error
-
 
 def _check_counts(plan: SemanticKvPlan) -> None:
     if plan.num_computed_tokens < 0 or plan.matched_tokens < 0 or plan.block_size < 1:
@@ -202,20 +224,8 @@ def _check_counts(plan: SemanticKvPlan) -> None:
             f"request {plan.request_id}: num_computed_tokens {plan.num_computed_tokens} and matched_tokens "
             f"{plan.matched_tokens} must be >= 0 and block_size {plan.block_size} >= 1",
         )
-    if plan.num_computed_tokens > plan.prefix_end or plan.prefix_end > plan.execution.suffix_start:
-        raise PlanError(
-            "computed_beyond_prefix",
-            f"request {plan.request_id}: computed {plan.num_computed_tokens} <= prefix {plan.prefix_end} <= suffix "
-            f"start {plan.execution.suffix_start} does not hold",
-        )
     if plan.kind is PlanKind.DISCOVERY_ONLY:
         return
-    if plan.execution.suffix_start != plan.prefix_end:
-        raise PlanError(
-            "suffix_not_at_prefix",
-            f"request {plan.request_id}: suffix start {plan.execution.suffix_start} lies behind prefix "
-            f"{plan.prefix_end}; nobody would compute the positions between them",
-        )
     if plan.prefix_end > plan.prompt_length - 1:
         raise PlanError(
             "no_token_left",
@@ -254,12 +264,6 @@ def _check_spans(plan: SemanticKvPlan) -> None:
 
 
 def _check_kind(plan: SemanticKvPlan) -> None:
-    request_local = plan.kind in (PlanKind.REQUEST_LOCAL_PREFIX, PlanKind.REQUEST_LOCAL_SEGMENTED)
-    if request_local and plan.publication is PublicationPolicy.EXACT_CACHE:
-        raise PlanError(
-            "request_local_published",
-            f"request {plan.request_id}: a {plan.kind.value} plan holds approximate KV and must not be published",
-        )
     if plan.kind is PlanKind.EXACT_PREFIX and not all(span.exact for span in plan.spans):
         raise PlanError(
             "exact_prefix_with_approximate_span",

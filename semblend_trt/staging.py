@@ -92,7 +92,7 @@ class HostReader:
     def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
         """Queues `moves`, all from ContiguousKv of the host and with a length, for the layers given.
 
-        Raises ValueError for other sources, and when a slot does not hold one token of that many layers.
+        Raises ValueError when a slot does not hold one token of that many layers.
         """
         part = target.layers(first_layer, end_layer)
         if self._staging is None:
@@ -107,9 +107,9 @@ class HostReader:
         for piece in pieces(moves, capacity):
             self._place_piece(self._staging, piece, part, first_layer, end_layer)
 
-    def placed(self, *, timed: bool = False) -> Event | None:
+    def placed(self) -> Event | None:
         """An event behind everything that was placed so far."""
-        return record(self._moves, timed=timed)
+        return record(self._moves)
 
     def abandoned(self) -> Event | None:
         """An event behind everything that was queued so far, also where placing it failed half-way."""
@@ -248,6 +248,5 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _contiguous(kv: PagedKv | ContiguousKv) -> ContiguousKv:
-    if not isinstance(kv, ContiguousKv):
-        raise ValueError("a source on the host is a PagedKv; host donors are ContiguousKv")
+    assert isinstance(kv, ContiguousKv)  # as every donor of the host is
     return kv

@@ -29,11 +29,11 @@ def on(stream: Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def record(stream: Stream | None, *, timed: bool = False) -> Event | None:
+def record(stream: Stream | None) -> Event | None:
     """An event behind everything that is queued on `stream` so far."""
     if stream is None:
         return None
-    event = Event(enable_timing=timed)
+    event = Event()
     event.record(stream)
     return event
 

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
-IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.materialize import materialize"
+IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.loader import PlanLoader"
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 
 

@@ -15,11 +15,9 @@ from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 from semblend_trt.runtime import EngineMode
@@ -167,16 +165,12 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
     span = PlanSpan("garbage", donor_start=0, target_start=prefix_end // 2, length=prefix_end - prefix_end // 2)
     execution = EngineExecution(
         mode=EngineMode.WRAPPER,
-        attention=AttentionMode.HOLES_AND_SUFFIX,
         num_layers=geometry.num_layers,
-        suffix_start=prefix_end,
         recompute_boundary_layer=geometry.num_layers,
     )
     return SemanticKvPlan(
         request_id=0,
-        namespace_key="exactness",
-        kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-        publication=PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.REQUEST_LOCAL,
         spans=(span,),
         prompt_token_ids=TokenIds(tokens),
         num_computed_tokens=0,

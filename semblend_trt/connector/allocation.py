@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.bound_metadata import FORM
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode, SemanticKvPlan
@@ -57,12 +56,7 @@ def shortened(plan: SemanticKvPlan, matched_tokens: int) -> SemanticKvPlan:
         for span in plan.spans
         if span.target_start < end
     ]
-    return replace(
-        plan,
-        spans=tuple(kept),
-        matched_tokens=matched_tokens,
-        execution=replace(plan.execution, suffix_start=end),
-    )
+    return replace(plan, spans=tuple(kept), matched_tokens=matched_tokens)
 
 
 @dataclass(slots=True)
@@ -101,7 +95,6 @@ class Iteration:
             forgotten=tuple(forgotten),
             orders=orders,
             grown=tuple(self.grown),
-            form=FORM,
         )
 
 

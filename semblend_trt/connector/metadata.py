@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from semblend_trt import __version__
 from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.placement import Tier
+from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class SemBlendConnectorMetadata:
 
     An empty one does nothing. Room that an intent counts on is made by orders of the same metadata or an earlier one.
     `grown` are requests that gained one token and no block: in most iterations, all that may become donors.
-    `form` is `bound_metadata.FORM` of the version that wrote it; without it a worker reads every field with care.
+    `version` is the sender's; `plans` stay the first field, so that a worker of another version sees what was promised.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
@@ -53,4 +59,26 @@ class SemBlendConnectorMetadata:
     forgotten: tuple[int, ...] = ()
     orders: TierOrders = field(default_factory=TierOrders)
     grown: tuple[int, ...] = ()
-    form: str = ""
+    version: str = __version__
+
+
+def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
+    """`bound` as metadata; None when nothing is bound, or nothing of this version.
+
+    The latter is counted as `metadata`, and nothing more is reused from then on: ranks of two versions would decide
+    differently. Raises DonorUnavailableError when it holds plans: the engine skips tokens that are placed by no rank.
+    """
+    if bound is None or (isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__):
+        return bound
+    logger.error(
+        "KV reuse is off from now on: the bound metadata is a %s of version %s, this connector is %s; use one version "
+        "on every rank",
+        type(bound).__name__,
+        getattr(bound, "version", "unknown"),
+        __version__,
+    )
+    runtime.faults["metadata"] += 1
+    runtime.refusal = runtime.refusal or "metadata_version"
+    if getattr(bound, "plans", ()):
+        raise DonorUnavailableError("this iteration's plans are of another version; use one version of the connector")
+    return None

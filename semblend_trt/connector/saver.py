@@ -19,7 +19,7 @@ from semblend_trt.donors.news import TierEvent, TierNews
 from semblend_trt.donors.placement import Tier
 from semblend_trt.donors.transfer import TransferTiming
 from semblend_trt.errors import CapacityError
-from semblend_trt.materialize import block_vector
+from semblend_trt.loader import block_vector
 from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait

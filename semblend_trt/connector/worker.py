@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
-from semblend_trt.connector.bound_metadata import readable_metadata
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
 from semblend_trt.connector.disk_keeper import DiskKeeper
 from semblend_trt.connector.layer_groups import single_pool
+from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.pool_reading import described, geometry_of
 from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
@@ -71,8 +71,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     """Loads are ordered before what follows on the given stream when `start_load_kv` returns, unless the engine wrapper
     has said that it waits layer by layer; the layer hooks do nothing, because CUDA-graph replay skips them.
 
-    `store` holds the donors, `loader` and `saver` tell how long their transfers took; all exist once the caches are
-    registered.
+    `store` holds the donors, `saver` tells how long their transfers took; both exist once the caches are registered.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -336,6 +335,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self.saver.refuse(request_id, intent.donor_id, "a forward that was to write its KV has failed")
             return True
         tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
+        if not tokens:
+            self.saver.refuse(request_id, intent.donor_id, "its blocks are none of the pool's")
+            return True
         block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
         self.saver.start(request_id, intent.donor_id, intent.tier, block_ids, tokens, is_written=intent.is_written)
         return True

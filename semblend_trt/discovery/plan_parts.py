@@ -1,11 +1,11 @@
-"""What a plan is made of, from the runs that were chosen: spans, holes, kind and attention."""
+"""What a plan is made of, from the runs that were chosen: spans and holes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from semblend_trt.plan import AttentionMode, PlanKind, PlanSpan
+from semblend_trt.plan import PlanSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,17 +49,3 @@ def holes_of(spans: Sequence[PlanSpan], position: int) -> list[range]:
             holes.append(range(position, span.target_start))
         position = span.target_end
     return holes
-
-
-def kind_of(spans: Sequence[PlanSpan], holes: Sequence[range]) -> PlanKind:
-    """The kind of a plan that places `spans`."""
-    if all(span.exact for span in spans):
-        return PlanKind.EXACT_PREFIX
-    return PlanKind.REQUEST_LOCAL_SEGMENTED if holes else PlanKind.REQUEST_LOCAL_PREFIX
-
-
-def attention_of(kind: PlanKind, holes: Sequence[range]) -> AttentionMode:
-    """Which rows attend when a plan of this kind runs."""
-    if kind is PlanKind.DISCOVERY_ONLY:
-        return AttentionMode.FULL_PREFILL
-    return AttentionMode.HOLES_AND_SUFFIX if holes else AttentionMode.SUFFIX_ONLY

@@ -14,8 +14,8 @@ from semblend_trt.discovery.cover import Cover, Preference, chain, cover
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
 from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
-from semblend_trt.discovery.plan_parts import attention_of, cut_to_block, exact_run, holes_of, kind_of, span_of
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
+from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 from semblend_trt.token_ids import TokenIds
 
@@ -242,26 +242,23 @@ class Planner:
     ) -> SemanticKvPlan:
         computed, spans = request.num_computed_tokens, selection.spans
         holes = holes_of(spans, computed)
-        kind = PlanKind.DISCOVERY_ONLY if selection.discovery_only else kind_of(spans, holes)
-        matched = 0 if kind is PlanKind.DISCOVERY_ONLY else spans[-1].target_end - computed
-        request_local = kind in (PlanKind.REQUEST_LOCAL_PREFIX, PlanKind.REQUEST_LOCAL_SEGMENTED)
+        if selection.discovery_only:
+            kind = PlanKind.DISCOVERY_ONLY
+        else:
+            kind = PlanKind.EXACT_PREFIX if all(span.exact for span in spans) else PlanKind.REQUEST_LOCAL
         # Exact spans alone need nothing computed again and nothing checked.
-        terms = terms if request_local and terms is not None else ReuseTerms()
+        terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
         return SemanticKvPlan(
             request_id=request.request_id,
-            namespace_key=request.namespace_key,
             kind=kind,
-            publication=PublicationPolicy.REQUEST_LOCAL if request_local else PublicationPolicy.EXACT_CACHE,
             spans=tuple(spans),
             prompt_token_ids=TokenIds(request.tokens),
             num_computed_tokens=computed,
-            matched_tokens=matched,
+            matched_tokens=0 if selection.discovery_only else spans[-1].target_end - computed,
             block_size=request.block_size,
             execution=EngineExecution(
                 mode=request.mode,
-                attention=attention_of(kind, holes),
                 num_layers=self._num_layers,
-                suffix_start=computed + matched,
                 recompute_boundary_layer=terms.boundary,
                 check=terms.check,
                 head_tokens=terms.head_tokens,

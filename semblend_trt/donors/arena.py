@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry, PagedKv, check_dtype
+from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from semblend_trt.streams import Event, current_stream, record, wait
 
@@ -66,7 +66,6 @@ class DeviceTier:
                 f"device memory for donors of {blocks} blocks; raise {setting} to at least "
                 f"{geometry.bytes_per_token(dtype) * geometry.block_size}, one block of this model, or set it to 0"
             )
-        check_dtype(dtype, "device tier", SUPPORTED_DTYPES)
         shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
         try:
             self._arena = torch.empty(shape, dtype=dtype, device=device)
@@ -81,11 +80,6 @@ class DeviceTier:
         self._free = list(range(blocks - 1, -1, -1))
         self._fences: list[Event] = []
         self._changed = threading.Condition()
-
-    @property
-    def arena(self) -> torch.Tensor:
-        """[blocks, layers, kv_factor, kv_heads * block_size * head_dim]."""
-        return self._arena
 
     @property
     def byte_budget(self) -> int:
@@ -168,12 +162,6 @@ class DeviceTier:
             for donor_id in list(self._donors):
                 self.drop(donor_id)
 
-    def block_ids_of(self, donor_id: str) -> tuple[int, ...]:
-        """The blocks of a donor that is held or being written; none for any other."""
-        with self._changed:
-            donor = self._donors.get(donor_id)
-            return () if donor is None else tuple(donor.block_ids.tolist())
-
     def __len__(self) -> int:
         with self._changed:
             return sum(donor.is_ready for donor in self._donors.values())
@@ -188,8 +176,6 @@ class DeviceTier:
         with self._changed:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already in the device tier; drop it first")
-            if tokens < 1:
-                raise ValueError(f"donor {donor_id} has {tokens} tokens; at least 1 is needed")
             self._changed.wait_for(
                 lambda: len(self._free) >= needed or not self._leaving, timeout=_LEAVING_TIMEOUT_SECONDS
             )

@@ -65,11 +65,9 @@ class DonorCatalog:
         """Makes room for a donor of at most `tokens_upper_bound` tokens, on the device where that is possible.
 
         `text` names the donor's text for policies that know it again. Returns its tier and who moved or was dropped for
-        it. Raises ValueError when the id is taken or the bound is below 1, and CapacityError when no unleased donors
-        make enough room; nothing has changed then.
+        it. Raises ValueError when the id is taken, and CapacityError when no unleased donors make enough room; nothing
+        has changed then.
         """
-        if tokens_upper_bound < 1:
-            raise ValueError(f"donor {donor_id} reserves {tokens_upper_bound} tokens; at least 1 is needed")
         with self._lock:
             held = self._holdings
             if donor_id in held.entries:
@@ -82,14 +80,12 @@ class DonorCatalog:
     def commit(self, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
         """Makes a saving donor ready with the `tokens` (int32 [n]) it really holds and gives the rest back.
 
-        Raises DonorUnavailableError when the donor is not saving, ValueError when n is 0 or more than was reserved.
+        `tokens` are at most as many as were reserved. Raises DonorUnavailableError when the donor is not saving.
         """
         with self._lock:
             entry = self._holdings.entries.get(donor_id)
             if entry is None or entry.state is not DonorState.SAVING:
                 raise DonorUnavailableError(f"donor {donor_id} is not being saved and cannot be committed")
-            if not 1 <= len(tokens) <= entry.tokens:
-                raise ValueError(f"donor {donor_id} holds {len(tokens)} tokens; 1..{entry.tokens} were reserved")
             self._holdings.resize(entry, len(tokens))
             self._holdings.make_ready(donor_id)
 

@@ -38,10 +38,3 @@ class HostKv:
             if begin < stop:
                 yield part, begin - first, stop - begin
             first += part.capacity
-
-    def copy_(self, tensor: torch.Tensor) -> None:
-        """Copies [layers, kv_factor, kv_heads, tokens, head_dim] from any device; the bytes are there afterwards."""
-        first = 0
-        for part in self.parts:
-            part.tensor.copy_(tensor[:, :, :, first : first + part.capacity])
-            first += part.capacity

@@ -50,10 +50,6 @@ class HostMemory:
             # The system takes the pages back when the process ends; before, nobody may free them locked.
             weakref.finalize(self, _unlock_pages, self._bytes).atexit = False
 
-    @property
-    def free_bytes(self) -> int:
-        return sum(hole.size for hole in self._holes)
-
     def take(self, rows: int, row_bytes: int) -> list[Range]:
         """Ranges for `rows` rows in order, each a multiple of `row_bytes`: one where that is possible, else few.
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 
 class Lease:
-    """Keeps one donor from being dropped until `release`, or the end of a `with` block. Releasing twice is once."""
+    """Keeps one donor from being dropped until `release`. Releasing twice is once."""
 
     def __init__(self, donor_id: str, end: Callable[[Lease], None]) -> None:
         """`end` is called by every release; it asks `released` and calls `ended` under its owner's lock."""
@@ -28,11 +27,3 @@ class Lease:
     def ended(self) -> None:
         """Marks the lease as released."""
         self._released = True
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, ContiguousKv
+from kernels.layout import ContiguousKv
 from semblend_trt.donors.host_kv import HostKv
 from semblend_trt.donors.host_memory import HostMemory, Range
-from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.streams import wait
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ class HostTier:
     """
 
     def __init__(self, byte_budget: int, pin: bool, memory: HostMemory | None = None) -> None:
-        if byte_budget < 0:
-            raise ConfigurationError(f"host tier with a budget of {byte_budget} bytes; it must be >= 0")
-        if pin and not torch.cuda.is_available():
-            raise ConfigurationError("host tier cannot pin memory without CUDA; use pin=False")
         self._byte_budget = byte_budget
         self._memory = HostMemory(byte_budget, lock=True) if pin else memory
         self._lock = threading.Lock()
@@ -63,15 +59,6 @@ class HostTier:
     def byte_budget(self) -> int:
         return self._byte_budget
 
-    def save(self, donor_id: str, tensor: torch.Tensor) -> None:
-        """Copies `tensor` ([layers, 2, kv_heads, tokens, head_dim], any device and strides); done when it returns.
-
-        Raises as `writing` does. Nothing is held after an error.
-        """
-        with self.writing(donor_id, tensor.shape, tensor.dtype) as held:
-            # Blocking, so that the bytes are there, and the source may be rewritten, once this returns.
-            held.copy_(tensor)
-
     @contextmanager
     def writing(
         self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
@@ -79,11 +66,10 @@ class HostTier:
         """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, held once the block is left.
 
         Its bytes must be there by then. What reads the memory's former donor has ended when the block begins; where the
-        memory is written on `stream` alone, that waits for it instead. Raises ValueError for another shape or dtype or
-        an id that is taken, CapacityError when the budget has no room for it, DonorUnavailableError at the end when the
-        donor was dropped meanwhile. Nothing is held after an error.
+        memory is written on `stream` alone, that waits for it instead. Raises ValueError for an id that is taken,
+        CapacityError when the budget has no room for it, DonorUnavailableError at the end when the donor was dropped
+        meanwhile. Nothing is held after an error.
         """
-        _check_donor(donor_id, shape, dtype)
         slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
         try:
             held = self._allocate(slot, shape, dtype)
@@ -214,12 +200,3 @@ class HostTier:
                 del self._slots[donor_id]
             self._free(slot)
             return False
-
-
-def _check_donor(donor_id: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if len(shape) != 5 or shape[1] != 2 or min(shape) < 1:
-        raise ValueError(
-            f"KV of donor {donor_id} has shape {list(shape)}; [layers, 2, kv_heads, tokens, head_dim] is needed"
-        )
-    if dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"KV of donor {donor_id} is {dtype}; supported are float32, bfloat16 and float16")

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.namespace import TENANT_PREFIX, CacheNamespace
+from semblend_trt.namespace import TENANT_PREFIX
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -133,10 +133,6 @@ class DonorRegistered(_Part):
         extra = self.namespace.get("extra")
         key = extra.get("tenant_key") if isinstance(extra, dict) else None
         return key if isinstance(key, str) else TENANT_PREFIX + "none"
-
-    def cache_namespace(self) -> CacheNamespace:
-        """The namespace with its key. Raises NamespaceError for one of another shape."""
-        return CacheNamespace.from_dict(self.namespace)
 
 
 class DonorEvicted(_Part):

@@ -97,11 +97,6 @@ class Outbox:
         """Donors that may have changed since they were told of."""
         return len(self._waiting) + len(self.changes) + self._reset_due
 
-    @property
-    def announced(self) -> dict[str, str]:
-        """What a reader that followed knows: tier by donor id."""
-        return {donor_id: told.tier for donor_id, told in self._told.items()}
-
     def add(self, library: HeldDonors) -> None:
         self._libraries.append(library)
 

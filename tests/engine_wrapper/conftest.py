@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
     SpanCheck,
 )
@@ -40,7 +38,7 @@ def make_plan() -> PlanMaker:
         boundary: int = 0,
         num_computed: int = 0,
         prefix_end: int | None = None,
-        kind: PlanKind = PlanKind.REQUEST_LOCAL_SEGMENTED,
+        kind: PlanKind = PlanKind.REQUEST_LOCAL,
         shift: int = 0,
         exact: Collection[int] = (),
         check: SpanCheck | None = None,
@@ -51,9 +49,7 @@ def make_plan() -> PlanMaker:
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
         return SemanticKvPlan(
             request_id=request_id,
-            namespace_key="namespace",
             kind=kind,
-            publication=PublicationPolicy.REQUEST_LOCAL,
             spans=tuple(
                 PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
                 for index, (start, stop) in enumerate(spans)
@@ -62,9 +58,7 @@ def make_plan() -> PlanMaker:
             num_computed_tokens=num_computed,
             matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - num_computed,
             block_size=block_size,
-            execution=EngineExecution(
-                EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, num_layers, end, boundary, check, head
-            ),
+            execution=EngineExecution(EngineMode.WRAPPER, num_layers, boundary, check, head),
         )
 
     return build

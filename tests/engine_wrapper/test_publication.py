@@ -12,12 +12,10 @@ from engine_wrapper.publication import PublicationGuard
 from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 
@@ -30,15 +28,13 @@ def make_plan(request_id: int, span_start: int, prompt_length: int, *, exact: bo
     matched = prompt_length - 1
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="namespace",
-        kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL_SEGMENTED,
-        publication=PublicationPolicy.EXACT_CACHE if exact else PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor", donor_start, span_start, matched - span_start, exact=exact),),
         prompt_token_ids=tuple(range(prompt_length)),
         num_computed_tokens=0,
         matched_tokens=matched,
         block_size=BLOCK_SIZE,
-        execution=EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, 4, matched),
+        execution=EngineExecution(EngineMode.WRAPPER, 4),
     )
 
 

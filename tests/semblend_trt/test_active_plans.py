@@ -7,30 +7,26 @@ from typing import Any
 
 from semblend_trt.active_plans import ActivePlans
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 
 
 def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = False, start: int = 4) -> SemanticKvPlan:
     fields: dict[str, Any] = {
-        "kind": PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL_PREFIX,
-        "publication": PublicationPolicy.EXACT_CACHE if exact else PublicationPolicy.REQUEST_LOCAL,
+        "kind": PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
     }
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="ns",
         spans=(PlanSpan("d", start, start, 8, exact=exact),),
         prompt_token_ids=tuple(range(20)),
         num_computed_tokens=start,
         matched_tokens=8,
         block_size=4,
-        execution=EngineExecution(mode, AttentionMode.SUFFIX_ONLY, 2, start + 8),
+        execution=EngineExecution(mode, 2),
         **fields,
     )
 

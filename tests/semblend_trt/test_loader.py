@@ -1,4 +1,5 @@
-"""An iteration's plans are loaded from either tier, staged or not; a plan that cannot be loaded harms no other."""
+"""Spans land at their positions, rotated, from either tier, staged or not, and nothing else is written; a plan that
+cannot be loaded harms no other."""
 
 from __future__ import annotations
 
@@ -7,31 +8,36 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
-from kernels.layout import KvGeometry
-from kernels.rope import RopeRotation
+from kernels.kv_move import kv_move
+from kernels.layout import ContiguousKv, KvGeometry, pool_view
+from kernels.rope import RopeRotation, rotate_keys
+from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.donors.arena import DeviceTier
+from semblend_trt.donors.host_kv import HostKv
 from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.layer_readiness import LayerReadiness
-from semblend_trt.loader import PlanLoader
-from semblend_trt.materialize import materialize
+from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 from semblend_trt.staging import HostReader, Staging
+from tests.semblend_trt.held_donors import save
 
 GEOMETRY = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
 CPU = torch.device("cpu")
+BLOCKS = (7, 2, 9, 0, 4, 6)
 READERS = {
     "in one call": lambda: None,
     "staged": lambda: HostReader(CPU, ROTATION, Staging(2 * 7 * 128, 2, GEOMETRY, torch.float32, CPU)),
@@ -51,23 +57,21 @@ def store():
         blocks = target.pool.unflatten(3, (2, 4, 8))
         for position, row in enumerate(kv(13, 1).unbind(3)):
             blocks[target.block_ids[position // 4], :, :, :, position % 4] = row
-    built.host.save("far", kv(15, 2))
+    save(built.host, "far", kv(15, 2))
     return built
 
 
-def plan(*spans, request_id=1, blocks=(7, 2, 9, 0, 4, 6)):
-    end = max((span.target_end for span in spans), default=0)
+def plan(*spans, request_id=1, computed=0, prompt=24, block_size=4, blocks=BLOCKS):
+    end = max((span.target_end for span in spans), default=computed)
     return SemanticKvPlan(
         request_id=request_id,
-        namespace_key="space",
-        kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-        publication=PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.REQUEST_LOCAL,
         spans=spans,
-        prompt_token_ids=tuple(range(24)),
-        num_computed_tokens=0,
-        matched_tokens=end,
-        block_size=4,
-        execution=EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, 3, end),
+        prompt_token_ids=tuple(range(prompt)),
+        num_computed_tokens=computed,
+        matched_tokens=end - computed,
+        block_size=block_size,
+        execution=EngineExecution(EngineMode.WRAPPER, 3),
         target_block_ids=blocks,
     )
 
@@ -79,8 +83,57 @@ def empty_pool():
     return torch.full((20, 3, 2, GEOMETRY.row_elements), math.nan)
 
 
+def position_in(pool, position):
+    """The KV of one position of BLOCKS, [layers, 2, kv_heads, head_dim]."""
+    return pool_view(pool, GEOMETRY)[BLOCKS[position // 4], :, :, :, position % 4]
+
+
+def place(plan, donors, pool, geometry=GEOMETRY, rotation=ROTATION):
+    """`donors`: [layers, 2, kv_heads, tokens, head_dim] by id."""
+    held = {donor_id: HostKv((ContiguousKv(tensor),)) for donor_id, tensor in donors.items()}
+    kv_move(moves_of(plan, held), target_of(plan, pool, geometry), rotation)
+
+
 def loader(store, pool, reader=None, readiness=None):
     return PlanLoader(store, pool, GEOMETRY, ROTATION, readiness or LayerReadiness(), reader)
+
+
+def test_spans_of_two_donors_are_placed_and_the_rest_stays_untouched():
+    donors = {"a": kv(12, 1), "b": kv(9, 2)}
+    spans = [PlanSpan("a", 6, 3, 5), PlanSpan("b", 1, 9, 8), PlanSpan("a", 0, 18, 3)]
+    pool = empty_pool()
+    place(plan(*spans, computed=2), donors, pool)
+    placed = {position for span in spans for position in range(span.target_start, span.target_end)}
+    for position in range(24):
+        assert bool(position_in(pool, position).isnan().all()) == (position not in placed)
+    for span in spans:
+        for offset in range(span.length):
+            donor = donors[span.donor_id][:, :, :, span.donor_start + offset]
+            placed_kv = position_in(pool, span.target_start + offset)
+            torch.testing.assert_close(placed_kv[:, 0], rotate_keys(donor[:, 0], span.shift, ROTATION))
+            assert torch.equal(placed_kv[:, 1], donor[:, 1])
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_exact_prefix_and_other_blocks_stay_bitwise(data):
+    computed = data.draw(st.integers(0, 10))
+    position, spans = computed, []
+    for donor_id in data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3)):
+        start = position + data.draw(st.integers(0, 3))
+        length = data.draw(st.integers(1, 5))
+        if start + length > 23:
+            break
+        spans.append(PlanSpan(donor_id, data.draw(st.integers(0, 4)), start, length))
+        position = start + length
+    donors = {donor_id: kv(9, seed) for seed, donor_id in enumerate("abc")}
+    pool = torch.randn(10, 3, 2, GEOMETRY.row_elements, generator=torch.Generator().manual_seed(5))
+    before = pool.clone()
+    place(plan(*spans, computed=computed), donors, pool)
+    for position in range(computed):
+        assert torch.equal(position_in(pool, position), position_in(before, position))
+    others = [block for block in range(10) if block not in BLOCKS]
+    assert torch.equal(pool[others], before[others])
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -88,9 +141,9 @@ def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
     token_bytes = 3 * 2 * 2 * 8 * 4
     host = HostTier(20 * token_bytes, pin=False, memory=HostMemory(20 * token_bytes, lock=False))
     for donor_id in "abcd":
-        host.save(donor_id, kv(5, 3))
+        save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")
-    host.save("far", kv(15, 2))
+    save(host, "far", kv(15, 2))
     assert [part.capacity for part in host.get("far").parts] == [10, 5]
     whole, scattered = empty_pool(), empty_pool()
     far = plan(PlanSpan("far", 1, 9, 12), PlanSpan("far", 8, 21, 2))
@@ -103,18 +156,12 @@ def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
 @pytest.mark.parametrize("reader", READERS)
 def test_both_tiers_serve_one_plan_as_plain_tensors_would(store, reader):
     pool, expected = empty_pool(), empty_pool()
-    loads = loader(store, pool, READERS[reader]())
-    assert loads.load([MIXED]) == []
+    assert loader(store, pool, READERS[reader]()).load([MIXED]) == []
     donors = {"near": kv(13, 1), "far": kv(15, 2)}
-    with store.reading("near") as near:
-        materialize(MIXED, {"near": near, "far": store.host.get("far")}, expected, GEOMETRY, ROTATION)
+    place(MIXED, donors, expected)
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
     placed = pool.unflatten(3, (2, 4, 8))
     assert torch.equal(placed[4, :, 1, :, 0], donors["far"][:, 1, :, 8])  # V of position 16
-    timing = loads.last_timing
-    assert (timing.device_tokens + timing.host_tokens) == 22
-    assert timing.host_tokens == (0 if reader == "in one call" else 12)
-    assert timing.milliseconds() >= 0
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -123,11 +170,18 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     missing = plan(PlanSpan("far", 0, 0, 4), PlanSpan("gone", 0, 4, 4), request_id=2, blocks=(10, 11))
     outside = plan(PlanSpan("far", 0, 0, 4), request_id=3, blocks=(20,))
     homeless = plan(PlanSpan("far", 0, 0, 4), request_id=4, blocks=None)
-    failed = loader(store, pool, READERS[reader]()).load([missing, MIXED, outside, homeless])
+    longer = plan(PlanSpan("far", 12, 0, 4), request_id=5, blocks=(12,))
+    foreign = replace(plan(PlanSpan("far", 0, 0, 4), request_id=6, blocks=(12,)), block_size=8)
+    half = plan(PlanSpan("half", 0, 0, 4), request_id=7, blocks=(12,))
+    save(store.host, "half", kv(5, 4).half())
+    failed = loader(store, pool, READERS[reader]()).load([missing, MIXED, outside, homeless, longer, foreign, half])
     assert [(plan.request_id, type(error)) for plan, error in failed] == [
         (2, DonorUnavailableError),
         (3, ValueError),
         (4, PlanError),
+        (5, DonorUnavailableError),
+        (6, PlanError),
+        (7, ValueError),
     ]
     loader(store, alone).load([MIXED])
     torch.testing.assert_close(pool, alone, atol=0, rtol=0, equal_nan=True)
@@ -135,8 +189,9 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
 
 def test_plans_that_place_nothing_need_no_blocks(store):
     pool = empty_pool()
-    nothing = replace(plan(), matched_tokens=3, execution=replace(plan().execution, suffix_start=3))
-    assert loader(store, pool).load([replace(nothing, target_block_ids=None)]) == []
+    nothing = replace(plan(), matched_tokens=3, target_block_ids=None)
+    found = replace(plan(PlanSpan("gone", 0, 4, 4), blocks=None), kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0)
+    assert loader(store, pool).load([nothing, found]) == []
     assert bool(pool.isnan().all())
 
 
@@ -168,3 +223,39 @@ def test_leftovers_of_the_load_before_are_joined_first(store):
     readiness.expect([(3, object())])
     loader(store, empty_pool(), None, readiness).load([])
     assert not readiness.is_arriving
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("shift", [37, 512, -20, 0])
+def test_placed_keys_of_the_first_layer_are_those_of_a_cold_run(tiny_model_paths, family, shift):
+    """The first layer's K and V depend on token and position only, so a shifted donor's must match a cold run's."""
+    path = tiny_model_paths[family]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(11)
+    shared = torch.randint(0, 256, (50,), generator=generator)
+    donor_start, target_start = max(0, -shift), max(0, shift)
+    donor_kv, cold_kv = (
+        _kv_of(model, torch.cat((torch.randint(0, 256, (before,), generator=generator), shared, shared[:5])))
+        for before in (donor_start, target_start)
+    )
+    facts = model_facts(path)
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, block_size=16)
+    blocks = torch.randperm(geometry.blocks_for(target_start + 55), generator=generator)
+    span = PlanSpan("donor", donor_start, target_start, 50)
+    moved = plan(span, prompt=target_start + 55, block_size=16, blocks=tuple(blocks.tolist()))
+    pool = torch.full((blocks.numel(), facts.num_layers, 2, geometry.row_elements), math.nan)
+    place(moved, {"donor": donor_kv}, pool, geometry, facts.rotation)
+    # placed has shape [layers, 2, kv_heads, tokens, head_dim]
+    placed = (
+        pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, target_start:][:, :, :, :50]
+    )
+    expected = cold_kv[:, :, :, target_start : target_start + 50]
+    assert not bool(placed.isnan().any())
+    assert float((placed[0] - expected[0]).norm() / expected[0].norm()) <= 1e-5
+
+
+def _kv_of(model, tokens):
+    """The model's own cache of a prompt, [layers, 2, kv_heads, tokens, head_dim]."""
+    with torch.inference_mode():
+        cache = model(tokens[None], use_cache=True).past_key_values
+    return torch.stack([torch.cat((layer.keys, layer.values)) for layer in cache.layers])

@@ -21,15 +21,14 @@ from semblend_trt.donors.tiers import HostTier
 from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 from semblend_trt.staging import HostReader, HostWriter, Staging
+from tests.semblend_trt.held_donors import save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -125,15 +124,13 @@ def card():
 
 PLAN = SemanticKvPlan(
     request_id=1,
-    namespace_key="space",
-    kind=PlanKind.REQUEST_LOCAL_SEGMENTED,
-    publication=PublicationPolicy.REQUEST_LOCAL,
+    kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
     prompt_token_ids=tuple(range(1600)),
     num_computed_tokens=0,
     matched_tokens=1577,
     block_size=32,
-    execution=EngineExecution(EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, 12, 1577),
+    execution=EngineExecution(EngineMode.WRAPPER, 12),
     target_block_ids=tuple(range(50)),
 )
 
@@ -159,7 +156,7 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
     assert host.get("far").tensor.is_pinned()
     assert host.drop("far")
     for name in ("first", "second", "third"):
-        host.save(name, random_kv(5, half))
+        save(host, name, random_kv(5, half))
     assert host.drop("first")
     assert host.drop("third")
     card.keep("far", Tier.HOST, 2)
@@ -180,7 +177,7 @@ def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(st
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     assert card.store.host.drop("far")
-    card.store.host.save("other", random_kv(7))
+    save(card.store.host, "other", random_kv(7))
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
 
@@ -199,9 +196,6 @@ def test_what_follows_on_the_stream_sees_the_whole_load(staged, own_stream):
             seen = card.pool.clone()
     stream.synchronize()
     assert_equal(seen, expected)
-    timing = card.loader.last_timing
-    assert (timing.device_tokens, timing.host_tokens) == (500, 877)
-    assert timing.milliseconds() > 0
     card.saver.close()
 
 
@@ -221,12 +215,12 @@ def test_a_forward_that_waits_layer_by_layer_sees_each_layer(monkeypatch):
     stream = torch.cuda.current_stream()
     assert card.loader.load([PLAN]) == []
     assert card.readiness.is_arriving
-    seen = []
+    seen, arriving = [], []
     for layer in range(12):
         card.readiness.wait(layer, stream)
+        arriving.append(card.readiness.is_arriving)
         seen.append(card.pool[:, layer].clone())
-    assert not card.readiness.is_arriving
-    assert card.loader.last_timing.groups > 1
+    assert (arriving[0], arriving[-1]) == (True, False)  # in several groups of layers
     assert_equal(torch.stack(seen, dim=1), expected)
     card.saver.close()
 
@@ -323,7 +317,7 @@ def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
     card.loader.load([PLAN])
     card.store.drop("far")
     for seed in range(4, 8):
-        card.store.host.save(f"other-{seed}", random_kv(seed))
+        save(card.store.host, f"other-{seed}", random_kv(seed))
     torch.cuda.synchronize()
     assert_equal(card.pool, expected)
 
@@ -348,7 +342,7 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
     card.saver.lift("far")
     card.saver.drain()
     for seed in range(4, 14):  # as many as host memory holds
-        card.store.host.save(f"other-{seed}", random_kv(seed))
+        save(card.store.host, f"other-{seed}", random_kv(seed))
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
     assert torch.equal(card.read("far").cpu(), random_kv(2))

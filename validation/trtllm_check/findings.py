@@ -142,7 +142,8 @@ def _validation(asked: Workload, served: dict[str, Served]) -> Finding:
 
 
 def _is_segmented(event: dict[str, Any]) -> bool:
-    return (event["event"], event.get("kind")) == ("lookup", "request_local_segmented")
+    is_approximate = (event["event"], event.get("kind")) == ("lookup", "request_local")
+    return is_approximate and bool(event["diagnostics"]["holes"])
 
 
 def _twice(asked: Workload, results: Any) -> tuple[list[Any], list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,14 +89,13 @@ def test_requests_that_were_never_asked_about(llm):
     assert scheduler.update_state_after_alloc(bare(4711), [1, 2]) is None
     assert scheduler.request_finished(bare(4711), [1, 2]) is False
     output = SchedulerOutput([RequestData(4711, [1], [3], 0, 1)], [RequestData(4712, [], [-1], 9, 1)])
-    assert replace(scheduler.build_connector_meta(output), form="") == SemBlendConnectorMetadata()
+    assert scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
     assert worker.get_finished([4711], [4712]) == ([4711], [4712])
     assert serves_on(llm)
 
 
 def test_an_iteration_without_a_schedule_is_an_empty_one(llm):
-    metadata = llm.connector_scheduler.build_connector_meta(None)
-    assert replace(metadata, form="") == SemBlendConnectorMetadata()
+    assert llm.connector_scheduler.build_connector_meta(None) == SemBlendConnectorMetadata()
     assert not runtime_for(llm.llm_args).faults
     assert serves_on(llm)
 

@@ -14,12 +14,10 @@ from semblend_trt.connector.contract_versions import RequestDataV11
 from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 
@@ -33,15 +31,13 @@ def tracked(matched=0):
     if matched:
         request.plan = SemanticKvPlan(
             request_id=7,
-            namespace_key="namespace",
             kind=PlanKind.EXACT_PREFIX,
-            publication=PublicationPolicy.EXACT_CACHE,
             spans=(PlanSpan("donor-1", 0, 0, matched, exact=True),),
             prompt_token_ids=tuple(range(PROMPT)),
             num_computed_tokens=0,
             matched_tokens=matched,
             block_size=BLOCK,
-            execution=EngineExecution(EngineMode.STOCK, AttentionMode.SUFFIX_ONLY, 3, suffix_start=matched),
+            execution=EngineExecution(EngineMode.STOCK, 3),
         )
     return request
 

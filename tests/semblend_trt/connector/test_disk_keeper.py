@@ -17,6 +17,7 @@ from semblend_trt.donors.donor_file import KvForm
 from semblend_trt.donors.donor_text import DonorText
 from semblend_trt.donors.news import DiskLink, TierEvent
 from semblend_trt.donors.tiers import HostTier
+from tests.semblend_trt.held_donors import save
 
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
 SIZE = FORM.file_size
@@ -37,7 +38,7 @@ class Kept:
     def hold(self, donor_id, tokens=TOKENS):
         """Puts a donor into host memory, and its text where the keeper looks for it."""
         kv = torch.randn(FORM.shape(tokens), generator=torch.Generator().manual_seed(tokens))
-        self.host.save(donor_id, kv)
+        save(self.host, donor_id, kv)
         self.link.texts[donor_id] = DonorText("key", torch.arange(tokens, dtype=torch.int32).numpy(), bytes(16))
         return kv
 

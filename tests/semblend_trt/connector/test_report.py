@@ -12,12 +12,10 @@ from semblend_trt.connector.request_table import TrackedRequest
 from semblend_trt.evidence import CheckEvidence
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 from semblend_trt.span_check import SpanCheck
@@ -25,21 +23,17 @@ from semblend_trt.span_check import SpanCheck
 SHIFTED = (PlanSpan("donor", 0, 20, 50),)
 
 
-def plan(kind=PlanKind.REQUEST_LOCAL_SEGMENTED, spans=SHIFTED, **execution):
+def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else 60
     return SemanticKvPlan(
         request_id=1,
-        namespace_key="namespace",
         kind=kind,
-        publication=PublicationPolicy.REQUEST_LOCAL,
         spans=spans,
         prompt_token_ids=tuple(range(100)),
         num_computed_tokens=10,
         matched_tokens=matched,
         block_size=16,
-        execution=EngineExecution(
-            EngineMode.WRAPPER, AttentionMode.HOLES_AND_SUFFIX, 3, suffix_start=10 + matched, **execution
-        ),
+        execution=EngineExecution(EngineMode.WRAPPER, 3, **execution),
     )
 
 
@@ -121,7 +115,7 @@ def test_figures(fields, figures):
     kept=st.integers(0, 40),
     head=st.integers(0, 60),
     load_failed=st.booleans(),
-    kind=st.sampled_from([None, PlanKind.DISCOVERY_ONLY, PlanKind.REQUEST_LOCAL_SEGMENTED]),
+    kind=st.sampled_from([None, PlanKind.DISCOVERY_ONLY, PlanKind.REQUEST_LOCAL]),
 )
 def test_the_ledger_says_what_the_report_says_and_tokens_add_up(
     checked, told, is_dropped, kept, head, load_failed, kind

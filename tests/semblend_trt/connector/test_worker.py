@@ -17,12 +17,10 @@ from semblend_trt.donors.news import TierEvent
 from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
-    AttentionMode,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    PublicationPolicy,
     SemanticKvPlan,
 )
 from semblend_trt.runtime import runtime_for
@@ -73,15 +71,13 @@ def follow(worker, request_id, blocks, written, max_tokens=100):
 def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
     return SemanticKvPlan(
         request_id=7,
-        namespace_key="namespace",
-        kind=PlanKind.REQUEST_LOCAL_PREFIX,
-        publication=PublicationPolicy.REQUEST_LOCAL,
+        kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor-1", 0, 4, 16),),
         prompt_token_ids=tuple(range(30)),
         num_computed_tokens=4,
         matched_tokens=16,
         block_size=BLOCK,
-        execution=EngineExecution(mode, AttentionMode.SUFFIX_ONLY, LAYERS, suffix_start=20),
+        execution=EngineExecution(mode, LAYERS),
         target_block_ids=blocks,
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from semblend_trt.discovery.plan_parts import attention_of, cut_to_block, exact_run, holes_of, kind_of, span_of
+from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
 from semblend_trt.discovery.run import Run
-from semblend_trt.plan import AttentionMode, PlanKind, PlanSpan
+from semblend_trt.plan import PlanSpan
 
 FIRST, SECOND = PlanSpan("a", 0, 0, 100, exact=True), PlanSpan("b", 7, 100, 70)
 
@@ -36,15 +36,9 @@ def test_a_span_inside_one_block_is_dropped() -> None:
     assert cut_to_block([], 16, 1) == []
 
 
-def test_kind_and_attention_follow_from_the_spans() -> None:
+def test_holes_lie_before_and_between_the_spans() -> None:
     assert holes_of([FIRST, SECOND], 0) == []
     assert holes_of([SECOND, PlanSpan("b", 0, 200, 9)], 96) == [range(96, 100), range(170, 200)]
-    assert kind_of([FIRST], []) is PlanKind.EXACT_PREFIX
-    assert kind_of([FIRST, SECOND], []) is PlanKind.REQUEST_LOCAL_PREFIX
-    assert kind_of([FIRST, SECOND], [range(2)]) is PlanKind.REQUEST_LOCAL_SEGMENTED
-    assert attention_of(PlanKind.DISCOVERY_ONLY, [range(2)]) is AttentionMode.FULL_PREFILL
-    assert attention_of(PlanKind.REQUEST_LOCAL_PREFIX, []) is AttentionMode.SUFFIX_ONLY
-    assert attention_of(PlanKind.REQUEST_LOCAL_SEGMENTED, [range(2)]) is AttentionMode.HOLES_AND_SUFFIX
 
 
 def test_a_span_holds_its_run() -> None:

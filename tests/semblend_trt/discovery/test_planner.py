@@ -15,7 +15,7 @@ from semblend_trt.discovery.planner import MAX_PIECES, LookupRequest, Planned, P
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.plan import AttentionMode, EngineMode, PlanKind, PlanSpan, PublicationPolicy, SemanticKvPlan
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.span_check import SpanCheck
@@ -94,14 +94,12 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT]), "b": np.concatenate([text(6, 10), OTHER])}
     plan = plan_of(planner(donors).plan(request()))
     assert plan.spans == (PlanSpan("a", 64, 100, 400), PlanSpan("b", 10, 500, 300))
-    assert plan.kind is PlanKind.REQUEST_LOCAL_SEGMENTED
-    assert plan.publication is PublicationPolicy.REQUEST_LOCAL
-    assert plan.matched_tokens == plan.execution.suffix_start == 800
+    assert plan.kind is PlanKind.REQUEST_LOCAL
+    assert plan.matched_tokens == 800
     assert plan.holes == (range(100),)
-    assert plan.execution.attention is AttentionMode.HOLES_AND_SUFFIX
     assert (plan.execution.mode, plan.execution.num_layers) == (WRAPPER, NUM_LAYERS)
     assert plan.execution.recompute_boundary_layer == 0
-    assert (plan.request_id, plan.namespace_key, plan.block_size) == (7, "space", 32)
+    assert (plan.request_id, plan.block_size) == (7, 32)
     assert plan.prompt_token_ids == tuple(PROMPT.tolist())
     assert plan.diagnostics == {
         "runs_found": 2,
@@ -140,8 +138,7 @@ def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
     donors = {"exact": PROMPT[:300], "shifted": np.concatenate([text(5, 9), PROMPT])}
     plan = plan_of(planner(donors).plan(request()))
     assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
-    assert plan.kind is PlanKind.REQUEST_LOCAL_PREFIX
-    assert plan.execution.attention is AttentionMode.SUFFIX_ONLY
+    assert plan.kind is PlanKind.REQUEST_LOCAL
     assert plan.exact_token_count == 300
     assert plan.holes == ()
 
@@ -152,7 +149,6 @@ def test_only_exact_spans_make_an_exact_plan_under_every_policy(policy: str) -> 
     plan = plan_of(planner({"a": PROMPT}, policy, **values).plan(request(computed=96)))
     assert plan.spans == (PlanSpan("a", 96, 96, 839 - 96, exact=True),)
     assert plan.kind is PlanKind.EXACT_PREFIX
-    assert plan.publication is PublicationPolicy.EXACT_CACHE
     assert plan.execution.recompute_boundary_layer == 0
     assert plan.is_exact
 
@@ -182,8 +178,8 @@ def test_boundary_is_carried_by_request_local_plans() -> None:
     plan = plan_of(
         planner({"a": DOCUMENT}, "boundary", recompute_boundary_layer=2, min_reuse_ratio=0.1).plan(request())
     )
-    assert list(plan.execution.layers_to_recompute) == [0, 1]
-    assert plan.kind is PlanKind.REQUEST_LOCAL_SEGMENTED
+    assert plan.execution.recompute_boundary_layer == 2
+    assert plan.kind is PlanKind.REQUEST_LOCAL
 
 
 def test_more_runs_than_can_be_tried_leave_the_longest() -> None:
@@ -294,8 +290,7 @@ def test_stock_takes_only_what_goes_on_without_a_hole() -> None:
     donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
     plan = plan_of(planner(donors).plan(request(mode=STOCK)))
     assert plan.spans == (PlanSpan("a", 9, 0, 200), PlanSpan("b", 100, 200, 300))
-    assert plan.kind is PlanKind.REQUEST_LOCAL_PREFIX
-    assert plan.execution.attention is AttentionMode.SUFFIX_ONLY
+    assert plan.kind is PlanKind.REQUEST_LOCAL
     assert plan.holes == ()
 
 
@@ -390,7 +385,6 @@ def test_discovery_only_reports_and_promises_nothing() -> None:
     assert plan.kind is PlanKind.DISCOVERY_ONLY
     assert plan.spans == (PlanSpan("a", 64, 100, 700),)
     assert plan.matched_tokens == 0
-    assert plan.execution.attention is AttentionMode.FULL_PREFILL
     assert plan.is_exact
     assert plan.diagnostics["tokens_reused"] == 700
     assert planner({}, discovery_only=True).plan(request()).outcome_reason == "no_donor_match"

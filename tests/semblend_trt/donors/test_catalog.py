@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.donors.catalog import CatalogStats, DonorCatalog, DonorState, Lease
 from semblend_trt.donors.eviction import DonorHistory
 from semblend_trt.donors.placement import Placement, Tier
-from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.errors import CapacityError, DonorUnavailableError
 
 BYTES_PER_TOKEN = 10
 
@@ -44,8 +44,7 @@ def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size() -> None
 def test_the_least_recently_used_donors_make_room() -> None:
     catalog = catalog_with({"a": 30, "b": 30, "c": 30})
     catalog.touch("a")
-    with catalog.lease("b"):
-        pass
+    catalog.lease("b").release()
     assert catalog.reserve("d", "space", 40).dropped == ("c",)
     assert catalog.reserve("e", "space", 20).dropped == ("a",)
     assert catalog.state("c") is None
@@ -111,14 +110,6 @@ def test_releasing_twice_releases_once() -> None:
     second.release()
 
 
-def test_a_lease_ends_with_its_block_even_on_an_error() -> None:
-    catalog = catalog_with({"a": 10})
-    with pytest.raises(RuntimeError, match="reader"), catalog.lease("a") as lease:
-        raise RuntimeError("reader")
-    assert lease.released
-    assert catalog.stats().leases == 0
-
-
 def test_a_late_release_does_not_touch_a_donor_of_the_same_name() -> None:
     catalog = catalog_with({"a": 10})
     old = catalog.lease("a")
@@ -132,15 +123,6 @@ def test_a_late_release_does_not_touch_a_donor_of_the_same_name() -> None:
     new.release()
 
 
-@pytest.mark.parametrize("count", [0, 11])
-def test_a_commit_outside_its_reservation_is_refused(count: int) -> None:
-    catalog = catalog_with({})
-    catalog.reserve("a", "space", 10)
-    with pytest.raises(ValueError, match=rf"holds {count} tokens; 1\.\.10"):
-        catalog.commit("a", tokens(count))
-    assert catalog.state("a") is DonorState.SAVING
-
-
 def test_commits_of_donors_that_are_not_saving_are_refused() -> None:
     catalog = catalog_with({"ready": 10})
     for donor_id in ("ready", "unknown"):
@@ -152,15 +134,7 @@ def test_bad_reservations_are_refused() -> None:
     catalog = catalog_with({"a": 10})
     with pytest.raises(ValueError, match="already held"):
         catalog.reserve("a", "space", 10)
-    with pytest.raises(ValueError, match="at least 1"):
-        catalog.reserve("b", "space", 0)
     catalog.touch("unknown")
-
-
-@pytest.mark.parametrize("bad", [(-1, 1, 1), (10, 0, 1), (10, 1, 0)])
-def test_bad_capacities_are_refused(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigurationError, match="donor catalog"):
-        DonorCatalog(*bad)
 
 
 def test_another_policy_decides_who_goes() -> None:
@@ -206,10 +180,11 @@ def test_threads_keep_the_budget_and_the_leases() -> None:
                     continue
                 catalog.commit(donor_id, tokens(1))
                 try:
-                    with catalog.lease(donor_id):
-                        assert not catalog.drop(donor_id)
+                    lease = catalog.lease(donor_id)
                 except DonorUnavailableError:
-                    pass  # another thread evicted it between commit and lease
+                    continue  # another thread evicted it between commit and lease
+                assert not catalog.drop(donor_id)
+                lease.release()
                 assert catalog.stats().used_bytes <= 1000
         except Exception as error:
             errors.append(error)
@@ -323,12 +298,6 @@ class CatalogMachine(RuleBasedStateMachine):
         self.open.pop(id(lease), None)
         assert lease.released
 
-    @rule(lease=consumes(leases))
-    def release_by_block(self, lease: Lease) -> None:
-        with lease:
-            pass
-        self.open.pop(id(lease), None)
-
     @invariant()
     def the_catalog_is_what_the_model_says(self) -> None:
         stats = self.catalog.stats()
@@ -395,8 +364,9 @@ def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the
     catalog = two_tiers()
     hold(catalog, "a", 20)
     catalog.reserve("saving", "space", 20)
-    with catalog.lease("a"):
-        assert hold(catalog, "b", 15) == Placement(Tier.HOST)
+    lease = catalog.lease("a")
+    assert hold(catalog, "b", 15) == Placement(Tier.HOST)
+    lease.release()
     assert hold(catalog, "c", 20) == Placement(Tier.DEVICE, demoted=("a",))
 
 
@@ -423,6 +393,7 @@ def test_places_are_made_from_the_bottom() -> None:
     assert catalog.tier("a") is Tier.HOST
     assert hold(catalog, "d", 10) == Placement(Tier.DEVICE, demoted=("b",), dropped=("a",))
     catalog.drop("b")
-    with catalog.lease("c"), catalog.lease("d"):
-        hold(catalog, "e", 5)
-        assert hold(catalog, "f", 5) == Placement(Tier.HOST, dropped=("e",))
+    for donor_id in "cd":
+        catalog.lease(donor_id)
+    hold(catalog, "e", 5)
+    assert hold(catalog, "f", 5) == Placement(Tier.HOST, dropped=("e",))

@@ -33,7 +33,7 @@ def test_every_free_row_can_be_had_and_none_twice(rows, steps):
         bounds = sorted(part for ranges in held for part in ranges)
         assert all(part.start % ROW == part.size % ROW == 0 and 0 <= part.start < part.end for part in bounds)
         assert all(left.end <= right.start for left, right in pairwise(bounds))
-        assert memory.free_bytes == rows * ROW - sum(part.size for part in bounds)
+        assert sum(hole.size for hole in memory._holes) == rows * ROW - sum(part.size for part in bounds)
     for ranges in held:
         memory.give_back(ranges)
     if rows:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.tiers import HostTier
-from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.errors import CapacityError, DonorUnavailableError
+from tests.semblend_trt.held_donors import fill, save
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -24,7 +25,7 @@ def donor_kv(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 def test_gives_back_what_was_saved(dtype: torch.dtype) -> None:
     tier = HostTier(1 << 20, pin=False)
     kv = donor_kv(9, dtype=dtype)
-    tier.save("a", kv)
+    save(tier, "a", kv)
     held = tier.get("a").tensor
     assert torch.equal(held, kv)
     assert held.dtype == dtype
@@ -38,7 +39,7 @@ def test_owns_its_memory() -> None:
     tier = HostTier(1 << 20, pin=False)
     kv = donor_kv(9)
     expected = kv.clone()
-    tier.save("a", kv)
+    save(tier, "a", kv)
     kv.fill_(float("nan"))
     assert torch.equal(tier.get("a").tensor, expected)
 
@@ -46,7 +47,7 @@ def test_owns_its_memory() -> None:
 def test_a_strided_view_is_held_contiguous() -> None:
     tier = HostTier(1 << 20, pin=False)
     wide = donor_kv(20)
-    tier.save("a", wide[:, :, :, 3:11])
+    save(tier, "a", wide[:, :, :, 3:11])
     assert torch.equal(tier.get("a").tensor, wide[:, :, :, 3:11])
     assert tier.get("a").tensor.permute(0, 3, 1, 2, 4).is_contiguous()
     assert tier.used_bytes == 8 * BYTES_PER_TOKEN
@@ -54,54 +55,42 @@ def test_a_strided_view_is_held_contiguous() -> None:
 
 def test_refuses_above_its_budget_and_keeps_nothing() -> None:
     tier = HostTier(10 * BYTES_PER_TOKEN, pin=False)
-    tier.save("a", donor_kv(6))
+    save(tier, "a", donor_kv(6))
     with pytest.raises(CapacityError, match=f"needs {5 * BYTES_PER_TOKEN} bytes; {4 * BYTES_PER_TOKEN} of"):
-        tier.save("b", donor_kv(5))
+        save(tier, "b", donor_kv(5))
     assert "b" not in tier
-    tier.save("c", donor_kv(4))
+    save(tier, "c", donor_kv(4))
     assert tier.used_bytes == tier.byte_budget
     assert tier.drop("a")
-    tier.save("b", donor_kv(5))
+    save(tier, "b", donor_kv(5))
 
 
 def test_dropped_donors_are_gone_but_what_a_reader_holds_stays() -> None:
     tier = HostTier(1 << 20, pin=False)
     kv = donor_kv(5)
-    tier.save("a", kv)
+    save(tier, "a", kv)
     reader = tier.get("a")
     assert tier.drop("a")
     assert not tier.drop("a")
     with pytest.raises(DonorUnavailableError, match="a is not in host memory"):
         tier.get("a")
-    tier.save("b", donor_kv(5, seed=1))
+    save(tier, "b", donor_kv(5, seed=1))
     assert torch.equal(reader.tensor, kv)
 
 
 def test_clear_frees_everything() -> None:
     tier = HostTier(1 << 20, pin=False)
-    tier.save("a", donor_kv(5))
+    save(tier, "a", donor_kv(5))
     tier.clear()
     assert (tier.used_bytes, len(tier)) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [torch.zeros(2, 2, 3, 4), torch.zeros(2, 3, 3, 4, 4), torch.zeros(2, 2, 3, 0, 4), torch.zeros(2, 2, 3, 4, 4).int()],
-    ids=["dimensions", "no K and V", "empty", "dtype"],
-)
-def test_refuses_what_is_not_kv(bad: torch.Tensor) -> None:
-    tier = HostTier(1 << 20, pin=False)
-    with pytest.raises(ValueError, match="KV of donor a"):
-        tier.save("a", bad)
-    assert tier.used_bytes == 0
 
 
 def test_refuses_an_id_that_is_taken() -> None:
     tier = HostTier(1 << 20, pin=False)
     kv = donor_kv(5)
-    tier.save("a", kv)
+    save(tier, "a", kv)
     with pytest.raises(ValueError, match="already in host memory"):
-        tier.save("a", donor_kv(5, seed=1))
+        save(tier, "a", donor_kv(5, seed=1))
     assert torch.equal(tier.get("a").tensor, kv)
 
 
@@ -109,9 +98,9 @@ def test_a_copy_that_fails_gives_its_room_back() -> None:
     tier = HostTier(1 << 20, pin=False)
     # A tensor on the meta device has a shape and no data, so that the copy itself raises.
     with pytest.raises((RuntimeError, NotImplementedError)):
-        tier.save("a", torch.empty(LAYERS, 2, HEADS, 5, HEAD_DIM, device="meta"))
+        save(tier, "a", torch.empty(LAYERS, 2, HEADS, 5, HEAD_DIM, device="meta"))
     assert tier.used_bytes == 0
-    tier.save("a", donor_kv(5))
+    save(tier, "a", donor_kv(5))
 
 
 def test_a_donor_dropped_while_it_is_saved_is_not_held() -> None:
@@ -127,24 +116,16 @@ def test_a_donor_dropped_while_it_is_saved_is_not_held() -> None:
             return super().__torch_function__(func, types, args, kwargs or {})
 
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
-        tier.save("a", donor_kv(5).as_subclass(DroppedMeanwhile))
+        save(tier, "a", donor_kv(5).as_subclass(DroppedMeanwhile))
     assert tier.used_bytes == 0
     assert "a" not in tier
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="budget of -1"):
-        HostTier(-1, pin=False)
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigurationError, match="without CUDA"):
-            HostTier(1, pin=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_pinned_memory_holds_what_the_device_had() -> None:
     tier = HostTier(1 << 20, pin=True)
     kv = donor_kv(9).cuda()
-    tier.save("a", kv)
+    save(tier, "a", kv)
     held = tier.get("a").tensor
     assert held.is_pinned()
     assert torch.equal(held, kv.cpu())
@@ -169,12 +150,12 @@ def test_the_budget_holds_through_any_saves_and_drops(is_one_block: bool, steps:
         kv = donor_kv(tokens, seed=number)
         if donor_id in held:
             with pytest.raises(ValueError, match="already"):
-                tier.save(donor_id, kv)
+                save(tier, donor_id, kv)
         elif sum(one.shape[3] for one in held.values()) + tokens > 12:
             with pytest.raises(CapacityError):
-                tier.save(donor_id, kv)
+                save(tier, donor_id, kv)
         else:
-            tier.save(donor_id, kv)
+            save(tier, donor_id, kv)
             held[donor_id] = kv
         assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * BYTES_PER_TOKEN <= tier.byte_budget
     for donor_id, kv in held.items():
@@ -184,10 +165,10 @@ def test_the_budget_holds_through_any_saves_and_drops(is_one_block: bool, steps:
 def test_scattered_room_holds_a_donor_in_parts() -> None:
     tier = one_block(12)
     for number, donor_id in enumerate("abcd"):
-        tier.save(donor_id, donor_kv(3, seed=number))
+        save(tier, donor_id, donor_kv(3, seed=number))
     assert tier.drop("a")
     assert tier.drop("c")
-    tier.save("wide", donor_kv(6, seed=9))
+    save(tier, "wide", donor_kv(6, seed=9))
     held = tier.get("wide")
     assert [part.capacity for part in held.parts] == [3, 3]
     assert torch.equal(held.tensor, donor_kv(6, seed=9))
@@ -198,14 +179,14 @@ def test_scattered_room_holds_a_donor_in_parts() -> None:
 
 def test_memory_of_a_dropped_donor_waits_for_its_reader() -> None:
     tier, kv = one_block(5), donor_kv(5)
-    tier.save("a", kv)
+    save(tier, "a", kv)
     with tier.reading("a") as held:
         assert tier.drop("a")
         with pytest.raises(CapacityError):
-            tier.save("b", donor_kv(1, seed=1))
+            save(tier, "b", donor_kv(1, seed=1))
         assert torch.equal(held.tensor, kv)
     assert tier.used_bytes == 0
-    tier.save("b", donor_kv(5, seed=1))
+    save(tier, "b", donor_kv(5, seed=1))
     with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
         pass
 
@@ -231,7 +212,7 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended() -> No
     with tier.writing("a", (LAYERS, 2, HEADS, 5, HEAD_DIM), torch.float32) as held:
         assert first.has_ended
         assert second.has_ended
-        held.copy_(donor_kv(5))
+        fill(held, donor_kv(5))
     assert torch.equal(tier.get("a").tensor, donor_kv(5))
 
 
@@ -254,10 +235,10 @@ def test_a_stream_that_writes_waits_for_the_queued_reads_itself_and_others_still
     with tier.writing("a", shape, torch.float32, stream) as held:  # type: ignore[arg-type]
         assert stream.events == [queued]
         assert not queued.has_ended
-        held.copy_(donor_kv(5))
+        fill(held, donor_kv(5))
     with tier.writing("b", shape, torch.float32) as held:
         assert queued.has_ended
-        held.copy_(donor_kv(5))
+        fill(held, donor_kv(5))
 
 
 def test_threads_see_whole_donors_only() -> None:
@@ -282,7 +263,7 @@ def test_threads_see_whole_donors_only() -> None:
     for reader in readers:
         reader.start()
     for _ in range(100):
-        tier.save("passing", expected)
+        save(tier, "passing", expected)
         tier.drop("passing")
     stop.set()
     for reader in readers:

@@ -23,6 +23,7 @@ from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.staging import HostWriter, Staging
+from tests.semblend_trt.held_donors import fill
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
@@ -175,7 +176,7 @@ def test_donor_on_its_way_down_can_be_read(rank):
 
     def copy(source, tokens, held):
         assert torch.equal(rank.read("a", 8), pattern(1, 8))
-        held.copy_(contents(source, tokens))
+        fill(held, contents(source, tokens))
 
     assert rank.store.demote("a", copy)
     assert torch.equal(rank.read("a", 8), pattern(1, 8))
@@ -403,9 +404,7 @@ class TwoTiers(RuleBasedStateMachine):
 
     @invariant()
     def no_block_has_two_owners(self) -> None:
-        owned = [
-            block for donor in map(str, range(self.number)) for block in self.rank.store.device.block_ids_of(donor)
-        ]
+        owned = [block for donor in self.rank.store.device._donors.values() for block in donor.block_ids.tolist()]
         assert len(owned) == len(set(owned))
 
     def teardown(self) -> None:

@@ -19,6 +19,7 @@ from semblend_trt.fleet.announcer import DonorAnnouncer, Silence, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
+from semblend_trt.namespace import CacheNamespace
 from semblend_trt.runtime import PoolFacts, SavedDonor
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
@@ -116,7 +117,7 @@ def test_a_router_with_the_salt_estimates_the_overlap(nats_server, make_reader, 
     news.close()
     payload = next(each for each in reader.payloads if b"donor_registered" in each)
     data = decode(payload).data
-    assert data.cache_namespace() == namespace
+    assert CacheNamespace.from_dict(data.namespace) == namespace
     assert b"tenant-acme" not in payload
     sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
     prompt = np.concatenate([text(2, 1000), tokens[500:3500]])
@@ -152,7 +153,7 @@ def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
     events = [decode(payload).data for payload in reader.payloads]
     told = {data.donor_id: data for data in events if data.kind == "donor_registered"}
     assert told["plain"].location.tier == "host"
-    assert told["salted-7"].cache_namespace() == salted
+    assert CacheNamespace.from_dict(told["salted-7"].namespace) == salted
     sketch = Sketch.from_bytes(told["salted-7"].segments[0].provider_metadata)
     assert overlap(sketch, prompt_fingerprints(text(7, 100), sketch_key(salted.key, "acme"))) == 1.0
     news.close()

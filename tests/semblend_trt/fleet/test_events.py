@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.events import KIND_NAMES, MAX_MESSAGE_BYTES, EventError, UnknownEvent
 from semblend_trt.fleet.wire import decode
+from semblend_trt.namespace import CacheNamespace
 
 LOCATION = {"kind": "worker", "tier": "device", "worker_id": 0, "dp_rank": 0}
 SHARED = {"kind": "shared", "tier": "host", "backend": "nixl", "locator": "..."}
@@ -82,7 +83,7 @@ def test_the_shape_of_dynamo_is_read() -> None:
     assert event.data.segments[0].provider_metadata == b""
     assert event.data.tenant_key == "semblend:tenant:v1:none"
     with pytest.raises(NamespaceError):
-        event.data.cache_namespace()
+        CacheNamespace.from_dict(event.data.namespace)
 
 
 def test_unknown_kinds_and_fields_are_tolerated() -> None:

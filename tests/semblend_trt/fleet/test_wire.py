@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
+from semblend_trt.namespace import CacheNamespace
 
 EMITTER = Emitter(worker_id=3, dp_rank=1, generation=99)
 
@@ -40,7 +41,7 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     assert [event.event_id for event in events] == [1, 2, 3, 4, 5, 6]
     assert {(event.worker_id, event.dp_rank, event.generation) for event in events} == {(3, 1, 99)}
     registered = events[1].data
-    assert registered.cache_namespace() == namespace
+    assert CacheNamespace.from_dict(registered.namespace) == namespace
     assert registered.segments[0].provider_metadata == b"\x01\xff"
     assert registered.segments[0].token_range == (0, 3)
     assert registered.location.tier == "device"
@@ -56,8 +57,6 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     st.sampled_from(EventFormat),
 )
 def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
-    from semblend_trt.namespace import CacheNamespace
-
     namespace = CacheNamespace(
         *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
         {"tp_size": 1, "pp_size": 1, "cp_size": 1},
@@ -67,7 +66,7 @@ def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> 
     data = decode(payload).data
     assert (data.donor_id, data.token_count, data.segments[0].digest) == (donor_id, tokens, digest)
     assert data.segments[0].provider_metadata == sketch
-    assert data.cache_namespace() == namespace
+    assert CacheNamespace.from_dict(data.namespace) == namespace
 
 
 def test_the_largest_message_fits(base_namespace, text) -> None:

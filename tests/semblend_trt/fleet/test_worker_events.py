@@ -9,6 +9,7 @@ import pytest
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
+from semblend_trt.namespace import CacheNamespace
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -55,7 +56,7 @@ def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_read
     shares = {}
     for data in (decode(payload).data for payload in reader.payloads):
         if data.kind == "donor_registered" and data.donor_id in held:
-            key = sketch_key(data.cache_namespace().key, None)
+            key = sketch_key(CacheNamespace.from_dict(data.namespace).key, None)
             sketch = Sketch.from_bytes(data.segments[0].provider_metadata)
             asked = [prompt_fingerprints(text(20, 60) + document, key) for document in documents]
             shares[data.donor_id] = [overlap(sketch, each) > 0.5 for each in asked]

@@ -1,0 +1,81 @@
+"""Metadata of another version never raises in the middle of the worker's work, and never loses a promise in silence."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, replace
+
+import pytest
+
+from semblend_trt.connector.metadata import (
+    RequestProgress,
+    SaveIntent,
+    SemBlendConnectorMetadata,
+    readable_metadata,
+)
+from semblend_trt.connector.tier_orders import TierOrders
+from semblend_trt.donors.placement import Tier
+from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.runtime import Runtime
+
+PLAN = SemanticKvPlan(
+    request_id=7,
+    kind=PlanKind.REQUEST_LOCAL,
+    spans=(PlanSpan("donor-1", 0, 4, 16),),
+    prompt_token_ids=tuple(range(30)),
+    num_computed_tokens=4,
+    matched_tokens=16,
+    block_size=8,
+    execution=EngineExecution(EngineMode.WRAPPER, 3),
+    target_block_ids=(1, 2, 3),
+)
+WHOLE = SemBlendConnectorMetadata(
+    plans=(PLAN,),
+    intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
+    progress=(RequestProgress(7, (1, 2, 3), 20, True),),
+    forgotten=(5,),
+    orders=TierOrders(drops=("a",), lifts=("b",)),
+)
+
+
+def unsigned(metadata):
+    """As a version that does not know the last field would pickle it."""
+    blank = object.__new__(SemBlendConnectorMetadata)
+    for each in fields(metadata)[:-1]:
+        object.__setattr__(blank, each.name, getattr(metadata, each.name))
+    return blank
+
+
+def test_metadata_of_this_version_is_taken_as_it_is():
+    runtime = Runtime()
+    sent = pickle.loads(pickle.dumps(WHOLE))
+    assert readable_metadata(sent, runtime) is sent
+    assert sent == WHOLE
+    assert readable_metadata(SemBlendConnectorMetadata(), runtime) is not None
+    assert readable_metadata(None, runtime) is None
+    assert (runtime.faults, runtime.refusal) == ({}, None)
+
+
+@pytest.mark.parametrize("told", [{"intents": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
+def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
+    runtime = Runtime()
+    assert readable_metadata(told, runtime) is None
+    assert readable_metadata(unsigned(replace(WHOLE, plans=())), runtime) is None
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 2}, "metadata_version")
+
+
+@pytest.mark.parametrize("told", [replace(WHOLE, version="0.0.0"), unsigned(WHOLE)])
+def test_plans_of_another_version_are_no_plans_to_serve_from(told):
+    runtime = Runtime()
+    with pytest.raises(DonorUnavailableError, match="plans are of another version"):
+        readable_metadata(told, runtime)
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
+
+
+def test_the_plans_of_a_shorter_pickle_are_still_seen():
+    """Pickles of frozen, slotted dataclasses hold their values by position; another version may have fewer fields."""
+    short = object.__new__(SemBlendConnectorMetadata)
+    short.__setstate__([(PLAN,), ()])
+    with pytest.raises(DonorUnavailableError):
+        readable_metadata(short, Runtime())
