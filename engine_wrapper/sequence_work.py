@@ -35,6 +35,11 @@ class OpenCheck:
     def num_tokens(self) -> int:
         return sum(map(len, self.rows))
 
+    @property
+    def checked(self) -> npt.NDArray[np.int64]:
+        """The rows that are compared, one span after another, int64 [num_tokens]."""
+        return np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in self.rows])
+
     def within(self, start: int, stop: int) -> OpenCheck | None:
         """What is compared of the rows start..stop-1, counted from the first of them; None for nothing."""
         cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
@@ -44,10 +49,9 @@ class OpenCheck:
     def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
         """Decides from the deviations of the checked tokens, float32 [num_tokens]. `positions`: of the request's rows,
         int64 [rows]."""
-        checked = np.concatenate([np.arange(rows.start, rows.stop) for rows in self.rows])
 
         def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-            stays = np.ones(len(positions), dtype=bool)
+            checked, stays = self.checked, np.ones(len(positions), dtype=bool)
             stays[checked] = computed
             found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
             return found
@@ -130,9 +134,9 @@ class SequenceWork:
         pending = self.open_check
         assert pending is not None
         choice = pending.choose(deviations, self.positions)
-        rows = np.concatenate([np.arange(span.start, span.stop) for span in pending.rows])
         drops_at = self.drops_at.copy()
-        drops_at[rows[~choice.computed]] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
+        kept = pending.checked[~choice.computed]
+        drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
         return replace(self, drops_at=drops_at, open_check=None), pending.evidence(choice)
 
 
