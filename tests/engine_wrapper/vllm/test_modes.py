@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.cuda import is_available
 
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, both_schedulings, fail_planned, serving
 
@@ -93,6 +94,8 @@ def test_answers_are_cold_ones(engine: Callable[..., Served], cold: dict[str, An
     for name, value in options.items():
         holders = (config.cache_config, config.scheduler_config, config.model_config)
         assert [getattr(each, name) for each in holders if hasattr(each, name)] == [value]
+    # Where vLLM captures graphs, the rows of plans replay them.
+    assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
     assert [each.tokens for each in beside] == [cold["new"].tokens, cold["moved"].tokens]
