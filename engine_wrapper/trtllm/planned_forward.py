@@ -10,7 +10,8 @@ from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import SelfCheck
-from semblend_trt.runtime import EngineMode, Runtime
+from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import Runtime
 
 if TYPE_CHECKING:
     import torch
