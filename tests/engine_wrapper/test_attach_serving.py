@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
-from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.block_manager import BlockManager
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
