@@ -13,7 +13,7 @@ import torch
 from engine_wrapper.embedded.connector_manager import ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
-from semblend_trt.connector.contract_versions import BOUND_ATTRIBUTES, VERSIONS
+from semblend_trt.connector.contract import BOUND_ATTRIBUTES, VERSIONS
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
