@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.news import TierEvent
+from semblend_trt.donors.offload import TierEvent
 from semblend_trt.engine_counts import EngineCounts
 from semblend_trt.outcome import OTHER_REASON, Outcome
 from semblend_trt.semantic.neighbours import EVENTS
