@@ -20,7 +20,6 @@ from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import DonorUnavailableError, PlanError
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
     EngineExecution,
@@ -29,6 +28,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
 from tests.semblend_trt.held_donors import save
 

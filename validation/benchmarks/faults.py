@@ -39,7 +39,7 @@ from validation.prompts import render
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
 
 HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
 LOOKUP_DEADLINE_MS = 500
