@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.connector.metadata import SaveIntent
-    from semblend_trt.connector.tier_orders import TierOrders
     from semblend_trt.donors.catalog import Lease
+    from semblend_trt.donors.offload import TierOrders
     from semblend_trt.outcome import Settled
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.semantic.neighbours import Neighbour

@@ -37,8 +37,8 @@ from semblend_trt.connector.requests import (
     savable_tokens,
     settle_allocation,
 )
-from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.offload import TierOrders
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for

@@ -703,7 +703,7 @@ def test_ours_loads_again_after_a_pause(make_ours, make_llm):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "groups"), POOLED)
 def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypatch, contract, groups, how):
-    monkeypatch.setattr("semblend_trt.connector.request_table.MAX_SILENT_ITERATIONS", 4)
+    monkeypatch.setattr("semblend_trt.connector.requests.MAX_SILENT_ITERATIONS", 4)
     llm = make_ours(contract, groups)
     donor = prompt(200)
     llm.generate([donor], TWO)
