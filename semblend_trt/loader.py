@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
+    from semblend_trt.runtime import LayerReadiness
     from semblend_trt.staging import HostReader
 
 # Enough groups that little is left to compute behind the last, few enough that launching them takes no longer than the

@@ -19,7 +19,6 @@ from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.pool_reading import described, geometry_of
-from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.disk import DiskTier
@@ -29,7 +28,9 @@ from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
-from semblend_trt.runtime import EngineMode, PoolFacts, runtime_for
+from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
+from semblend_trt.runtime import PoolFacts, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from semblend_trt.streams import on
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import CheckEvidence, SpanCheck
 
 PlanMaker = Callable[..., SemanticKvPlan]
 

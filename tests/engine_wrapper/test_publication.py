@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.publication import PublicationGuard
-from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
     EngineExecution,
@@ -17,6 +16,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import ActivePlans
 
 BLOCK_SIZE = 8
 

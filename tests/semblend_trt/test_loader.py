@@ -22,7 +22,6 @@ from semblend_trt.donors.host_memory import HostMemory
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
     EngineExecution,
@@ -31,6 +30,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
 from tests.semblend_trt.held_donors import save
 
