@@ -12,7 +12,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.news import TierEvent
+from semblend_trt.donors.offload import TierEvent
 from semblend_trt.outcome import OTHER_REASON, Outcome
 from semblend_trt.semantic.neighbours import EVENTS
 

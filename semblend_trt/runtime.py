@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
-    from semblend_trt.donors.news import DiskLink, TierNews
+    from semblend_trt.donors.offload import DiskLink, TierNews
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,9 @@ from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.host_kv import HostKv
-from semblend_trt.donors.host_memory import HostMemory
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
