@@ -15,7 +15,7 @@ from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnec
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.guarded_calls import never_raises
 from semblend_trt.errors import SemBlendError
-from semblend_trt.runtime import EngineMode
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
 

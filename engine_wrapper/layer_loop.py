@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.course import Checkpoint, Course, Stage
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
 LayerHook = Callable[[int], None]

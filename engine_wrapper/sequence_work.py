@@ -10,15 +10,14 @@ import torch
 
 from engine_wrapper.span_choice import choose, closed
 from semblend_trt.errors import PlanError
-from semblend_trt.evidence import CheckEvidence
-from semblend_trt.plan import PlanKind, SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from engine_wrapper.layer_schedule import SequenceSlice
     from engine_wrapper.span_choice import SpanChoice
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import SpanCheck
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.span_check import WINDOW_TOKENS
+from semblend_trt.plan import WINDOW_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import SpanCheck
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
 from semblend_trt.files import write_bytes
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
+from semblend_trt.plan import SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms
-from semblend_trt.span_check import SpanCheck
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

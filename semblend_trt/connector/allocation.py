@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.connector.tier_orders import TierOrders
+    from semblend_trt.donors.offload import TierOrders
 
 logger = logging.getLogger(__name__)
 

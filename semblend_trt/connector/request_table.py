@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.catalog import Lease
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 # One engine runs at most a few thousand sequences; anything older was lost by an error path that never reports.
 MAX_TRACKED_REQUESTS = 4096

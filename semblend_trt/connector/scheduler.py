@@ -29,8 +29,8 @@ from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import RequestTable, TrackedRequest
 from semblend_trt.connector.standing import facts_or_refusal
-from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.offload import TierOrders
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
 from engine_wrapper.lowest_layers import settled
 from engine_wrapper.sparse_forward import SparseForward
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import CheckEvidence, SpanCheck
 
 PlanMaker = Callable[..., SemanticKvPlan]
 

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule, schedule_of, works_of
-from semblend_trt.plan import SemanticKvPlan
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.plan import SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
     from engine_wrapper.course import Checkpoint, Course
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]
 

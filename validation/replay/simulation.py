@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import DonorHistory, Eviction, eviction_factory
-from semblend_trt.donors.eviction.ranking import Ranking
+from semblend_trt.donors.eviction import DonorHistory, Eviction, Ranking, eviction_factory
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:

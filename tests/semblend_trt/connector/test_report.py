@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
 from semblend_trt.connector.request_table import TrackedRequest
-from semblend_trt.evidence import CheckEvidence
 from semblend_trt.outcome import Outcome, OutcomeLedger
 from semblend_trt.plan import (
+    CheckEvidence,
     EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
     SemanticKvPlan,
+    SpanCheck,
 )
-from semblend_trt.span_check import SpanCheck
 
 SHIFTED = (PlanSpan("donor", 0, 20, 50),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -13,10 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from semblend_trt.donors.block_kind import DEFAULT_WEIGHTS, BlockKind, main_kind
 from semblend_trt.donors.catalog import DonorCatalog, DonorState
-from semblend_trt.donors.eviction import DonorHistory, Eviction, eviction_factory
-from semblend_trt.donors.eviction.kind_weights import HIT_FACTOR, LEAST, MOST, REGRET_FACTOR, UNUSED_FACTOR, KindWeights
-from semblend_trt.donors.eviction.return_times import FIRST_SECONDS, ReturnTimes
-from semblend_trt.donors.placement import Placement, Tier
+from semblend_trt.donors.donor_table import Placement, Tier
+from semblend_trt.donors.eviction import (
+    FIRST_SECONDS,
+    HIT_FACTOR,
+    LEAST,
+    MOST,
+    REGRET_FACTOR,
+    UNUSED_FACTOR,
+    DonorHistory,
+    Eviction,
+    KindWeights,
+    Ranking,
+    ReturnTimes,
+    eviction_factory,
+)
 from semblend_trt.errors import CapacityError
 
 KINDS = st.dictionaries(st.sampled_from(BlockKind), st.integers(1, 9), min_size=1, max_size=3).map(
@@ -372,3 +384,90 @@ def machine_of(policy: Eviction) -> type:
 
 
 TestFifo, TestLru, TestLfu, TestSizeAware, TestStaticSemantic, TestAdaptiveSemantic = map(machine_of, Eviction)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5)), max_size=300)
+
+
+@given(STEPS)
+def test_walks_in_order_and_again(steps):
+    ranking, expected = Ranking(), {}
+    for name, rank in steps:
+        if rank is None:
+            assert (ranking.discard(name) is None) == (expected.pop(name, None) is None)
+        else:
+            ranking.put(name, (float(rank),))
+            expected[name] = (float(rank),)
+    ordered = sorted((rank, name) for name, rank in expected.items())
+    for _ in range(2):  # walking moves nothing
+        assert list(ranking.items()) == ordered
+    assert len(ranking) == len(expected)
+
+
+def test_many_changes_leave_no_heap_of_stale_places():
+    ranking = Ranking()
+    for step in range(10_000):
+        ranking.put(str(step % 10), (float(step),))
+    assert len(ranking._heap) < 100
+    assert list(ranking) == [str(step % 10) for step in range(9_990, 10_000)]
+
+
+def test_the_first_names_are_found_without_looking_at_all():
+    class Counting(str):
+        compared = 0
+
+        def __lt__(self, other):
+            Counting.compared += 1
+            return str.__lt__(self, other)
+
+    ranking = Ranking()
+    for number in range(4096):
+        ranking.put(Counting(f"{number:05}"), (0.0,))
+    Counting.compared = 0
+    walk = iter(ranking)
+    assert [next(walk) for _ in range(3)] == ["00000", "00001", "00002"]
+    assert Counting.compared < 50
+
+
+CODE = BlockKind.CODE
+
+
+def seconds_after(gaps: list[float]) -> float:
+    times = ReturnTimes()
+    for gap in gaps:
+        times.came_back(CODE, gap)
+    return times.seconds(CODE)
+
+
+def test_before_anything_is_seen_it_is_the_first_guess() -> None:
+    times = ReturnTimes()
+    assert {times.seconds(kind) for kind in BlockKind} == {FIRST_SECONDS}
+    times.came_back(CODE, 1.0)
+    assert times.seconds(CODE) < times.seconds(BlockKind.TEMPLATE) == FIRST_SECONDS
+
+
+@pytest.mark.parametrize("mean", [0.1, 8.0, 3600.0])
+def test_uses_at_random_moments_wait_for_their_mean_gap(mean: float) -> None:
+    """Of exponential gaps the time to the next use is the mean gap, at whatever moment one looks."""
+    generator = random.Random(0)
+    assert seconds_after([generator.expovariate(1 / mean) for _ in range(20_000)]) == pytest.approx(mean, rel=0.15)
+
+
+def test_a_random_moment_falls_into_the_long_gaps() -> None:
+    """Nine gaps of a second and one of 91: 91 % of all moments lie in the long one, and wait 45.5 s on average."""
+    expected = (9 * 1**2 + 91**2) / (2 * 100)
+    assert seconds_after([*[1.0] * 9, 91.0] * 2000) == pytest.approx(expected, rel=0.02)
+
+
+def test_what_was_is_forgotten() -> None:
+    assert seconds_after([*[1000.0] * 5000, *[2.0] * 20_000]) == pytest.approx(1.0, rel=0.01)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=50))
+def test_no_gap_ends_it(gaps: list[float]) -> None:
+    """Clocks may stand still, or jump."""
+    assert 0 < seconds_after(gaps) <= max(FIRST_SECONDS, *map(abs, gaps), 0.0)
+
+
+def test_a_clock_that_stands_still_never_takes_it_to_nothing() -> None:
+    assert seconds_after([0.0] * 100_000) == pytest.approx(0.0005, rel=0.01)

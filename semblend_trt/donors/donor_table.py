@@ -1,28 +1,250 @@
-"""Holdings: every donor's entry, the room it takes, and who would make more. Not thread safe; the catalog locks."""
+"""Every donor's entry, the room it takes, and who would make more. Not thread safe; the catalog locks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.entry import CatalogStats, DonorState, Entry, FileState
-from semblend_trt.donors.placement import (
-    Candidates,
-    FreeRoom,
-    Placement,
-    Room,
-    Size,
-    Tier,
-    place_on_device,
-    place_on_host,
-)
+from semblend_trt.donors.donor_file import FileSize
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from semblend_trt.donors.capacities import Capacities
-    from semblend_trt.donors.eviction import EvictionPolicy
+    from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """`host_bytes` bounds the KV bytes of one rank on the host; `bytes_per_token` is K and V of all its layers.
+
+    The arena on the card has `device_blocks` blocks of `block_size` tokens. `disk_bytes` bounds the files, of which
+    `file_size` says how large one becomes.
+    """
+
+    host_bytes: int
+    bytes_per_token: int
+    max_donors: int
+    device_blocks: int = 0
+    block_size: int = 1
+    disk_bytes: int = 0
+    file_size: FileSize = field(default_factory=lambda: FileSize(0, 0))
+
+    @property
+    def host_tokens(self) -> int:
+        return self.host_bytes // self.bytes_per_token
+
+
+class Tier(str, Enum):
+    """What holds donors: the arena on the card, (page-locked) host memory, or files. On disk alone none is readable."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
+    then `demoted` move to the host, each in order. `written` of the demoted, and the donor itself where it is named
+    there, go on to disk as soon as they are in host memory."""
+
+    tier: Tier
+    demoted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Room of one donor: tokens of host memory, blocks of the arena. `has_file`: it stays on disk when it leaves."""
+
+    tokens: int
+    blocks: int
+    has_file: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRoom:
+    """What is left of each capacity; `donors` counts places of all tiers together."""
+
+    tokens: int
+    blocks: int
+    donors: int
+
+
+Candidate = tuple[str, Size]
+
+
+class Candidates:
+    """Donors of one tier that may go, the one to go first in front; those taken in vain are put back."""
+
+    def __init__(self, donors: Iterable[Candidate] = ()) -> None:
+        self._donors: Iterator[Candidate] = iter(donors)
+        self._returned: list[Candidate] = []
+
+    def next(self) -> Candidate | None:
+        return self._returned.pop() if self._returned else next(self._donors, None)
+
+    def take_tokens(self, missing: int) -> list[Candidate] | None:
+        """The next donors that hold `missing` tokens together; None, and nothing is taken, when all do not."""
+        taken: list[Candidate] = []
+        while missing > 0:
+            candidate = self.next()
+            if candidate is None:
+                self._returned.extend(reversed(taken))
+                return None
+            taken.append(candidate)
+            missing -= candidate[1].tokens
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free, and who of each tier may make more room."""
+
+    free: FreeRoom
+    host: Candidates
+    device: Candidates
+    disk: Candidates
+
+
+def place_on_host(size: Size, room: Room) -> Placement | None:
+    """Placement of a donor in host memory; None when the candidates do not make enough room."""
+    taken = room.host.take_tokens(size.tokens - room.free.tokens)
+    if taken is None:
+        return None
+    return _settled(Tier.HOST, [], taken, room)
+
+
+def place_on_device(size: Size, room: Room) -> Placement | None:
+    """Placement of a donor in the arena; None when the candidates do not make enough room.
+
+    The displaced move down, the one used last having the first claim on host memory; those that do not fit there are
+    dropped.
+    """
+    displaced: list[Candidate] = []
+    blocks = room.free.blocks
+    while blocks < size.blocks:
+        candidate = room.device.next()
+        if candidate is None:
+            return None
+        displaced.append(candidate)
+        blocks += candidate[1].blocks
+    demoted, leaving = _move_down(displaced, room.free.tokens, room.host)
+    return _settled(Tier.DEVICE, demoted, leaving, room)
+
+
+def _move_down(
+    displaced: list[Candidate], free_tokens: int, host: Candidates
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Returns who of `displaced` finds room on the host, and who leaves memory for that or because there is none."""
+    demoted: list[Candidate] = []
+    leaving: list[Candidate] = []
+    for donor_id, size in reversed(displaced):
+        taken = host.take_tokens(size.tokens - free_tokens)
+        if taken is None:
+            leaving.append((donor_id, size))
+            continue
+        leaving += taken
+        free_tokens += sum(victim.tokens for _, victim in taken) - size.tokens
+        demoted.insert(0, (donor_id, size))
+    return demoted, leaving
+
+
+def _settled(tier: Tier, demoted: list[Candidate], leaving: list[Candidate], room: Room) -> Placement | None:
+    """The placement, once one more donor may be held: for that go those of the disk first, then those that leave memory
+    anyway, then the host's, those on their way down, and the device's. None when there are not enough."""
+    dropped = [donor_id for donor_id, size in leaving if not size.has_file]
+    released = [donor_id for donor_id, size in leaving if size.has_file]
+    while room.free.donors + len(dropped) < 1:
+        if (candidate := room.disk.next()) is not None:
+            dropped.append(candidate[0])
+        elif released:
+            dropped.append(released.pop(0))
+        elif (candidate := room.host.next()) is not None:
+            dropped.append(candidate[0])
+        elif demoted:
+            dropped.append(demoted.pop(0)[0])
+        elif (candidate := room.device.next()) is not None:
+            dropped.append(candidate[0])
+        else:
+            return None
+    return Placement(tier, tuple(donor_id for donor_id, _ in demoted), tuple(dropped), tuple(released))
+
+
+class DonorState(str, Enum):
+    """SAVING: room is reserved, nobody may read. READY: its KV is held. FETCHING: it is being read from disk."""
+
+    SAVING = "saving"
+    READY = "ready"
+    FETCHING = "fetching"
+
+
+class FileState(str, Enum):
+    """The donor's file: there is none, its room is reserved and it is being written, or it is there."""
+
+    NONE = "none"
+    WRITING = "writing"
+    HELD = "held"
+
+
+@dataclass(slots=True)
+class Entry:
+    """`tokens` is what the donor takes in `tier`; while it is lifted it takes room on the device as well."""
+
+    namespace_key: str
+    tier: Tier
+    history: DonorHistory
+    state: DonorState = DonorState.SAVING
+    file: FileState = FileState.NONE
+    leases: int = 0
+    is_lifting: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.history.tokens
+
+    @property
+    def is_readable(self) -> bool:
+        """True when its KV is in memory."""
+        return self.state is DonorState.READY and self.tier is not Tier.DISK
+
+    @property
+    def is_resting(self) -> bool:
+        """True when it is known, but its KV would first have to be read from disk."""
+        return self.tier is Tier.DISK or self.state is DonorState.FETCHING
+
+    @property
+    def is_movable(self) -> bool:
+        """True when nobody reads it and nothing is on its way; a donor that is being written is read for that."""
+        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_lifting
+        return is_still and not self.leases
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogStats:
+    """Counts at one moment. `used_bytes` (of `byte_budget`, host), `device_blocks_used` (of `device_blocks`) and
+    `disk_bytes_used` (of `disk_bytes`) include what is reserved; `ready` donors are in memory, `resting` on disk alone.
+    `evicted`, `demoted`, `released`, `lifted` and `fetched` count since the start."""
+
+    ready: int
+    saving: int
+    leases: int
+    used_bytes: int
+    byte_budget: int
+    evicted: int
+    demoted: int = 0
+    device_blocks_used: int = 0
+    device_blocks: int = 0
+    resting: int = 0
+    disk_bytes_used: int = 0
+    disk_bytes: int = 0
+    released: int = 0
+    lifted: int = 0
+    fetched: int = 0
 
 
 class Holdings:

@@ -9,14 +9,12 @@ from collections import deque
 import pytest
 import torch
 
-from semblend_trt.connector import disk_keeper
-from semblend_trt.connector.disk_keeper import MAX_WAITING, DiskKeeper
+from semblend_trt.donors import offload as disk_keeper
 from semblend_trt.donors.background import Background
-from semblend_trt.donors.disk import FOLDER, DiskTier
-from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.news import DiskLink, TierEvent
-from semblend_trt.donors.tiers import HostTier
+from semblend_trt.donors.disk_tier import FOLDER, DiskTier
+from semblend_trt.donors.donor_file import DonorText, KvForm
+from semblend_trt.donors.host_tier import HostTier
+from semblend_trt.donors.offload import MAX_WAITING, DiskKeeper, DiskLink, TierEvent
 from tests.semblend_trt.held_donors import save
 
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Writes donors' files and reads them back in the background, on one thread each, and says how it went."""
+"""How donors move between tiers: the scheduler's commands, what rank 0's tiers tell of them, and the disk's part."""
 
 from __future__ import annotations
 
@@ -6,17 +6,77 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from semblend_trt.donors.background import Background
-from semblend_trt.donors.donor_file import DonorFileError
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
-from semblend_trt.donors.transfer import TransferTiming
+from semblend_trt.donors.donor_file import DonorFileError, DonorText
 
 if TYPE_CHECKING:
-    from semblend_trt.donors.disk import DiskTier
-    from semblend_trt.donors.tiers import HostTier
+    from semblend_trt.donors.disk_tier import DiskTier
+    from semblend_trt.donors.host_tier import HostTier
+
+
+class TierEvent(str, Enum):
+    """What happened to a donor, or to the disk. The values are the metric's labels."""
+
+    FILE_FOUND = "file_found"
+    FILE_REFUSED = "file_refused"
+    FILES_READ = "files_read"
+    FILE_WRITTEN = "file_written"
+    WRITE_FAILED = "write_failed"
+    WRITE_SKIPPED = "write_skipped"
+    FETCHED = "fetched"
+    FETCH_FAILED = "fetch_failed"
+    LIFTED = "lifted"
+    LIFT_FAILED = "lift_failed"
+    DISK_UNAVAILABLE = "disk_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class TierNews:
+    """One event; `donor_id` is empty where it concerns no donor, `text` that of a file that was found."""
+
+    event: TierEvent
+    donor_id: str = ""
+    error: str | None = None
+    text: DonorText | None = None
+
+
+@dataclass(slots=True)
+class DiskLink:
+    """Exists while the disk tier is open. `texts` are those of donors that may get a file and have none yet, entered
+    and withdrawn by the scheduler; `found` are donors whose files were there at the start."""
+
+    texts: dict[str, DonorText] = field(default_factory=dict)
+    found: deque[TierNews] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTiming:
+    """One transfer that succeeded; `seconds` to its last byte from its start in the background, or a save's in the
+    engine's thread."""
+
+    donor_id: str
+    what: str
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierOrders:
+    """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `demotions`
+    move from the device to the host, and get a file if they are among `writes`. `fetches` are read back from their
+    files to the host. `lifts` are copied from the host to the device and then leave the host."""
+
+    drops: tuple[str, ...] = ()
+    demotions: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    fetches: tuple[str, ...] = ()
+    lifts: tuple[str, ...] = ()
+
 
 logger = logging.getLogger(__name__)
 

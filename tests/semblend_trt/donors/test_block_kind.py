@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.donors.block_kind import UNREAD, BlockKind, main_kind
-from semblend_trt.donors.kind_rules import kinds_of
+from semblend_trt.donors.block_kind import UNREAD, BlockKind, kinds_of, main_kind
 
 PROSE = "The harbour was built when the old bridge had been carried away by ice. " * 8
 CASES = [
