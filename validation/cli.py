@@ -16,6 +16,7 @@ from rich.console import Console
 from kernels import results
 from semblend_trt.command_line import ended
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from validation import models, scoreboard
 from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
@@ -41,7 +42,7 @@ from validation.gates import GateBounds, gates_of
 from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, MeasurementSettings
 from validation.models import shipped_model
-from validation.output import check_writable, progress, write_json, write_text
+from validation.output import progress, write_json, write_text
 from validation.quality.arguments import parse_quality
 from validation.quality.command import run_quality
 from validation.record import FILE_NAME, end_to_end_rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich.progress as bars
 
-from semblend_trt.files import check_writable, write_bytes
+from kernels.files import write_bytes
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-
-__all__ = ["beside", "check_writable", "write_bytes", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:

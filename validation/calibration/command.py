@@ -17,6 +17,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import KvGeometry
 from kernels.results import today, versions
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
@@ -31,7 +32,6 @@ from validation.cases import WORKLOAD, halves, read_cases, scored_cases
 from validation.engines import EngineSettings
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
-from validation.output import check_writable
 from validation.quality.arguments import batch_settings, family_request
 
 if TYPE_CHECKING:
