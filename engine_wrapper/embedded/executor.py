@@ -24,7 +24,7 @@ from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.sampling import BatchLogits, Sampler, finish_reason, next_token
 from engine_wrapper.layer_schedule import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.connector.contract_versions import contract_version
+from semblend_trt.connector.contract import contract_version
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 
