@@ -26,7 +26,7 @@ from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparatio
 from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.request_ends import RequestEnds, complete
 from engine_wrapper.embedded.token_results import TokenResults
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.connector.contract_versions import contract_version
 from semblend_trt.errors import SemBlendError
