@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
 LayerHook = Callable[[int], None]

@@ -9,16 +9,14 @@ import numpy as np
 import torch
 
 from semblend_trt.errors import PlanError
-from semblend_trt.evidence import CheckEvidence
-from semblend_trt.plan import PlanKind, SemanticKvPlan
-from semblend_trt.span_check import WINDOW_TOKENS
+from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import SpanCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,33 +3,72 @@
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
 are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
 sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults and the audit log's losses are missing: only the engine's own process can count them.
-"""
+and the faults and the audit log's losses are missing: only the engine's own process can count them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.news import TierEvent
-from semblend_trt.engine_counts import EngineCounts
+from semblend_trt.donors.offload import TierEvent
 from semblend_trt.outcome import OTHER_REASON, Outcome
 from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.connector.requests import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)
+
+
+class EngineCounts:
+    """A Prometheus collector that adds up what engines have counted, and what ended ones had; `label` says what the
+    names of their counts are."""
+
+    def __init__(self, name: str, documentation: str, label: str) -> None:
+        self._name, self._documentation, self._label = name, documentation, label
+        self._lock = threading.Lock()
+        self._running: list[Counter[str]] = []
+        self._ended: Counter[str] = Counter()
+
+    def add(self, counts: Counter[str]) -> None:
+        with self._lock:
+            self._running.append(counts)
+
+    def settle(self, counts: Counter[str]) -> None:
+        """Keeps what `counts` holds now, so that the sum never falls, and lets it go."""
+        with self._lock:
+            # By identity: engines with equal counts are two.
+            self._running = [each for each in self._running if each is not counts]
+            self._ended.update(dict(counts))
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            total = self._ended.copy()
+            for counts in self._running:
+                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
+        yield self._family(total)
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._family({})
+
+    def _family(self, counts: Mapping[str, int]) -> Metric:
+        from prometheus_client.core import CounterMetricFamily
+
+        family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
+        for name, count in sorted(counts.items()):
+            family.add_metric([name], count)
+        return family
+
 
 TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
 MAX_REASONS = 256

@@ -6,7 +6,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.files import check_writable, write_bytes
+from kernels.files import write_bytes
+from semblend_trt.files import check_writable
 
 if TYPE_CHECKING:
     from pathlib import Path

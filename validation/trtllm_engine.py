@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
     from engine_wrapper.embedded.sampling import SamplingParams
     from validation.arms import Arm
     from validation.engines import ArmEngine, Asked, EngineSettings

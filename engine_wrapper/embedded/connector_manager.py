@@ -7,28 +7,121 @@ rank; with one rank, metadata still makes the round trip through pickle that sen
 
 from __future__ import annotations
 
+import importlib
+import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.bound_request import BoundRequest
-from engine_wrapper.embedded.contract_rules import ConnectorContractError, check_grouped_methods, matched_pair
-from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.transfers import Transfers
-from semblend_trt.connector.contract_versions import EMBEDDED, ContractVersion, RequestDataV11
-from semblend_trt.errors import SemBlendError
+from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
+from semblend_trt.connector.contract import (
+    EMBEDDED,
+    GROUPED_SCHEDULER_METHODS,
+    ContractVersion,
+    KvCacheConnectorScheduler,
+    RequestDataV11,
+    contract_version,
+)
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
-    from engine_wrapper.embedded.cache_layout import KvCacheLayout
+    from engine_wrapper.embedded.llm_args import LlmArgs
+    from engine_wrapper.embedded.pool import KvCacheLayout
     from engine_wrapper.embedded.request import LlmRequest
 
-__all__ = ["ConnectorContractError", "KvCacheConnectorManager"]
+logger = logging.getLogger(__name__)
+
+
+class ConnectorContractError(SemBlendError, RuntimeError):
+    """The connector broke `rule`, the contract's short name for it. The engine cannot go on."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"connector contract, {rule}: {message}")
+        self.rule = rule
+
+
+def check_grouped_methods(scheduler: Any, num_groups: int) -> None:
+    """Refuses a scheduler that takes flat block ids only where there are several layer groups, which have none."""
+    if num_groups < 2:
+        return
+    flat = [
+        name
+        for name in sorted(GROUPED_SCHEDULER_METHODS)
+        if getattr(type(scheduler), name, None) is getattr(KvCacheConnectorScheduler, name, None)
+    ]
+    if flat:
+        raise ConnectorContractError(
+            "grouped_methods",
+            f"the cache has {num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
+        )
+
+
+def matched_pair(request_id: int, answer: Any) -> tuple[int, bool]:
+    """The answer to the query, checked for its form."""
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise ConnectorContractError(
+            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (tokens, asynchronous) is needed"
+        )
+    matched, asynchronous = answer
+    if isinstance(matched, bool) or not isinstance(matched, int) or not isinstance(asynchronous, bool):
+        raise ConnectorContractError(
+            "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
+        )
+    return matched, asynchronous
+
+
+class Transfers:
+    """Transfers of one kind, named by `what` in errors. `begun` are those that no worker has been told of, by request
+    id. They are the same on all `ranks`, so that none waits in vain."""
+
+    def __init__(self, what: str, ranks: Ranks) -> None:
+        self.begun: dict[int, LlmRequest] = {}
+        self._what, self._ranks = what, ranks
+        self._handed_in: dict[int, LlmRequest] = {}
+        # Done here, and not yet on another rank.
+        self._done_here: dict[int, LlmRequest] = {}
+
+    @property
+    def ids(self) -> set[int]:
+        """Requests whose transfer has not ended."""
+        return {*self.begun, *self._handed_in, *self._done_here}
+
+    def begin(self, request: LlmRequest) -> None:
+        self.begun[request.request_id] = request
+
+    def hand_in(self) -> list[int]:
+        """The ids that the worker is told of now."""
+        handed_in = list(self.begun)
+        self._handed_in.update(self.begun)
+        self.begun.clear()
+        return handed_in
+
+    def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
+        """Takes the ids that this rank's worker reports; returns the requests that all ranks' have.
+
+        Only ids that were handed in may be named, and once; raises ConnectorContractError.
+        """
+        for request_id in reported:
+            request = self._handed_in.pop(request_id, None)
+            if request is None:
+                raise ConnectorContractError(
+                    "finished_id_handed_in",
+                    f"get_finished reported request {request_id} as done {self._what}, but it was never handed in for "
+                    "that or has been reported before",
+                )
+            self._done_here[request_id] = request
+        if not self._handed_in and not self._done_here:
+            return []  # on every rank alike: nothing has to be said
+        everywhere = set.intersection(*self._ranks.gather(set(self._done_here)))
+        return [self._done_here.pop(request_id) for request_id in list(self._done_here) if request_id in everywhere]
 
 
 @dataclass(slots=True)
@@ -321,3 +414,67 @@ class KvCacheConnectorManager:
         self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
+
+
+def uses_v2(llm_args: LlmArgs) -> bool:
+    """Whether the engine takes the V2 cache manager: a version whose connectors know V1 only makes it take that.
+
+    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that refuses
+    connectors then.
+    """
+    version = contract_version(llm_args.contract)
+    has_connector = llm_args.kv_connector_config is not None
+    if has_connector and not llm_args.layer_hooks and not version.allows_cuda_graphs:
+        raise ConfigurationError(f"contract {version.name} allows no CUDA graphs beside a connector; set layer_hooks")
+    wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
+    if wanted and has_connector and not version.allows_v2:
+        logger.warning(
+            "contract %s knows the V1 cache manager only; with a connector the engine takes it", version.name
+        )
+        wanted = False
+    if llm_args.layer_groups is not None and not wanted:
+        raise ConfigurationError(
+            f"layer_groups is {llm_args.layer_groups}, but under contract {version.name} this engine takes the V1 "
+            "cache manager, which has one flat pool; set kv_cache_config.use_kv_cache_manager_v2 and contract main"
+        )
+    return wanted
+
+
+def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
+    """Imports both classes and builds each with one positional argument, `llm_args`; None when none are named.
+
+    Every rank has a worker, and rank 0 a scheduler; both are built at once, each in a thread of its own.
+    Raises ConfigurationError when the module or a class is missing or an abstract method is not implemented; what a
+    constructor itself raises is passed on.
+    """
+    config = llm_args.kv_connector_config
+    if config is None:
+        return None
+    runtime_for(llm_args).ranks = ranks
+    try:
+        module = importlib.import_module(config.connector_module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"connector_module {config.connector_module} cannot be imported: {error}; check the name and the path"
+        ) from error
+    worker_class = _class(module, config.connector_worker_class)
+    scheduler_class = _class(module, config.connector_scheduler_class)
+    groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
+    version = contract_version(llm_args.contract)
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        worker = threads.submit(worker_class, llm_args)
+        scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
+    built = None if scheduler is None else scheduler.result()
+    return KvCacheConnectorManager(worker.result(), built, version, groups, ranks)
+
+
+def _class(module: Any, name: str) -> Any:
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
+        )
+    return found

@@ -11,34 +11,32 @@ import threading
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine_wrapper.embedded.batch_scheduler import BatchScheduler
+from engine_wrapper.embedded.batch_scheduler import BatchScheduler, ChunkwisePreparation, Preparation
 from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
-from engine_wrapper.embedded.cache_layout import cache_layout
-from engine_wrapper.embedded.connector_loading import load_connector, uses_v2
-from engine_wrapper.embedded.decoding import BatchLogits
-from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_seq_len
-from engine_wrapper.embedded.pool import KvPool, pool_blocks
-from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparation
+from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
+from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks
 from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.request_ends import RequestEnds, complete
-from engine_wrapper.embedded.token_results import TokenResults
+from engine_wrapper.embedded.sampling import BatchLogits, Sampler, finish_reason, next_token
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.connector.contract_versions import contract_version
-from semblend_trt.errors import SemBlendError
+from semblend_trt.connector.contract import contract_version
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+    from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.model_runner import ModelRunner
     from engine_wrapper.embedded.request import LlmRequest
+    from engine_wrapper.embedded.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -334,3 +332,190 @@ class Executor:
     def _stream(self) -> torch.cuda.Stream | None:
         device = self.model_runner.device
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class RequestEnds:
+    """Ends the requests of `active` as the contract's version does, and lets go of what the connector has saved.
+
+    A request that is saved keeps its blocks until the save has ended, or only what the reuse tree has of them: which,
+    the version says. `prompts_only`: generated tokens are not published (V2).
+    """
+
+    def __init__(
+        self,
+        llm_args: LlmArgs,
+        active: dict[int, LlmRequest],
+        blocks: BlockManager,
+        connector: KvCacheConnectorManager | None,
+        *,
+        prompts_only: bool,
+    ) -> None:
+        self._version = contract_version(llm_args.contract)
+        self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None
+        self._active, self._blocks, self._connector = active, blocks, connector
+        self._prompts_only = prompts_only
+
+    def finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
+        """Ends a running request: with `publish` its blocks are offered for reuse; then they are freed or saved."""
+        request_id = request.request_id
+        request.finish_reason = reason
+        del self._active[request_id]
+        if publish:
+            written = request.num_written_tokens
+            end = min(written, request.prompt_len) if self._prompts_only else written
+            self._blocks.publish(request_id, request.tokens(0, end))
+        if not self._tell(request, reason):
+            self._blocks.release(request_id)
+            complete(request, reason)
+            return
+        request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
+        if self._version.holds_saved_blocks:
+            self._blocks.stop_growing(request_id)
+        elif self._pins_saved:
+            self._blocks.pin(request_id)
+        else:
+            self._blocks.release(request_id)
+
+    def cut_short(self, request: LlmRequest, reason: str) -> None:
+        """Ends a running request before its time; one whose load is under way, as soon as the connector reports it,
+        where the version waits for that."""
+        connector = self._connector
+        if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
+            request.finish_reason = reason
+        else:
+            self.finish(request, reason, publish=False)
+
+    def fail_running(self, error: Exception) -> None:
+        """Ends all running requests because of an error in their forward; those that wait are left alone."""
+        for request in list(self._active.values()):
+            if not request.is_finished:
+                request.error = f"request {request.request_id} ran in a forward that failed: {error}"
+                self.cut_short(request, "error")
+
+    def poll_transfers(self) -> None:
+        """Asks the connector which transfers have ended, and lets go of what they held."""
+        if self._connector is None:
+            return
+        saved, loaded = self._connector.get_finished()
+        self._let_go(saved)
+        for request in loaded:
+            if request.finish_reason is not None and request.request_id in self._active:
+                self.finish(request, request.finish_reason, publish=False)
+
+    def _tell(self, request: LlmRequest, reason: str) -> bool:
+        """Tells the connector that the request has ended; True when it saves from the request's blocks."""
+        if self._connector is None:
+            return False
+        is_whole = reason in ("length", "stop")
+        tell = self._connector.request_finished if is_whole else self._connector.request_cut_short
+        return tell(request, self._blocks.block_ids(request.request_id))
+
+    def _let_go(self, saved: Iterable[LlmRequest]) -> None:
+        for index, request in enumerate(saved):
+            if self._version.holds_saved_blocks:
+                self._blocks.release(request.request_id)
+            elif index == 0 or self._version.unpins_every_save:
+                self._blocks.unpin(request.request_id)
+            request.state = LlmRequestState.GENERATION_COMPLETE
+
+
+def complete(request: LlmRequest, reason: str) -> None:
+    """Marks a request that holds nothing any more as ended."""
+    request.finish_reason = reason
+    request.state = LlmRequestState.GENERATION_COMPLETE
+
+
+class Finish(Protocol):
+    """Ends a running request."""
+
+    def __call__(self, request: LlmRequest, reason: str, *, publish: bool) -> None: ...
+
+
+class TokenResults:
+    """Samples tokens and hands them to their requests when `take` is called; `finish` ends requests."""
+
+    def __init__(
+        self, eos_token_ids: Collection[int], connector: KvCacheConnectorManager | None, finish: Finish
+    ) -> None:
+        self._sampler = Sampler()
+        self._eos_token_ids = eos_token_ids
+        self._connector = connector
+        self._finish = finish
+        self._unread: list[LlmRequest] = []
+
+    def __len__(self) -> int:
+        """Requests whose newest token is not handled."""
+        return len(self._unread)
+
+    def generator(self, params: SamplingParams) -> torch.Generator | None:
+        """The random numbers of one request; None where it needs none."""
+        return self._sampler.generator(params)
+
+    def sample(self, request: LlmRequest, logits: BatchLogits, row: int) -> None:
+        """Chooses the request's next token from its row of `logits`. A request for which that fails ends."""
+        try:
+            request.pending_token = next_token(request, logits, row, self._sampler)
+        except Exception as error:
+            logger.exception("request %d failed", request.request_id)
+            request.error = f"request {request.request_id} failed while its next token was chosen: {error}"
+            self._finish(request, "error", publish=False)
+            return
+        self._unread.append(request)
+
+    def take(self) -> None:
+        """Handles the tokens sampled since the last call."""
+        unread, self._unread = self._unread, []
+        for request in unread:
+            self.accept(request)
+
+    def accept(self, request: LlmRequest) -> None:
+        """Handles the request's newest token, if there is one; that may end the request."""
+        token = request.pending_token
+        if token is None or request.is_finished:
+            return
+        request.pending_token = None
+        request.add_new_token(token)
+        if request.first_token_time is None:
+            request.first_token_time = perf_counter()
+            if self._connector is not None:
+                request.reuse_report = self._connector.reuse_of(request.request_id)
+        reason = finish_reason(request, token, self._eos_token_ids)
+        if reason is not None:
+            self._finish(request, reason, publish=True)
+
+    def clear(self) -> None:
+        self._unread.clear()
+
+
+def max_seq_len(args: LlmArgs, context: int) -> int:
+    """The most tokens of a sequence for a model with `context` positions. Raises ConfigurationError."""
+    if args.max_seq_len is not None and args.max_seq_len > context:
+        raise ConfigurationError(
+            f"max_seq_len {args.max_seq_len} exceeds the model's context of {context} tokens; lower it"
+        )
+    return args.max_seq_len or context
+
+
+def check_cache_dtype(asked: str, model_dtype: torch.dtype) -> None:
+    """Raises ConfigurationError when the pool would have another dtype than the model."""
+    if asked not in ("auto", str(model_dtype).removeprefix("torch.")):
+        raise ConfigurationError(
+            f"kv_cache_config.dtype {asked} differs from the model's {model_dtype}; use auto or load the model in it"
+        )
+
+
+def check_fits(request: LlmRequest, args: LlmArgs, longest: int, blocks: BlockManager) -> None:
+    """Raises CapacityError when the request could not run even on an empty engine."""
+    total = request.max_total_tokens
+    asked = f"a prompt of {request.prompt_len} tokens with {request.max_new_tokens} new ones"
+    if total > longest:
+        raise CapacityError(f"{asked} exceeds max_seq_len {longest}; shorten the prompt or lower max_tokens")
+    if blocks.blocks_for(total) > blocks.num_blocks:
+        raise CapacityError(
+            f"{asked} needs {blocks.blocks_for(total)} blocks of {blocks.block_size} tokens, the KV pool has "
+            f"{blocks.num_blocks}; raise kv_cache_config.max_tokens"
+        )
+    if not args.enable_chunked_prefill and request.prompt_len > args.max_num_tokens:
+        raise CapacityError(
+            f"{asked} exceeds the {args.max_num_tokens} rows of max_num_tokens; raise it or enable chunked prefill"
+        )

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import secrets
+import signal
+import threading
 import time
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.executor import Executor
-from engine_wrapper.embedded.interrupts import interrupts_held
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput, output_of
-from engine_wrapper.embedded.prompts import Prompt, as_prompts, checked_salt, one_each, token_ids_of
-from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.request import (
+    CompletionOutput,
+    LlmRequest,
+    Prompt,
+    RequestOutput,
+    as_prompts,
+    checked_salt,
+    one_each,
+    output_of,
+    token_ids_of,
+)
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.embedded.stream import RequestStream
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from engine_wrapper.embedded.block_manager import BlockManager
 
@@ -40,6 +49,88 @@ __all__ = [
 ]
 
 _IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+
+
+class _Hold:
+    """A handler that keeps the first interrupt and hands further ones on."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._first: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._first is not None:
+            self._handler(number, frame)
+        self._first = number, frame
+
+    def end(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._first is not None:
+            self._handler(*self._first)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Answers an interrupt that comes inside the block at its end (the outermost one's), and a second one at once.
+
+    Python interrupts the main thread only; elsewhere nothing is held.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if handler is None or isinstance(handler, (int, _Hold)):
+        yield
+        return
+    hold = _Hold(handler)
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        hold.end()
+
+
+class RequestStream:
+    """Iterator over one request's outputs. `request_id` may be given to `LLM.abort`."""
+
+    def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
+        self._llm = llm
+        self._request = request
+        self._prompt = prompt
+        self._streaming = streaming
+        self._given = 0
+        self._ended = False
+
+    @property
+    def request_id(self) -> int:
+        return self._request.request_id
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._ended:
+            raise StopIteration
+        request = self._request
+        self._llm.run_until(self.has_news)
+        if self._streaming and request.num_generated > self._given:
+            self._given += 1
+            output = output_of(request, self._llm.tokenizer, self._prompt, self._given)
+        else:
+            output = output_of(request, self._llm.tokenizer, self._prompt)
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Ends the iteration, and the request where it still runs."""
+        if not self._ended:
+            self._ended = True
+            self._llm.forget(self._request)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def has_news(self) -> bool:
+        """True when the next output is there and taking it runs nothing."""
+        return self._request.is_finished or (self._streaming and self._request.num_generated > self._given)
 
 
 class LLM:

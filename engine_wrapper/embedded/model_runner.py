@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.layer_readiness import LayerReadiness
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
+    from semblend_trt.runtime import LayerReadiness
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
 

@@ -3,22 +3,100 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+from array import array
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import numpy as np
+import torch
 
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import RootKey
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
-    import torch
 
     from engine_wrapper.embedded.sampling import SamplingParams
+
+Prompt = Union[str, "Sequence[int]"]
+
+T = TypeVar("T")
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list. A sequence that starts with an integer is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = prompts if isinstance(prompts, list) else list(prompts)
+    if not items:
+        raise ConfigurationError("the prompt is empty; give text, token ids, or a list with at least one of them")
+    if isinstance(items[0], Integral):
+        return [cast("Sequence[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[int], npt.NDArray[np.int32]]:
+    """Token ids of a prompt, as a list of their own and as int32 [n], checked against the vocabulary.
+
+    The list holds the caller's own integers where they come in a list. Raises ConfigurationError.
+    """
+    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    # A tokenizer may begin even an empty text with a token of its own.
+    if len(prompt) == 0 or len(given) == 0:
+        raise ConfigurationError("the prompt is empty; at least one token is needed")
+    tokens = _packed(given) if isinstance(given, list) else None
+    if tokens is None or int(tokens.view(np.uint32).max()) >= vocabulary:
+        tokens = _read(given, vocabulary)
+    # NumPy's integers come in lists of nothing else; a connector is promised Python's.
+    return list(given) if isinstance(given, list) and type(given[0]) is int else tokens.tolist(), tokens
+
+
+def _packed(given: list[Any]) -> npt.NDArray[np.int32] | None:
+    """A list of integers as int32, the fastest way by half; None when it holds anything else."""
+    packed = bytearray(4 * len(given))
+    try:
+        struct.pack_into(f"{len(given)}i", packed, 0, *given)
+    except struct.error:
+        return None
+    return np.frombuffer(packed, dtype=np.int32)
+
+
+def _read(given: Iterable[Any], vocabulary: int) -> npt.NDArray[np.int32]:
+    """Any integers as int32. Raises ConfigurationError, naming what is wrong with them."""
+    try:
+        # It takes integers only; bytes alone it would not read one by one.
+        tokens = np.frombuffer(array("q", iter(given)), dtype=np.int64)
+    except TypeError:
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
+    except OverflowError:
+        raise ConfigurationError(f"the prompt holds a token id beyond the model's ids, 0..{vocabulary - 1}") from None
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if outside.size:
+        raise ConfigurationError(f"the prompt holds token id {outside[0]}; the model's ids are 0..{vocabulary - 1}")
+    return tokens.astype(np.int32)
+
+
+def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
+    """`values`, one of `kind` (or None) for all or a sequence with one each, as a list of `number`."""
+    if values is None or isinstance(values, kind):
+        return [cast("T", values)] * number
+    if not isinstance(values, (list, tuple)) or not all(value is None or isinstance(value, kind) for value in values):
+        raise ConfigurationError(f"{name} is {values!r}; give one {kind.__name__}, or a list with one for each prompt")
+    if len(values) != number:
+        raise ConfigurationError(f"{name} has {len(values)} entries for {number} prompts; give one for each")
+    return list(values)
+
+
+def checked_salt(cache_salt: Any) -> str | None:
+    """The salt of a single request. Raises ConfigurationError when it is not text."""
+    salt: str | None = one_each("cache_salt", cache_salt, 1, str)[0]
+    return salt
 
 
 class LlmRequestState(str, Enum):
@@ -202,3 +280,101 @@ def _salt_id(cache_salt: str | None) -> int | None:
         return None
     digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+class BoundRequest:
+    """A view of `request` that has only `attributes`, and raises AttributeError for any other."""
+
+    __slots__ = ("_attributes", "_request")
+
+    def __init__(self, request: LlmRequest, attributes: frozenset[str]) -> None:
+        self._request = request
+        self._attributes = attributes
+
+    @property
+    def is_generation_only_request(self) -> bool:
+        """A property here, and a method of the Python class."""
+        return self._request.is_generation_only_request()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._attributes:
+            raise AttributeError(f"the bound LlmRequest has no attribute {name}")
+        return getattr(self._request, name)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The tokens so far and their text; the token that stopped the generation is in `token_ids`, not in `text`.
+
+    `finish_reason`: "stop", "length", "cancelled", "error", or None while tokens are still to come.
+    `generation_logits`: float32 [tokens, vocabulary] of a finished request that asked for them.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    generation_logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request's answer, or the part of it that there is.
+
+    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector; `computed_tokens`
+    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are the connector's word
+    on it, None where it says nothing. `time_to_first_token` is in seconds from submission. `error` says why the finish
+    reason is "error".
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    time_to_first_token: float | None
+    finished: bool
+    reuse_outcome: str | None = None
+    reuse_reason: str | None = None
+    error: str | None = None
+
+
+def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
+    """The output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
+    token_ids = request.generated_token_ids
+    finished = request.is_finished and num_tokens in (None, len(token_ids))
+    token_ids = token_ids if num_tokens is None else token_ids[:num_tokens]
+    reason = request.finish_reason if finished else None
+    logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
+    text = _text(tokenizer, token_ids[:-1] if reason == "stop" else token_ids)
+    reused, holes = _reuse(request)
+    report = request.reuse_report
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=prompt,
+        prompt_token_ids=request.tokens(0, request.orig_prompt_len),
+        outputs=[CompletionOutput(text, token_ids, reason, logits)],
+        cached_tokens=request.cached_tokens,
+        reused_tokens=reused,
+        computed_tokens=request.prompt_len - request.prepopulated_prompt_len + holes,
+        time_to_first_token=(
+            None if request.first_token_time is None else request.first_token_time - request.arrival_time
+        ),
+        finished=finished,
+        reuse_outcome=None if report is None else report.outcome,
+        reuse_reason=None if report is None else report.reason,
+        error=request.error,
+    )
+
+
+def _reuse(request: LlmRequest) -> tuple[int, int]:
+    """Tokens that came from donors, and promised tokens that had to be computed after all."""
+    report = request.reuse_report
+    if report is None:
+        return request.py_num_connector_matched_tokens, 0
+    return report.reused_tokens, report.computed_holes
+
+
+def _text(tokenizer: Any, token_ids: list[int]) -> str:
+    return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from semblend_trt.errors import ConfigurationError
+import torch
+
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from engine_wrapper.embedded.request import LlmRequest
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -77,3 +86,108 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
         if not _is_integer(token) or token < 0:
             raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
     return tuple(ids)
+
+
+class Sampler:
+    """Greedy, or temperature, then top-k, then top-p (nucleus sampling, Holtzman et al. 2020).
+
+    One uniform number of the request's own generator is spent per token, so a request's tokens depend on its logits and
+    seed alone, never on its neighbours in the batch.
+    """
+
+    @staticmethod
+    def generator(params: SamplingParams) -> torch.Generator:
+        """A generator for one request. It lives on the CPU, so that a seed means the same on every device."""
+        generator = torch.Generator()
+        if params.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(params.seed)
+        return generator
+
+    def sample(self, logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+        """`logits`: [vocabulary]; returns the token's id."""
+        if params.is_greedy:
+            return int(logits.argmax())
+        probabilities, tokens = candidates(logits, params)
+        reach = probabilities.cumsum(0)
+        drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
+        # The first candidate whose reach is not below the draw: one of probability 0 is never it.
+        return int(tokens[torch.searchsorted(reach, drawn)])
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that may be drawn, most probable first, with their probabilities: float64 [n] and int64 [n].
+
+    Top-p keeps the smallest set whose probability reaches it, after top-k; the probabilities sum to 1 before top-p.
+    """
+    ordered, tokens = logits.float().sort(descending=True, stable=True)
+    if params.top_k:
+        ordered, tokens = ordered[: params.top_k], tokens[: params.top_k]
+    # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
+    probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
+    if params.top_p < 1.0:
+        before = probabilities.cumsum(0) - probabilities
+        kept = int((before < params.top_p).sum())
+        probabilities, tokens = probabilities[:kept], tokens[:kept]
+    return probabilities, tokens
+
+
+class BatchLogits:
+    """The logits of one iteration, float32 [requests, vocabulary].
+
+    The largest of every row are fetched from the device at once: each transfer may wait behind a donor's.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def row(self, row: int) -> torch.Tensor:
+        """float32 [vocabulary]."""
+        return self._logits[row]
+
+    def largest(self, row: int) -> tuple[float, int]:
+        """The largest logit of a row, and the first token that has it."""
+        value, token = self._largest[row]
+        return value, int(token)
+
+    @cached_property
+    def _largest(self) -> list[list[float]]:
+        best, tokens = self._logits.max(1)
+        found: list[list[float]] = torch.stack((best.double(), tokens.double()), 1).tolist()
+        return found
+
+
+def next_token(request: LlmRequest, logits: BatchLogits, row: int, sampler: Sampler) -> int:
+    """The token that follows, sampled from the request's row of `logits`, or the next forced one.
+
+    Keeps the row where the request asks for it. Raises SemBlendError when a token has to be sampled from logits that
+    are not finite.
+    """
+    params = request.sampling_params
+    if params.return_generation_logits:
+        request.generation_logits.append(logits.row(row).clone())
+    if params.forced_token_ids is not None:
+        return params.forced_token_ids[request.num_generated]
+    best, token = logits.largest(row)
+    _check_finite(best)
+    if params.is_greedy:
+        return token
+    assert request.generator is not None
+    return sampler.sample(logits.row(row), params, request.generator)
+
+
+def _check_finite(best: float) -> None:
+    if not math.isfinite(best):
+        raise SemBlendError("the model's logits are not finite")
+
+
+def finish_reason(request: LlmRequest, token: int, eos_token_ids: Collection[int]) -> str | None:
+    """ "stop" or "length" when `token`, the newest one, ends the request, else None. Forced tokens stop nothing."""
+    params = request.sampling_params
+    if params.forced_token_ids is None:
+        if params.stop_token_ids is not None and token in params.stop_token_ids:
+            return "stop"
+        if not params.ignore_eos and token in eos_token_ids:
+            return "stop"
+    return "length" if request.num_generated == request.max_new_tokens else None

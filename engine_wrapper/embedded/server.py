@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
+import time
+import uuid
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
-from engine_wrapper.embedded.server_answers import STREAM_END, AnswerForm, TextSoFar, event
-from engine_wrapper.embedded.server_body import DEFAULT_MAX_TOKENS, CompletionBody, read_body
+from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import CapacityError, ConfigurationError
@@ -34,7 +38,210 @@ from semblend_trt.settings.environment import PREFIXES
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-    from engine_wrapper.embedded.llm import RequestOutput, SamplingParams
+    from engine_wrapper.embedded.request import RequestOutput
+
+DEFAULT_MAX_TOKENS = 16
+MAX_STOPS = 16
+# Fields that would change the answer and that this engine does not know, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "lora_request": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "no_repeat_ngram_size": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class CompletionBody(BaseModel):
+    """The fields that are read of either kind of request; None stands for the default, as clients send it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        """Where nothing is said the OpenAI API samples at temperature 1. Raises RequestRefusedError."""
+        given = {
+            "max_tokens": self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        fields: dict[str, Any] = {"max_tokens": default_max_tokens}
+        fields |= {name: value for name, value in given.items() if value is not None}
+        try:
+            return SamplingParams(**fields)
+        except ConfigurationError as error:
+            raise RequestRefusedError(400, "bad_field", str(error)) from None
+
+
+def read_body(body: dict[str, Any]) -> CompletionBody:
+    """Checks a body's fields. Raises RequestRefusedError for wrong values, and for what this engine cannot do."""
+    for name, neutral in _UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and not any(_is_same(value, each) for each in neutral):
+            raise RequestRefusedError(400, "unsupported_field", f"{name} is not supported by this engine; leave it out")
+    try:
+        return CompletionBody.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RequestRefusedError(400, "bad_field", f"{place}: {first['msg']}") from None
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal, and a truth value where that is one: `logprobs` 0 asks for the tokens' own, and false for none."""
+    return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+STREAM_END = b"data: [DONE]\n\n"
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(slots=True)
+class TextSoFar:
+    """Cuts an answer that grows at the first of `stops`, and says what may be shown of it.
+
+    A character whose bytes are not all there yet is held back, and so is what may be the beginning of a stop.
+    """
+
+    stops: tuple[str, ...] = ()
+    shown: str = ""
+    is_stopped: bool = False
+
+    def delta(self, text: str, *, is_last: bool) -> str:
+        """What can be shown of `text`, the whole answer so far, beyond what was shown."""
+        ends = [at for at in map(text.find, self.stops) if at >= 0]
+        if ends:
+            self.is_stopped, text = True, text[: min(ends)]
+        elif not is_last:
+            text = text[: len(text) - self._held_back(text)]
+        new, self.shown = text[len(self.shown) :], max(text, self.shown, key=len)
+        return new
+
+    def _held_back(self, text: str) -> int:
+        held = len(text) - len(text.rstrip(_UNFINISHED))
+        for stop in self.stops:
+            fits = (length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length]))
+            held = max(held, next(fits, 0))
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """One request's answer as JSON, of a chat or of a completion."""
+
+    model: str
+    is_chat: bool
+    answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, text: str, finish_reason: str | None, output: RequestOutput) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        return self._answer({**content, "finish_reason": finish_reason}, is_chunk=False) | {"usage": usage_of(output)}
+
+    def chunk(self, text: str, finish_reason: str | None, *, is_first: bool) -> bytes:
+        """One event of a stream."""
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
+        return event(self._answer({**content, "finish_reason": finish_reason}, is_chunk=True))
+
+    def usage_chunk(self, output: RequestOutput) -> bytes:
+        """The event with the usage, behind the last one with text."""
+        return event(self._answer(None, is_chunk=True) | {"usage": usage_of(output)})
+
+    def _answer(self, choice: dict[str, Any] | None, *, is_chunk: bool) -> dict[str, Any]:
+        name = "text_completion"
+        if self.is_chat:
+            name = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.answer_id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": [] if choice is None else [{"index": 0, "logprobs": None, **choice}],
+        }
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data).encode("ascii") + b"\n\n"
+
+
+def usage_of(output: RequestOutput) -> dict[str, Any]:
+    """Tokens of prompt and answer. Of the prompt's, `cached_tokens` came from the engine's exact prefix cache,
+    `reused_tokens` from donors, and `computed_tokens` went through the last layer."""
+    prompt, answer = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {
+            "cached_tokens": output.cached_tokens,
+            "reused_tokens": output.reused_tokens,
+            "computed_tokens": output.computed_tokens,
+        },
+    }
+
 
 BOUNDS = ServerBounds()
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -14,8 +14,7 @@ from semblend_trt.errors import SemBlendError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from engine_wrapper.embedded.llm import LLM, RequestOutput, SamplingParams
-    from engine_wrapper.embedded.stream import RequestStream
+    from engine_wrapper.embedded.llm import LLM, RequestOutput, RequestStream, SamplingParams
 
 logger = logging.getLogger(__name__)
 

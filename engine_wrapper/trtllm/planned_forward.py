@@ -10,7 +10,7 @@ from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
 from engine_wrapper.trtllm.self_check import SelfCheck
-from semblend_trt.runtime import EngineMode, Runtime
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.layout_error import LayoutError
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, VllmRows
-from semblend_trt.runtime import EngineMode
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.batch import with_lowest_layers_run
-from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import CheckEvidence, SpanCheck
 
 PlanMaker = Callable[..., SemanticKvPlan]
 

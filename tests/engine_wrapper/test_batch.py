@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from semblend_trt.ranks import Ranks
-from semblend_trt.span_check import SpanCheck
 from tests.engine_wrapper.checked_bench import BLOCK_SIZE, NUM_LAYERS, Bench, PlanMaker, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
 TERMS: dict[str, dict[str, Any]] = {

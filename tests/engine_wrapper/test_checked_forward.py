@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from semblend_trt.evidence import CheckEvidence
+from semblend_trt.plan import CheckEvidence, SpanCheck
 from semblend_trt.ranks import Ranks
-from semblend_trt.span_check import SpanCheck
 from tests.engine_wrapper.checked_bench import (
     BLOCK_SIZE,
     DEVICE,

@@ -15,9 +15,8 @@ from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
-from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.plan import SemanticKvPlan, SpanCheck
 from semblend_trt.ranks import Ranks
-from semblend_trt.span_check import SpanCheck
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,11 +17,10 @@ from engine_wrapper.sequence_work import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import PlanKind, SemanticKvPlan
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]
 Layers = list[list[list[int]]]

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.block_manager import BlockManager
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.publication import PublicationGuard
-from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
     EngineExecution,
@@ -18,6 +16,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import ActivePlans
 
 BLOCK_SIZE = 8
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.sequence_work import choose, closed
-from semblend_trt.span_check import WINDOW_TOKENS, SpanCheck
+from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 deviations = st.sampled_from([0.0, 0.05, 0.2, 0.21, 1.0, math.inf, math.nan])

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt import staging
 from semblend_trt.discovery.span_index import SpanIndex

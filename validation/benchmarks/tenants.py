@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
 
 SAMPLES = 250
 WARM_UPS = 10

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck
-from semblend_trt.span_check import SpanCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

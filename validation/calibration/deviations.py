@@ -18,9 +18,8 @@ from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.plan import EngineMode
+from semblend_trt.plan import WINDOW_TOKENS, EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.span_check import WINDOW_TOKENS
 from validation.cases import groups
 from validation.engines import environment
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import SemanticKvPlan, SpanCheck
     from validation.cases import Case
     from validation.tokenised import TokenisedCase
 

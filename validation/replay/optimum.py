@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.eviction.ranking import Ranking
+from semblend_trt.donors.eviction import Ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

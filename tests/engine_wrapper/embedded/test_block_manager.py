@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules, RootKey
 from semblend_trt.errors import CapacityError, SemBlendError
 
 KEY = RootKey()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine_wrapper.embedded.decoding import BatchLogits
+from engine_wrapper.embedded.sampling import BatchLogits
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 from tests.conftest import save_tiny_model

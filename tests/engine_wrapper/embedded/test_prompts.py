@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.prompts import as_prompts, token_ids_of
+from engine_wrapper.embedded.request import as_prompts, token_ids_of
 from semblend_trt.errors import ConfigurationError
 
 VOCABULARY = 1000

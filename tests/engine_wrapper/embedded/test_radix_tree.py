@@ -1,6 +1,6 @@
 import pytest
 
-from engine_wrapper.embedded.radix_tree import RadixTree, RootKey, common_length
+from engine_wrapper.embedded.block_manager import RadixTree, RootKey, common_length
 from semblend_trt.errors import SemBlendError
 
 KEY = RootKey()

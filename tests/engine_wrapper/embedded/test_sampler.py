@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.sampler import Sampler, candidates
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.sampling import Sampler, SamplingParams, candidates
 from semblend_trt.errors import ConfigurationError
 
 

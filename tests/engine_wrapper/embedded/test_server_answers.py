@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
-from engine_wrapper.embedded.server_answers import AnswerForm, TextSoFar, usage_of
+from engine_wrapper.embedded.request import CompletionOutput, RequestOutput
+from engine_wrapper.embedded.server import AnswerForm, TextSoFar, usage_of
 
 OUTPUT = RequestOutput(
     request_id=1,

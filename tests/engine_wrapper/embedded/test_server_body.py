@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.embedded.server_body import read_body
+from engine_wrapper.embedded.server import read_body
 from semblend_trt.fleet.router.refusals import RequestRefusedError
 
 # As clients send them that know of these fields and want nothing of them.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine_wrapper.embedded.contract_rules import ConnectorContractError
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, Transfers
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.embedded.transfers import Transfers
 from semblend_trt.ranks import Ranks
 from tests.semblend_trt.rank_threads import on_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
-from semblend_trt.span_check import WINDOW_TOKENS, SpanCheck
 from validation.calibration.candidates import Candidate, candidates, computed_share, thresholds, window_thresholds
 from validation.calibration.deviations import PromptDeviations
 
