@@ -20,8 +20,8 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import documents, prompts
 from validation.assets.recipe import evaluate
+from validation.metrics import MARGIN
 from validation.models import PROFILE_NAME
-from validation.noninferiority import MARGIN
 
 ASSETS = Path(validation.__file__).parent / "assets"
 MODEL = ASSETS / "model"

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan, SpanCheck
-    from validation.cases import Case
-    from validation.tokenised import TokenisedCase
+    from validation.cases import Case, TokenisedCase
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"
