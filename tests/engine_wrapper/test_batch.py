@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.sequence_work import SequenceSlice, works_of
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.checked_bench import BLOCK_SIZE, NUM_LAYERS, Bench, PlanMaker, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
