@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.publication import PublicationGuard
 from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor
 from engine_wrapper.trtllm.executor_parts import find_executor
-from semblend_trt.runtime import EngineMode, Runtime
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     import torch
 
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
+    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

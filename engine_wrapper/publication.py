@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from semblend_trt.active_plans import ActivePlans
+    from semblend_trt.runtime import ActivePlans
 
 
 class PublicationGuard:

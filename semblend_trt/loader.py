@@ -12,7 +12,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
+    from semblend_trt.runtime import LayerReadiness
     from semblend_trt.staging import HostReader
 
 # Enough groups that little is left to compute behind the last, few enough that launching them takes no longer than the

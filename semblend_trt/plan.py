@@ -1,29 +1,135 @@
-"""SemanticKvPlan: which donor KV goes where for one request, and who computes the rest.
+"""SemanticKvPlan: which donor KV goes where for one request, how it is checked, and who computes the rest.
 
-The constructor refuses every plan that could corrupt somebody's KV, so code that receives a plan need not check again.
+The constructor refuses every plan that could corrupt KV, so code that receives a plan need not check again.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.errors import PlanError
-from semblend_trt.span_check import SpanCheck
-from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "EngineExecution",
-    "EngineMode",
-    "PlanKind",
-    "PlanSpan",
-    "SemanticKvPlan",
-    "SpanCheck",
-]
+
+class TokenIds(Sequence[int]):
+    """An immutable sequence of int32 token ids. Equal to every sequence of the same ids; NumPy reads it as an array.
+
+    Raises ValueError for anything but one dimension of integers in 0 .. 2**31 - 1.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Iterable[int] | npt.NDArray[Any]) -> None:
+        given = np.asarray(ids if isinstance(ids, (np.ndarray, Sequence)) else list(ids))
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(
+                f"token ids are {given.dtype} of shape {list(given.shape)}; one dimension of integers is needed"
+            )
+        if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
+            raise ValueError(f"token ids span {given.min()}..{given.max()}; they must lie in 0..{(1 << 31) - 1}")
+        self._ids = np.array(given, dtype=np.int32)
+        self._ids.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TokenIds: ...
+
+    def __getitem__(self, index: int | slice) -> int | TokenIds:
+        if isinstance(index, slice):
+            part = TokenIds.__new__(TokenIds)
+            part._ids = self._ids[index]
+            return part
+        return int(self._ids[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy or (dtype is not None and dtype != np.int32):
+            return self._ids.astype(dtype or np.int32)
+        return self._ids
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
+            return NotImplemented
+        return len(other) == len(self) and bool(np.array_equal(self._ids, np.asarray(other)))
+
+    def __hash__(self) -> int:
+        return hash(self._ids.tobytes())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self._ids[:8].tolist()))
+        return f"TokenIds([{shown}{', ...' if len(self) > 8 else ''}], {len(self)} in all)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_bytes, (self._ids.tobytes(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenIds:
+        return self
+
+
+def _from_bytes(data: bytes) -> TokenIds:
+    ids = TokenIds.__new__(TokenIds)
+    ids._ids = np.frombuffer(data, dtype=np.int32)
+    return ids
+
+
+# Tokens of a window, counted from the first checked token of a span; its last window may be shorter.
+WINDOW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCheck:
+    """Layers below `layer` run on all tokens; in `layer` fresh K and V of every token are compared with its donor's.
+
+    A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
+    Tokens that deviate by more than `threshold` are computed in all layers; or, with `largest_share` instead, that
+    share of the checked tokens which deviates most (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
+    above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
+
+    A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
+    `min_saved_share` of its promised tokens is dropped: everything is computed.
+
+    Raises PlanError when a field is out of range, or unless exactly one of `threshold` and `largest_share` is given.
+    """
+
+    layer: int
+    threshold: float | None = None
+    largest_share: float | None = None
+    max_span_share: float = 1.0
+    min_saved_share: float = 0.0
+    window_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise PlanError("check_outside_model", f"check layer {self.layer} is negative; the lowest layer is 0")
+        if (self.threshold is None) == (self.largest_share is None):
+            raise PlanError(
+                "check_incomplete",
+                f"a check has threshold {self.threshold} and largest_share {self.largest_share}; give exactly one",
+            )
+        for name in ("threshold", "window_threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise PlanError("check_threshold_range", f"check {name} is {value}; it must be finite and at least 0")
+        for name in ("largest_share", "max_span_share", "min_saved_share"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise PlanError("check_share_range", f"check {name} is {share}; it must be within 0..1")
 
 
 class EngineMode(str, Enum):
@@ -300,3 +406,21 @@ def _check_blocks(plan: SemanticKvPlan) -> None:
         raise PlanError(
             "block_repeated", f"request {plan.request_id}: a block occurs twice and would hold two ranges of the prompt"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckEvidence:
+    """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
+
+    `checked_tokens` were compared with their donor's KV. `reused_tokens` keep the donor's KV above the check layer;
+    exact spans, which need no check, are among them. `largest_kept` is the largest deviation of a checked token that is
+    reused, 0.0 without one. `is_dropped` says that the plan would have saved too little and everything was computed.
+    """
+
+    request_id: int
+    offered_tokens: int
+    checked_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    largest_kept: float
+    is_dropped: bool

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError, PlanError
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.plan import SpanCheck
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kernels.rope import RopeRotation
-    from semblend_trt.donors.host_kv import HostKv
+    from semblend_trt.donors.host_tier import HostKv
 
 
 @dataclass(slots=True)

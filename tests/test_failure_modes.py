@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt import audit
 from semblend_trt.connector.eligibility import engine_refusal
-from semblend_trt.donors.news import TierEvent
+from semblend_trt.donors.offload import TierEvent
 from semblend_trt.fleet.counters import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.outcome import OTHER_REASON
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (
     EngineExecution,
+    EngineMode,
     PlanKind,
     PlanSpan,
     SemanticKvPlan,
+    TokenIds,
 )
-from semblend_trt.runtime import EngineMode
-from semblend_trt.token_ids import TokenIds
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.audit_log import read_events, settled
 from validation.engines import EngineSettings

@@ -13,11 +13,11 @@ from semblend_trt.connector.tier_desk import TierDesk
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.donors.arena import arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, Lease
-from semblend_trt.donors.donor_text import DonorText
+from semblend_trt.donors.device_tier import arena_blocks
+from semblend_trt.donors.donor_file import DonorText
+from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.eviction import eviction_factory
-from semblend_trt.donors.placement import Tier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.fleet.announcer import Silence
 from semblend_trt.metrics import HeldDonors
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.kind_reader import KindReader
-    from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.connector.tier_orders import TierOrders
-    from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
+    from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.donors.offload import DiskLink, TierEvent, TierNews, TierOrders
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.runtime import PoolFacts, SavedDonor
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt import __version__
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import TierOrders
 from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import torch
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
-from semblend_trt.donors.news import TierEvent, TierNews
-from semblend_trt.donors.placement import Tier
-from semblend_trt.donors.transfer import TransferTiming
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import TierEvent, TierNews, TransferTiming
 from semblend_trt.errors import CapacityError
 from semblend_trt.loader import block_vector
 from semblend_trt.ranks import Ranks
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.rope import RopeRotation
-    from semblend_trt.connector.disk_keeper import DiskKeeper
-    from semblend_trt.donors.arena import DeviceTier
-    from semblend_trt.donors.host_kv import HostKv
+    from semblend_trt.donors.device_tier import DeviceTier
+    from semblend_trt.donors.host_tier import HostKv
+    from semblend_trt.donors.offload import DiskKeeper
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import DiskLink, TierEvent, TierNews, TierOrders
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable
 
     from semblend_trt.donors.catalog import DonorCatalog
-    from semblend_trt.donors.donor_text import DonorText
-    from semblend_trt.donors.placement import Placement
+    from semblend_trt.donors.donor_file import DonorText
+    from semblend_trt.donors.donor_table import Placement
 
 # Each fetch and lift holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_LIFTS = 4, 2

@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.disk_keeper import DiskKeeper
-from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.pool_reading import described, geometry_of
-from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
+from semblend_trt.connector.model_facts import described, geometry_of, model_facts
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier, arena_blocks
-from semblend_trt.donors.disk import DiskTier
+from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
+from semblend_trt.donors.host_tier import HostTier
+from semblend_trt.donors.offload import DiskKeeper, DiskLink, TierEvent, TierNews
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
-from semblend_trt.runtime import EngineMode, PoolFacts, runtime_for
+from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
+from semblend_trt.runtime import PoolFacts, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from semblend_trt.streams import on
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.connector.tier_orders import TierOrders
+    from semblend_trt.donors.offload import TierOrders
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -130,7 +128,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
         try:
-            pool = single_pool(layout)
+            pool = layout.as_single_pool_tensor() if len(layout.groups) == 1 else None
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
             self._refuse("pool_layout")

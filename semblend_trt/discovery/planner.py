@@ -15,9 +15,8 @@ from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
 from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
 from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, TokenIds
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
-from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,13 +11,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.capacities import Capacities
-from semblend_trt.donors.entry import CatalogStats, DonorState, Entry, FileState
+from semblend_trt.donors.donor_file import FileSize
+from semblend_trt.donors.donor_table import (
+    Capacities,
+    CatalogStats,
+    DonorState,
+    Entry,
+    FileState,
+    Holdings,
+    Placement,
+    Tier,
+    place_on_device,
+    place_on_host,
+)
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, LruEviction
-from semblend_trt.donors.file_size import FileSize
-from semblend_trt.donors.holdings import Holdings
-from semblend_trt.donors.lease import Lease
-from semblend_trt.donors.placement import Placement, Tier, place_on_device, place_on_host
 from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:
@@ -27,6 +34,28 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.donors.block_kind import KindMix
+
+
+class Lease:
+    """Keeps one donor from being dropped until `release`. Releasing twice is once."""
+
+    def __init__(self, donor_id: str, end: Callable[[Lease], None]) -> None:
+        """`end` is called by every release; it asks `released` and calls `ended` under its owner's lock."""
+        self.donor_id = donor_id
+        self._end = end
+        self._released = False
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    def release(self) -> None:
+        self._end(self)
+
+    def ended(self) -> None:
+        """Marks the lease as released."""
+        self._released = True
+
 
 __all__ = ["CatalogStats", "DonorCatalog", "DonorState", "Lease"]
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.file_size import FileSize
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
@@ -29,7 +27,44 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.donors.host_kv import HostKv
+    from semblend_trt.donors.host_tier import HostKv
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DonorText:
+    """`tokens`: int32 [n]; `digest` names the prompt that it was made from, so that the same one is not kept twice."""
+
+    namespace_key: str
+    tokens: npt.NDArray[np.int32]
+    digest: bytes
+
+
+PAGE = 4096
+_TOKEN_ID_BYTES = 4
+# A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
+_HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
+
+
+@dataclass(frozen=True, slots=True)
+class FileSize:
+    """For KV of `bytes_per_token` bytes in `num_layers` layers."""
+
+    num_layers: int
+    bytes_per_token: int
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the KV, whole pages, so that they begin where a block of the disk does."""
+        return _pages(_HEADER_FIXED + _HEADER_PER_LAYER * self.num_layers)
+
+    def of(self, tokens: int) -> int:
+        """Bytes on disk of a donor of `tokens` tokens, whole pages."""
+        return self.header_bytes + _pages(tokens * (self.bytes_per_token + _TOKEN_ID_BYTES))
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
 
 FORMAT = "semblend-donor-2"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

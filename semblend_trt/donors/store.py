@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.layout import PagedKv
-    from semblend_trt.donors.arena import DeviceTier
-    from semblend_trt.donors.host_kv import HostKv
-    from semblend_trt.donors.tiers import HostTier
+    from semblend_trt.donors.device_tier import DeviceTier
+    from semblend_trt.donors.host_tier import HostKv, HostTier
 
 
 class DonorStore:

@@ -9,7 +9,8 @@ import pytest
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from semblend_trt.errors import SemBlendError
-from semblend_trt.runtime import EngineMode, runtime_for
+from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
 from tests.semblend_trt.rank_threads import on_ranks

@@ -14,9 +14,10 @@ from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvCon
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.outcome import Outcome
+from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from semblend_trt.runtime import EngineMode, runtime_for
+from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, executor_of
 from tests.semblend_trt.rank_threads import on_ranks
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.outcome import ReuseReport
 
 
 class Service:

@@ -8,8 +8,8 @@ import torch
 from engine_wrapper.connector import attach
 from engine_wrapper.publication import PublicationGuard
 from kernels.layout import KvGeometry
-from semblend_trt.evidence import CheckEvidence
-from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
+from semblend_trt.plan import CheckEvidence, EngineMode
+from semblend_trt.runtime import PoolFacts, Runtime
 
 POOL = PoolFacts(KvGeometry(2, 1, 8, 16), 4, torch.float32)
 

@@ -10,7 +10,7 @@ import torch
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
 from tests.engine_wrapper.prompts import text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)

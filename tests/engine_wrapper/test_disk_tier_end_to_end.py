@@ -16,8 +16,8 @@ import pytest
 
 from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.donors import donor_file
-from semblend_trt.donors.disk import FOLDER
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.disk_tier import FOLDER
+from semblend_trt.donors.donor_table import Tier
 from validation.documents import stock_list
 from validation.prompts import render
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.publication import PublicationGuard
-from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
     EngineExecution,
@@ -18,6 +17,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import ActivePlans
 
 BLOCK_SIZE = 8
 

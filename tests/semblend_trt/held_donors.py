@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from semblend_trt.donors.host_kv import HostKv
-    from semblend_trt.donors.tiers import HostTier
+    from semblend_trt.donors.host_tier import HostKv, HostTier
 
 
 def save(tier: HostTier, donor_id: str, tensor: torch.Tensor) -> None:

@@ -16,13 +16,10 @@ from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.host_kv import HostKv
-from semblend_trt.donors.host_memory import HostMemory
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
     EngineExecution,
@@ -31,6 +28,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
 from tests.semblend_trt.held_donors import save
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.staging import HostReader, HostWriter, Staging, pieces
 from tests.semblend_trt.held_donors import fill

@@ -14,11 +14,10 @@ from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt import loader as loader_module
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
     EngineExecution,
@@ -27,6 +26,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import save
 

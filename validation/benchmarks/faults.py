@@ -28,8 +28,8 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.connector import library
 from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.donors.disk import FOLDER
-from semblend_trt.donors.file_size import FileSize
+from semblend_trt.donors.disk_tier import FOLDER
+from semblend_trt.donors.donor_file import FileSize
 from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
 from validation.embedded_engine import open_llm

@@ -22,8 +22,8 @@ from torch import distributed
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from semblend_trt.span_check import SpanCheck
 from validation.benchmarks import measure
 from validation.benchmarks.bench_model import Prompts, label, make_decided_runner, make_runner
 from validation.benchmarks.measure import CARD_FOLDER, Bench
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm import LLM
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 EIGHT_TOKENS = SamplingParams(max_tokens=8, ignore_eos=True)
 ANSWERED_SIZES = (300, 700, 1_000)

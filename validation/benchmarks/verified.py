@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.llm_args import LlmArgs
 from kernels.results import Results, parser_of
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.plan import SpanCheck
 from validation.benchmarks import measure
 from validation.benchmarks.bench_model import GOAL_SIZE, label
 from validation.benchmarks.measure import CARD_FOLDER, CHECKED_PARTS, Bench, CheckedStopwatch, bench_of, model_options

@@ -8,23 +8,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.trtllm import planned_rows
 from engine_wrapper.trtllm.executor_parts import ExecutorParts
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
+from semblend_trt.plan import EngineMode, SpanCheck
+from semblend_trt.runtime import PoolFacts, Runtime
 from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import PyExecutor, executor_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 LAYERS = 3
 SPANS = [(10, 30), (36, 58)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semblend_trt.donors.disk import FOLDER
+from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, Served, serving
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.library import Library
-from semblend_trt.connector.request_table import TrackedRequest
-from semblend_trt.connector.tier_orders import TierOrders
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.entry import DonorState
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import DonorState, Tier
+from semblend_trt.donors.offload import TierOrders
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import PoolFacts, SavedDonor
 

@@ -13,8 +13,8 @@ from semblend_trt.connector.metadata import (
     SemBlendConnectorMetadata,
     readable_metadata,
 )
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import TierOrders
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.runtime import Runtime

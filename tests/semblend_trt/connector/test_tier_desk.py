@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from semblend_trt.connector.tier_desk import MAX_FETCHES, MAX_LIFTS, TierDesk
-from semblend_trt.connector.tier_orders import TierOrders
 from semblend_trt.donors.catalog import DonorCatalog
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_file import DonorText
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import DiskLink, TierEvent, TierNews, TierOrders
 
 TOKENS = 10
 

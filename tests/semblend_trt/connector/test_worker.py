@@ -12,9 +12,8 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.news import TierEvent
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import TierEvent, TierOrders
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
     EngineExecution,

@@ -15,10 +15,9 @@ from semblend_trt.discovery.planner import MAX_PIECES, LookupRequest, Planned, P
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from semblend_trt.span_check import SpanCheck
 
 NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER

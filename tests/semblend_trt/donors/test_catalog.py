@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.donors.catalog import CatalogStats, DonorCatalog, DonorState, Lease
+from semblend_trt.donors.donor_table import Placement, Tier
 from semblend_trt.donors.eviction import DonorHistory
-from semblend_trt.donors.placement import Placement, Tier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 
 BYTES_PER_TOKEN = 10

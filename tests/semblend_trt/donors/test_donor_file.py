@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 
 from semblend_trt.donors import donor_file
-from semblend_trt.donors.donor_file import DonorFileError, read_kv, read_text, write_donor
-from semblend_trt.donors.file_size import PAGE
+from semblend_trt.donors.donor_file import PAGE, DonorFileError, read_kv, read_text, write_donor
 
 TOKENS = 21
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

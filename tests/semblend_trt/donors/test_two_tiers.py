@@ -14,13 +14,11 @@ from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt import staging
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
-from semblend_trt.donors.host_kv import HostKv
-from semblend_trt.donors.host_memory import HostMemory
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.staging import HostWriter, Staging
 from tests.semblend_trt.held_donors import fill

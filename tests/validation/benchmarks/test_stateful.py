@@ -8,7 +8,7 @@ import pytest
 
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.connector.worker import SemBlendKvConnectorWorker
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from validation.benchmarks import stateful
 
 

@@ -1,0 +1,45 @@
+"""The rules name the kind of plain cases, and shares always add up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.donors.block_kind import UNREAD, BlockKind, kinds_of, main_kind
+
+PROSE = "The harbour was built when the old bridge had been carried away by ice. " * 8
+CASES = [
+    ("<|im_start|>system\nYou are a careful clerk.<|im_end|>\n<|im_start|>user\nHi", BlockKind.SYSTEM_PROMPT),
+    ("<|start_header_id|>assistant<|end_header_id|>\nIt was in 1907.", BlockKind.ASSISTANT_HISTORY),
+    ('Tool: {"rows": 3}', BlockKind.TOOL_OUTPUT),
+    ('<|im_start|>user\n{"temperature": 21, "unit": "C"}', BlockKind.TOOL_OUTPUT),
+    ("User: why?\n\n```python\nprint(1)\n```", BlockKind.CODE),
+    ("import os\n\ndef run(path):\n    return os.stat(path)", BlockKind.CODE),
+    ("Pursuant to § 12 the defendant, herein named, was heard in Smith v. Jones.", BlockKind.LEGAL_EVIDENCE),
+    ("Respond only in the following format, one line each.", BlockKind.TEMPLATE),
+    ("Document 3: harbour dues\nShips pay by length.", BlockKind.RETRIEVED_CONTEXT),
+    ("User: " + PROSE, BlockKind.RETRIEVED_CONTEXT),
+    ("User: when was the harbour built?", BlockKind.USER_QUERY),
+    ("when was the harbour built?", BlockKind.OTHER),
+]
+
+
+@pytest.mark.parametrize(("text", "kind"), CASES)
+def test_plain_cases(text, kind):
+    assert main_kind(kinds_of(text)) is kind
+
+
+def test_a_conversation_is_a_mix():
+    mix = kinds_of(f"System: be brief.\nUser: {PROSE}\n\nwhen was it built?\nAssistant: long ago.")
+    assert set(mix) == {
+        BlockKind.SYSTEM_PROMPT,
+        BlockKind.RETRIEVED_CONTEXT,
+        BlockKind.USER_QUERY,
+        BlockKind.ASSISTANT_HISTORY,
+    }
+
+
+@given(st.text())
+def test_shares_add_up(text):
+    mix = kinds_of(text)
+    assert sum(mix.values()) == pytest.approx(1.0)
+    assert mix == UNREAD if not text.strip() else mix
