@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.donors.offload import TierOrders
+    from semblend_trt.donors.offload import OffloadCommands
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +86,14 @@ class Iteration:
             if is_first:
                 self.followed.append(tracked)
 
-    def metadata(self, forgotten: Sequence[int], orders: TierOrders) -> SemBlendConnectorMetadata:
+    def metadata(self, forgotten: Sequence[int], commands: OffloadCommands) -> SemBlendConnectorMetadata:
         """All of it, with what else there is to tell."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
             intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
             progress=tuple(self.progress),
             forgotten=tuple(forgotten),
-            orders=orders,
+            commands=commands,
             grown=tuple(self.grown),
         )
 
