@@ -11,13 +11,12 @@ from kernels.sparse_prefill import write_rows
 if TYPE_CHECKING:
     import torch
 
-    from engine_wrapper.course import Checkpoint, Stage
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from semblend_trt.ranks import Ranks
 
 
 class FusedRows:
-    """As `engine_wrapper.plain_rows.PlainRows`; a checkpoint's layer goes no further than the projections before it has
+    """As `engine_wrapper.plain_rows.PlainRows`; a check's layer goes no further than the projections before it has
     decided, so that dropped rows never attend there."""
 
     def __init__(self, decoder: FusedDecoder, schedule: LayerSchedule) -> None:
@@ -48,13 +47,13 @@ class FusedRows:
             heads = self._decoder.project(layer, self._delta, self._residual, self._tables)
         self._delta = self._decoder.mix(layer, self._attend(layer, heads), self._residual)
 
-    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         assert self._tables is not None
-        decoder, layer = self._decoder, checkpoint.layer
+        decoder, layer = self._decoder, check.layer
         self._heads = decoder.project(layer, self._delta, self._residual, self._tables.without_slots())
         self._delta = None
         keys, values = decoder.keys_and_values(self._heads)
-        deviations = checkpoint.deviations(keys, values, decoder.pool, decoder.geometry, ranks)
+        deviations = check.deviations(keys, values, decoder.pool, decoder.geometry, ranks)
         write_rows(keys, values, decoder.pool, layer, self._stage.sequences, decoder.geometry)
         return deviations
 

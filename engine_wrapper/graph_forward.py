@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_wrapper.begun_layer import BegunLayer
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.static_inputs import StaticInputs
 from kernels.sparse_prefill.captured import LaunchShape, launch_shape, sparse_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from engine_wrapper.course import Course
     from engine_wrapper.fused_layers import Attend, FusedDecoder
     from engine_wrapper.layer_schedule import LayerSchedule
 
@@ -52,7 +52,7 @@ class _Captured:
 
 
 class GraphForward:
-    """Runs courses of one stage and at most MAX_ROWS rows by replaying graphs.
+    """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
 
     The first iteration of a bucket captures its graph, which takes some hundredths of a second, unless `prepare` has.
     All graphs share one memory pool: their outputs are copied before the next one runs.
@@ -67,17 +67,17 @@ class GraphForward:
         """Graphs captured so far."""
         return len(self._graphs)
 
-    def fits(self, course: Course, layer: int | None = None) -> bool:
-        """True when the course, which begins within `layer` or at the lowest, has one output row a sequence and a
+    def fits(self, schedule: LayerSchedule, layer: int | None = None) -> bool:
+        """True when the schedule, which begins within `layer` or at the lowest, has one output row a sequence and a
         graph, or there is room for one."""
-        is_whole = len(course.stages) == 1 and course.checkpoint is None
-        if not is_whole or course.stages[0].num_rows > MAX_ROWS:
+        is_whole = len(schedule.stages) == 1 and schedule.check is None
+        if not is_whole or schedule.stages[0].num_rows > MAX_ROWS:
             return False
-        sequences = course.stages[0].sequences
+        sequences = schedule.stages[0].sequences
         blocks = sum(len(sequence.block_ids) for sequence in sequences)
-        if len(course.output_rows) != len(sequences) or blocks > self._block_room:
+        if len(schedule.output_rows) != len(sequences) or blocks > self._block_room:
             return False
-        return len(self._graphs) < MAX_GRAPHS or (shape_of(course, self._decoder), layer) in self._graphs
+        return len(self._graphs) < MAX_GRAPHS or (shape_of(schedule, self._decoder), layer) in self._graphs
 
     @torch.inference_mode()
     def __call__(self, schedule: LayerSchedule) -> torch.Tensor:
@@ -88,12 +88,12 @@ class GraphForward:
         return self._replay(schedule, None)
 
     @torch.inference_mode()
-    def rest(self, course: Course, begun: BegunLayer) -> torch.Tensor:
-        """Runs what is left of a forward: a course that fits, its tensors on the host, of rows within a layer.
+    def rest(self, schedule: LayerSchedule, begun: BegunLayer) -> torch.Tensor:
+        """Runs what is left of a forward: a schedule that fits, its tensors on the host, of rows within a layer.
 
         Returns the normed hidden rows, [sequences, hidden]. Raises as a call does.
         """
-        return self._replay(course, begun)
+        return self._replay(schedule, begun)
 
     @torch.inference_mode()
     def prepare(self, reaches: Iterable[int], check_layers: Iterable[int] = ()) -> None:
@@ -125,19 +125,21 @@ class GraphForward:
         heads = decoder.num_heads + 2 * geometry.kv_heads
         return BegunLayer(layer, residual, residual.new_zeros(1, heads, geometry.head_dim))
 
-    def _replay(self, course: Course, begun: BegunLayer | None) -> torch.Tensor:
-        captured = self._captured(shape_of(course, self._decoder), course, begun, writes=True)
-        captured.inputs.upload(course)
+    def _replay(self, schedule: LayerSchedule, begun: BegunLayer | None) -> torch.Tensor:
+        captured = self._captured(shape_of(schedule, self._decoder), schedule, begun, writes=True)
+        captured.inputs.upload(schedule)
         if captured.begun is not None and begun is not None:
             captured.begun.fill(begun)
         captured.graph.replay()
-        return captured.output[: len(course.output_rows)].clone()
+        return captured.output[: len(schedule.output_rows)].clone()
 
-    def _captured(self, shape: LaunchShape, course: Course, begun: BegunLayer | None, *, writes: bool) -> _Captured:
+    def _captured(
+        self, shape: LaunchShape, schedule: LayerSchedule, begun: BegunLayer | None, *, writes: bool
+    ) -> _Captured:
         key = shape, None if begun is None else begun.layer
         if key not in self._graphs:
             inputs = StaticInputs(shape, self._block_room, self._decoder.pool, self._decoder.geometry)
-            inputs.upload(course, writes=writes)
+            inputs.upload(schedule, writes=writes)
             room = None if begun is None else begun.room_for(shape.rows)
             if room is not None and begun is not None:
                 room.fill(begun)
@@ -176,11 +178,11 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def shape_of(course: Course, decoder: FusedDecoder) -> LaunchShape:
-    """The launch for a course of one stage: its rows and sequences rounded up to buckets."""
-    sequences, pool = course.stages[0].sequences, decoder.pool
+def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
+    """The launch for a schedule of one stage: its rows and sequences rounded up to buckets."""
+    sequences, pool = schedule.stages[0].sequences, decoder.pool
     return launch_shape(
-        bucket(course.stages[0].num_rows),
+        bucket(schedule.stages[0].num_rows),
         bucket(len(sequences)),
         bucket(max(sequence.count for sequence in sequences)),
         max(sequence.last_position for sequence in sequences) + 1,

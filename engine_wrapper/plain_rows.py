@@ -18,8 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 
 if TYPE_CHECKING:
-    from engine_wrapper.course import Checkpoint, Stage
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
 
@@ -71,9 +70,9 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 class PlainRows:
-    """Rows between two layers: they enter stages, run layers, are compared at checkpoints, and come out.
+    """Rows between two layers: they enter stages, run layers, are compared by checks, and come out.
 
-    A checkpoint's layer runs for all rows when they are compared; those that it drops leave behind it.
+    A check's layer runs for all rows when they are compared; those that it drops leave behind it.
     """
 
     def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
@@ -95,19 +94,19 @@ class PlainRows:
             )
 
     def run(self, layer: int) -> None:
-        """Runs a layer, or what is left of it behind a checkpoint."""
+        """Runs a layer, or what is left of it behind a check."""
         if layer != self._compared:
             self._run(layer, None)
 
-    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
-        """Begins the checkpoint's layer; returns deviations, as `Checkpoint.deviations`. All K and V are written."""
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        """Begins the check's layer; returns deviations, as `DeviationCheck.deviations`. All K and V are written."""
         found: list[torch.Tensor] = []
 
         def watch(keys: torch.Tensor, values: torch.Tensor) -> None:
-            found.append(checkpoint.deviations(keys, values, self._pool, self._geometry, ranks))
+            found.append(check.deviations(keys, values, self._pool, self._geometry, ranks))
 
-        self._run(checkpoint.layer, watch)
-        self._compared = checkpoint.layer
+        self._run(check.layer, watch)
+        self._compared = check.layer
         return found[0]
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:

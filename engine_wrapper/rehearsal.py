@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from semblend_trt.plan import (
     EngineExecution,
     EngineMode,

@@ -12,7 +12,7 @@ import torch
 
 from engine_wrapper.fused_layers import fuse
 from engine_wrapper.fused_rows import FusedRows
-from engine_wrapper.layer_loop import follow, follow_all, no_hook
+from engine_wrapper.layer_schedule import follow, follow_all, no_hook
 from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from engine_wrapper.rehearsal import rehearsal
 from kernels.layer_ops import has_kernels
@@ -22,10 +22,8 @@ from semblend_trt.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine_wrapper.course import Course
     from engine_wrapper.graph_forward import GraphForward
-    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerHook, LayerSchedule
     from kernels.layout import KvGeometry
 
 # Above every deviation, and finite as a threshold must be.
@@ -73,7 +71,7 @@ class SparseForward:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checkpoints only. Without hooks, `graphs` run what a check
+        each check found. The host waits for the device at checks only. Without hooks, `graphs` run what a check
         leaves, where they can. Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
         """
         if before_layer is not None or after_layer is not None:
@@ -81,10 +79,10 @@ class SparseForward:
         hooks = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
 
-        def replayed(course: Course, begun: int) -> torch.Tensor | None:
-            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(course, begun):
+        def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
+            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
                 return None
-            return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
+            return graphs.rest(left, rows.begun(begun, left.stages[0].keep))
 
         layers = self._geometry.num_layers
         return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)
@@ -93,16 +91,16 @@ class SparseForward:
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Runs a schedule up to its checkpoint, in whose layer and below K and V of all its rows are then in the pool.
+        """Runs a schedule up to its check, in whose layer and below K and V of all its rows are then in the pool.
 
         Returns the deviations of the checked tokens, float32, for which nothing has waited. Hooks and errors are as in
         a call.
         """
-        assert schedule.checkpoint is not None
+        assert schedule.check is not None
         before, after = before_layer or no_hook, after_layer or no_hook
         deviations = follow(self._rows(schedule), schedule, self._geometry.num_layers, self._ranks, None, before, after)
         assert deviations is not None
-        after(schedule.checkpoint.layer)
+        after(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_wrapper.layer_schedule import LayerSchedule
 from kernels.layer_ops import slots_of
 from kernels.sparse_prefill.captured import ITEM_FIELDS, TILE_FIELDS, LaunchShape, LaunchTables, fill_tables
 from kernels.sparse_prefill.rows import check_rows
 
 if TYPE_CHECKING:
-    from engine_wrapper.course import Course
+    from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
 
 
@@ -37,22 +36,22 @@ class StaticInputs:
             _table(items, shape.items, ITEM_FIELDS), _table(tiles, shape.tiles, TILE_FIELDS), positions, block_ids
         )
 
-    def upload(self, course: Course, *, writes: bool = True) -> None:
-        """Fills the buffer on the device, in the order of its current stream, from a course on the host.
+    def upload(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
+        """Fills the buffer on the device, in the order of its current stream, from a schedule on the host.
 
-        Without `writes` the rows write no slot: a rehearsal. The rows of a course that is not a whole schedule have
-        left their tokens behind. Raises ValueError, before anything is copied, when the course does not fit the shape
-        or the pool.
+        Without `writes` the rows write no slot: a rehearsal. Raises ValueError, before
+        anything is copied, when the schedule does not fit the shape or the pool.
         """
         if self._copied is not None:
             self._copied.synchronize()  # the copy before has long ended; the buffer may not change under it
-        sequences, rows = course.stages[0].sequences, course.stages[0].num_rows
+        sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
         check_rows({}, 0, self._pool, 0, sequences, self._geometry)
         tokens, positions, slots, outputs, items, tiles, block_ids = self._host.split(self._sizes)
-        tokens[:rows], tokens[rows:] = course.token_ids if isinstance(course, LayerSchedule) else 0, 0
+        known = len(schedule.token_ids)
+        tokens[:known], tokens[known:] = schedule.token_ids, 0
         positions[:rows], positions[rows:] = torch.cat([each.host_positions for each in sequences]), 0
         slots[:rows], slots[rows:] = slots_of(sequences, self._geometry.block_size) if writes else -1, -1
-        outputs[: len(sequences)], outputs[len(sequences) :] = course.output_rows, 0
+        outputs[: len(sequences)], outputs[len(sequences) :] = schedule.output_rows, 0
         used = torch.cat([sequence.block_ids for sequence in sequences])
         block_ids[: len(used)] = used
         fill_tables(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kernels.files import write_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -157,9 +159,8 @@ class Results:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes the rows of one run to `path`, replacing what an earlier run left there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_bytes(path, (text + "\n").encode())
 
 
 def say(line: str) -> None:

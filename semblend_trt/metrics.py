@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.connector.requests import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.llm_args import LlmArgs
-    from semblend_trt.connector.file_digests import FileState
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.connector.model_files import FileState
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.batch import Batch
-    from engine_wrapper.layer_loop import EvidenceSink
+    from engine_wrapper.layer_schedule import EvidenceSink
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan

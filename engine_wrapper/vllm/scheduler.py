@@ -14,7 +14,7 @@ from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
-from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.connector.contract import never_raises
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 

@@ -16,7 +16,7 @@ from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from semblend_trt.connector import SemBlendKvConnectorWorker
-from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.connector.contract import never_raises
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 

@@ -12,23 +12,31 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.adapters import Adapters
-from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
-from semblend_trt.connector.contract import KvCacheConnectorScheduler, version_of
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises, version_of
 from semblend_trt.connector.donor_index import DonorIndex
-from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, tokens_of
-from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.connector.journal import Journal
+from semblend_trt.connector.eligibility import (
+    IneligibleRequest,
+    cache_salt_of,
+    check_eligible,
+    facts_or_refusal,
+    tokens_of,
+)
+from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.kind_reader import kind_reader_for
-from semblend_trt.connector.layer_groups import LayerGroupForms
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.profile_match import ProfileMatcher
-from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
-from semblend_trt.connector.request_table import RequestTable, TrackedRequest
-from semblend_trt.connector.standing import facts_or_refusal
+from semblend_trt.connector.requests import (
+    Iteration,
+    RequestTable,
+    ReuseReport,
+    TrackedRequest,
+    outcome_of,
+    report_of,
+    savable_tokens,
+    settle_allocation,
+)
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
@@ -48,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler):  # type: ignore[misc]
+class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
     """Looks donors up, plans their reuse, and decides which finished requests become donors.
 
     `outcomes` counts how every request ended. `donor_index` holds the donors; it exists once the worker has registered
@@ -59,19 +67,19 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**getattr(llm_args, "settings", {}))
-        self._journal = Journal(self._settings.audit_path)
+        self._audit = AuditEvents(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
         self._runtime.read_by(self._drain, self.wait_for_initialization)
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
-        self._metrics.watch_audit(self._journal.dropped)
+        self._metrics.watch_audit(self._audit.dropped)
         self._news = neighbourhood_for(
             self._settings,
             self._refusal,
             partial(tokenizer_folder, llm_args),
-            self._journal,
+            self._audit,
             self._metrics,
             announcer_for(self._settings),
         )
@@ -84,7 +92,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._adapters: Adapters | None = None
         self.donor_index: DonorIndex | None = None
         self.outcomes = OutcomeLedger()
-        self._journal.started(self._settings, self._refusal)
+        self._audit.started(self._settings, self._refusal)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -107,7 +115,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             tracked = TrackedRequest.refused(request_id, num_computed_tokens, "internal_error")
         self._metrics.looked_up(perf_counter() - start)
         self._track(tracked)
-        self._journal.lookup(tracked)
+        self._audit.lookup(tracked)
         return tracked.matched_tokens, False
 
     @never_raises(lambda: None)
@@ -118,7 +126,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             self._take_over(tracked, block_ids, self.donor_index)
         if tracked is not None and tracked.plan is not None:
             settle_allocation(tracked, request, block_ids)
-            self._journal.allocated(tracked.request_id, len(block_ids))
+            self._audit.allocated(tracked.request_id, len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Returns this iteration's plans, save intents and block progress, the same for every rank."""
@@ -144,6 +152,16 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             raise
         finally:
             self._requests.pop(tracked.request_id)
+
+    @never_raises(lambda: None)
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """The flat form for the V2 cache manager. Of several groups the worker has refused the cache by then."""
+        self.update_state_after_alloc(request, _flat(block_ids))
+
+    @never_raises(lambda: False)
+    def request_finished_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
+        """As `update_state_after_alloc_by_layer_group`."""
+        return bool(self.request_finished(request, _flat(block_ids)))
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +192,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._news.close()
         if self._kinds is not None:
             self._kinds.close()
-        self._journal.close()
+        self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
 
     # -- lookup ----------------------------------------------------------------------------------------------------
@@ -245,7 +263,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
                 self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds
             )
             self._metrics.watch(self.donor_index)
-            self._journal.profile(self._match(self._namespace), self._namespace, pool.geometry)
+            self._audit.profile(self._match(self._namespace), self._namespace, pool.geometry)
         return self.donor_index, self._namespace, pool.geometry.block_size
 
     def _match(self, namespace: CacheNamespace) -> ProfileMatch:
@@ -271,7 +289,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             saved = self._runtime.saved.popleft()
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
-            self._journal.saved(saved)
+            self._audit.saved(saved)
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()
             if (checked := self._requests.get(evidence.request_id)) is not None:
@@ -312,7 +330,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
                 if len(data.new_block_ids):
                     self._requests.holds(tracked, data.new_block_ids)
                 if is_first and tracked.plan is not None and tracked.matched_tokens:
-                    self._journal.dispatched(tracked.plan, data)
+                    self._audit.dispatched(tracked.plan, data)
         except Exception:
             logger.exception("the engine's word on a request cannot be read; it does not become a donor")
             self._runtime.faults["request_data"] += 1
@@ -362,9 +380,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             **report.figures,
         )
         self._metrics.settled(report, tracked.num_computed_tokens)
-        self._journal.settled(tracked.request_id, report, tracked.num_computed_tokens)
+        self._audit.settled(tracked.request_id, report, tracked.num_computed_tokens)
         if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
-            self._journal.materialized(tracked.plan)
+            self._audit.materialized(tracked.plan)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
         """Gives back what the request holds of donors, and has the workers forget it."""
@@ -375,3 +393,11 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.donor_index is not None:
             self.donor_index.cancel(tracked.intent)
+
+
+def _flat(by_group: Sequence[Sequence[int]]) -> Any:
+    """The ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
+    try:
+        return list(by_group[0]) if len(by_group) == 1 else []
+    except TypeError:
+        return None

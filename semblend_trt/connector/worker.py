@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.pool_reading import described, geometry_of
+from semblend_trt.connector.model_facts import described, geometry_of, model_facts
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.disk_tier import DiskTier
@@ -130,7 +128,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
         try:
-            pool = single_pool(layout)
+            pool = layout.as_single_pool_tensor() if len(layout.groups) == 1 else None
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
             self._refuse("pool_layout")

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.fused_rows import FusedRows
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SemanticKvPlan, SpanCheck
@@ -72,28 +73,28 @@ def test_fixed_addresses_equal_the_eager_forward(
         assert decoder is not None
         wanted = bench.forward(bench.on_device())
         schedule = bench.on_device()
-        checkpoint = schedule.checkpoint
-        assert checkpoint is not None
+        check = schedule.check
+        assert check is not None
         with torch.inference_mode():
             rows = FusedRows(decoder, schedule)
             for stage, layers in schedule.layers_of_stages(NUM_LAYERS):
                 rows.enter(stage)
                 for layer in layers:
                     rows.run(layer)
-            course, _ = checkpoint.decide(rows.compare(checkpoint, Ranks()))
-            begun = rows.begun(check_layer, course.stages[0].keep)
+            rest, _ = check.decide(rows.compare(check, Ranks()))
+            begun = rows.begun(check_layer, rest.stages[0].keep)
         # The hole in front, what was planted, and the suffix.
         assert len(begun.heads) == SPAN[0] + 2 + LENGTH - SPAN[1]
     interpret()
     from engine_wrapper.graph_forward import run_rest, shape_of
     from engine_wrapper.static_inputs import StaticInputs
 
-    shape = shape_of(course, decoder)
+    shape = shape_of(rest, decoder)
     inputs = StaticInputs(shape, 24, decoder.pool, decoder.geometry)
     with torch.inference_mode():
         room = begun.room_for(shape.rows)
         room.fill(begun)
-        inputs.upload(course)
+        inputs.upload(rest)
         hidden = run_rest(decoder, shape, inputs, room)[: len(wanted)]
     torch.testing.assert_close(hidden, wanted, atol=TOLERANCE, rtol=0)
 

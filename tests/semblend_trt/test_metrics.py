@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
-from semblend_trt.connector.report import ReuseReport
+from semblend_trt.connector.requests import ReuseReport
 from semblend_trt.metrics import TOKEN_KINDS, HeldDonors, Metrics, metrics_for
 from semblend_trt.outcome import OTHER_REASON, Outcome
 

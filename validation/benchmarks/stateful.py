@@ -23,8 +23,8 @@ from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
 from kernels.results import Results, parser_of
-from semblend_trt.connector.contract_versions import contract_version
-from semblend_trt.connector.request_table import MAX_SILENT_ITERATIONS
+from semblend_trt.connector.contract import contract_version
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from validation.embedded_engine import open_llm
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.embedded.llm import LLM
-    from semblend_trt.connector.contract_versions import ContractVersion
+    from semblend_trt.connector.contract import ContractVersion
 
 logger = logging.getLogger(__name__)
 

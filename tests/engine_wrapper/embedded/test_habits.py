@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from semblend_trt.connector.contract_versions import VERSIONS
+from semblend_trt.connector.contract import VERSIONS
 from tests.engine_wrapper.embedded.conftest import BLOCK
 from tests.engine_wrapper.embedded.test_contract_versions import (
     FIELDS,

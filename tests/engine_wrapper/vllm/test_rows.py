@@ -11,7 +11,7 @@ import pytest
 
 from engine_wrapper import sequence_work
 from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.span_choice import choose
+from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.rows import VllmRows, own_builder
 from semblend_trt.plan import SpanCheck

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
-from semblend_trt.connector.request_table import TrackedRequest
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_table import DonorState, Tier
 from semblend_trt.donors.offload import OffloadCommands

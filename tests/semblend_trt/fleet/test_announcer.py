@@ -13,7 +13,7 @@ import torch
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
-from semblend_trt.connector.request_table import TrackedRequest
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, Silence, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions

@@ -7,8 +7,8 @@ import pytest
 
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
-from validation.calibration.candidates import Candidate, candidates, computed_share, thresholds, window_thresholds
 from validation.calibration.deviations import PromptDeviations
+from validation.calibration.search import Candidate, candidates, computed_share, thresholds, window_thresholds
 
 LAYERS = 4
 LENGTHS = (100, 100)

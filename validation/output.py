@@ -1,17 +1,22 @@
-"""Documents of a run, in files whose places its user names."""
+"""What a run leaves and shows: documents whose places its user names, and a progress bar."""
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.files import check_writable, write_bytes
+import rich.progress as bars
+
+from kernels.files import write_bytes
+from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["beside", "check_writable", "write_bytes", "write_json", "write_text"]
+    from rich.console import Console
 
 
 def write_text(path: Path, text: str) -> None:
@@ -38,3 +43,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
+
+
+@contextmanager
+def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Shows `steps` steps and gives the function that reports one of them, with the name of what is done."""
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[last]}", markup=False),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=steps, last="")
+        yield lambda last: bar.update(task, advance=1, last=printable(last))

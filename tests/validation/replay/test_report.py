@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from validation.replay.interval import ratio_interval
+from validation.replay.report import ratio_interval
 
 
 def test_equal_differences_leave_no_doubt() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from validation.files import beside, write_json, write_text
+from validation.output import beside, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -1,20 +1,73 @@
-"""Built-in prompts are told in the words that a model knows; the user's own are left as they are."""
+"""Cases are read whole or refused with the line that is at fault."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
-from validation.cases import Case, Expectation
+from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
 from validation.cli import shipped_model
-from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
+
+
+def written(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "cases.jsonl"
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    return path
+
+
+def test_a_line_becomes_a_case(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(GOOD), "", json.dumps(GOOD | {"id": "b", "reference": "42", "donors": []}))
+    first, second = read_cases(path)
+    assert (first.id, first.donors, first.prompt) == ("a", ("first donor", "second"), "prompt")
+    assert first.reference is None
+    assert not first.known_answer
+    assert first.expects is Expectation.ANY
+    assert first.is_timed
+    assert second.known_answer
+    assert second.donors == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "EOF"),
+        ("[]", "object"),
+        (json.dumps(GOOD | {"prompt": ""}), "prompt"),
+        (json.dumps(GOOD | {"donors": [""]}), r"donors\.0"),
+        (json.dumps(GOOD | {"donors": "text"}), "donors"),
+        (json.dumps(GOOD | {"id": 7}), "id"),
+        (json.dumps(GOOD | {"prompts": "x"}), "prompts"),
+        (json.dumps({key: GOOD[key] for key in ("id", "donors")}), "prompt"),
+        (b'{"id": "\xff\xfe"}', "line 2"),
+        (json.dumps(GOOD), "'a' is used twice"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, problem: str) -> None:
+    path = written(tmp_path, json.dumps(GOOD), line)
+    with pytest.raises(ConfigurationError, match="line 2") as refused:
+        read_cases(path)
+    assert refused.match(problem)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no case"):
+        read_cases(written(tmp_path, "", " "))
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        read_cases(tmp_path / "missing.jsonl")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_cases(tmp_path)
 
 
 def a_case(workload: str = "reordered", reference: str | None = "42") -> Case:

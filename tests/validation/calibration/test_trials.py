@@ -9,13 +9,12 @@ import pytest
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.plants import PLANTED, TRIES, Planter, write_plants
-from validation.calibration.trials import Trials
+from validation.calibration.trials import PLANTED, TRIES, Planter, Trials, write_plants
+from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
+from validation.families.catalog import FamilyRequest
 from validation.models import load, profile_of, shipped_model
 from validation.quality.batches import BatchSettings
-from validation.quality.family_cases import FamilyRequest
-from validation.tokenised import Tokeniser
 
 if TYPE_CHECKING:
     from pathlib import Path
