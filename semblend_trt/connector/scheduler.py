@@ -30,19 +30,17 @@ from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
-    ReuseReport,
     TrackedRequest,
-    outcome_of,
+    fit_to_blocks,
     report_of,
     savable_tokens,
-    settle_allocation,
 )
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import Outcome, OutcomeLedger
+from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.runtime import runtime_for
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
@@ -125,7 +123,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if tracked is not None and self.donor_index is not None:
             self._take_over(tracked, block_ids, self.donor_index)
         if tracked is not None and tracked.plan is not None:
-            settle_allocation(tracked, request, block_ids)
+            fit_to_blocks(tracked, request, block_ids)
             self._audit.allocated(tracked.request_id, len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
@@ -140,7 +138,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
+        """Records the request's outcome; True when its KV is being saved and its blocks must be held."""
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return False
@@ -181,14 +179,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if tracked is not None:
             self._drain()
             return self._news.report(request_id, report_of(tracked))
-        settled = self.outcomes.of(request_id)
-        return None if settled is None else self._news.report(request_id, ReuseReport.from_settled(settled))
+        report = self.outcomes.of(request_id)
+        return None if report is None else self._news.report(request_id, report)
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
         self._drain()
         while len(self._requests):
-            self._settle(self._requests.pop_oldest())
+            self._end(self._requests.pop_oldest())
         self._news.close()
         if self._kinds is not None:
             self._kinds.close()
@@ -279,7 +277,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _track(self, tracked: TrackedRequest) -> None:
         for expired in self._requests.add(tracked):
-            self._settle(expired)
+            self._end(expired)
 
     def _drain(self) -> None:
         """Takes the worker's and the wrapper's news: donors that are held now, what checks found, loads that failed."""
@@ -312,7 +310,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             for data in scheduler_output.cached_requests:
                 self._tell(iteration, data, is_first=False)
         for request in ended:
-            self._settle(request)
+            self._end(request)
         commands = OffloadCommands() if self.donor_index is None else self.donor_index.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
@@ -346,7 +344,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """
         shared, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
         for ended in self._requests.displaced(block_ids[shared:], tracked):
-            self._settle(ended)
+            self._end(ended)
         if copied and not self._holds_saved_blocks and shared < len(block_ids):
             donor_index.copied_into(block_ids[shared])
 
@@ -354,7 +352,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
         tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
-        self._settle_outcome(tracked)
+        self._record_outcome(tracked)
         tracked.release_leases()
         saving = False
         if tracked.intent is not None and self.donor_index is not None and not tracked.forward_failed:
@@ -365,23 +363,16 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._let_go(tracked)
         return saving
 
-    def _settle(self, tracked: TrackedRequest) -> None:
+    def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)
-        self._settle_outcome(tracked)
+        self._record_outcome(tracked)
 
-    def _settle_outcome(self, tracked: TrackedRequest) -> None:
-        outcome, reason = outcome_of(tracked)
+    def _record_outcome(self, tracked: TrackedRequest) -> None:
         report = report_of(tracked)
-        self.outcomes.settle(
-            tracked.request_id,
-            outcome,
-            reason,
-            exact_prefix_tokens=tracked.num_computed_tokens,
-            **report.figures,
-        )
-        self._metrics.settled(report, tracked.num_computed_tokens)
-        self._audit.settled(tracked.request_id, report, tracked.num_computed_tokens)
-        if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
+        self.outcomes.record(tracked.request_id, report)
+        self._metrics.request_ended(report)
+        self._audit.request_ended(tracked.request_id, report)
+        if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
             self._audit.materialized(tracked.plan)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
