@@ -2,7 +2,7 @@
 
 The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
 these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.plain_rows`, over other layers.
+lies there: the same as in `engine_wrapper.sparse_forward`, over other layers.
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen3.py`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.rope_angles import RopeAngles
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
