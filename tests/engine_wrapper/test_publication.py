@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def make_plan(request_id: int, span_start: int, prompt_length: int, *, exact: bo
         request_id=request_id,
         kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor", donor_start, span_start, matched - span_start, exact=exact),),
-        prompt_token_ids=tuple(range(prompt_length)),
+        prompt_token_ids=np.arange(prompt_length, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=matched,
         block_size=BLOCK_SIZE,
