@@ -15,7 +15,7 @@ from engine_wrapper.fused_rows import FusedRows
 from engine_wrapper.layer_loop import follow, follow_all, no_hook
 from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
 from engine_wrapper.rehearsal import rehearsal
-from kernels.layer_ops import has_kernels
+from kernels.dispatch import has_kernels
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 
