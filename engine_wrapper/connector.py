@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.attach import Attachment, attach, attach_to_caller
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
-from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.connector.contract import never_raises
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 

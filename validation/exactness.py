@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (

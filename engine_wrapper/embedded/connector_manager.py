@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
-from semblend_trt.connector.contract import KvCacheConnectorScheduler
-from semblend_trt.connector.contract_versions import (
+from semblend_trt.connector.contract import (
     EMBEDDED,
     GROUPED_SCHEDULER_METHODS,
     ContractVersion,
+    KvCacheConnectorScheduler,
     RequestDataV11,
     contract_version,
 )

@@ -22,9 +22,9 @@ from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
 from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks
 from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.sampling import BatchLogits, Sampler, finish_reason, next_token
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.connector.contract_versions import contract_version
+from semblend_trt.connector.contract import contract_version
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 

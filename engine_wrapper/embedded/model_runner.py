@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.embedded.models import LoadedModel, ModelSource, adopt_model, load_model
-from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
-from engine_wrapper.lowest_layers import settled
-from engine_wrapper.portions import portions
+from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import current_stream
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.graph_forward import GraphForward
-    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
@@ -138,8 +138,10 @@ class ModelRunner:
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.portions` and
-        `engine_wrapper.lowest_layers`). Raises ConfigurationError."""
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`).
+
+        Raises ConfigurationError.
+        """
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
@@ -177,11 +179,11 @@ class ModelRunner:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers = self.facts.num_layers
         works = [
-            settled(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
+            with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
             for work in works_of([self._with_plan(piece) for piece in slices], num_layers)
         ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
-        parts = portions(works, num_layers, self._max_rows)
+        parts = micro_batches(works, num_layers, self._max_rows)
         for part in parts:
             lengths = [work.outputs if all_rows else 1 for work in part.works]
             logits = self._run(part.works, all_rows)
@@ -215,7 +217,7 @@ class ModelRunner:
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
-        """Runs the lowest layers of a part of a work (see `engine_wrapper.lowest_layers`)."""
+        """Runs the lowest layers of a part of a work (see `engine_wrapper.batch`)."""
         assert self._forward is not None
         schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_wrapper.shared_linear import SharedLinear
+from engine_wrapper.fused_layers import SharedLinear
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.llm_args import LlmArgs
-    from semblend_trt.connector.file_digests import FileState
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.connector.model_files import FileState
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 

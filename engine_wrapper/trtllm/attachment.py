@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.layer_loop import EvidenceSink
+    from engine_wrapper.layer_schedule import EvidenceSink
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from engine_wrapper.trtllm.manager_guard import ManagerGuard
     from semblend_trt.connector.model_facts import ModelFacts

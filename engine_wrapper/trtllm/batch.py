@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

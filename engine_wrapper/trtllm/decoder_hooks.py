@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.planned_rows import PlannedRows
 
 if TYPE_CHECKING:

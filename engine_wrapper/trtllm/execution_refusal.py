@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.decoder_settings import decoder_refusal
+from semblend_trt.connector.eligibility import decoder_refusal
 
 if TYPE_CHECKING:
     from engine_wrapper.trtllm.executor_parts import ExecutorParts

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.batch import Batch
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan

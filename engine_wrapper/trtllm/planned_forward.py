@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.batch import Batch
-    from engine_wrapper.layer_loop import EvidenceSink
+    from engine_wrapper.layer_schedule import EvidenceSink
     from engine_wrapper.trtllm.executor_parts import ExecutorParts
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan

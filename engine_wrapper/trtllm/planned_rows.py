@@ -2,7 +2,7 @@
 
 The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
 these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.plain_rows`, over other layers.
+lies there: the same as in `engine_wrapper.sparse_forward`, over other layers.
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen3.py`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.rope_angles import RopeAngles
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.course import Course, Stage
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks
@@ -45,16 +43,16 @@ _UNKNOWN_WISHES = (
 )
 
 
-class _CheckpointMet(Exception):  # noqa: N818 - an end, not an error
+class _CheckReached(Exception):  # noqa: N818 - an end, not an error
     """Leaves the decoder, which has no other way out below its last layer."""
 
 
 class PlannedRows:
-    """Rows on their way through the layers: they leave where their stage ends, and are compared at checkpoints.
+    """Rows on their way through the layers: they leave where their stage ends, and are compared by checks.
 
     `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    is told what each check found; the host waits for the device at checkpoints only. With `lowest` the rows end at the
-    checkpoint, once their K and V are written there, and `found` are its deviations.
+    is told what each check found; the host waits for the device by checks only. With `lowest` the rows end at the
+    check, once their K and V are written there, and `found` are its deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -72,7 +70,7 @@ class PlannedRows:
         evidence_sink: EvidenceSink | None = None,
         lowest: bool = False,
     ) -> None:
-        self._course: Course = schedule
+        self._schedule = schedule
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks
@@ -94,7 +92,7 @@ class PlannedRows:
         kept = list(rows)
         if self.found is not None:
             self._decide()
-        stages = self._course.stages
+        stages = self._schedule.stages
         while self._next_stage < len(stages) and stages[self._next_stage].first_layer <= layer:
             kept = self._enter(stages[self._next_stage], kept)
         return kept
@@ -104,9 +102,9 @@ class PlannedRows:
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
-            kept = self._enter(self._course.stages[0], kept)
+            kept = self._enter(self._schedule.stages[0], kept)
         assert kept[0] is not None
-        return kept[0].index_select(0, self._course.output_rows)
+        return kept[0].index_select(0, self._schedule.output_rows)
 
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
         """The attention of `layer`, [rows, heads * head_dim].
@@ -120,22 +118,22 @@ class PlannedRows:
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
         if attention.rope_fusion:
             queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
-        checkpoint = self._course.checkpoint
-        if checkpoint is not None and checkpoint.layer == layer:
-            self.found = checkpoint.deviations(keys, values, self._pool, self._geometry, self._ranks)
+        check = self._schedule.check
+        if check is not None and check.layer == layer:
+            self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
         sequences = self._stage.sequences
         write_rows(keys, values.contiguous(), self._pool, layer, sequences, self._geometry)
         if self._lowest and self.found is not None:
-            raise _CheckpointMet
+            raise _CheckReached
         scale = self._geometry.head_dim**-0.5
         attended = sparse_prefill(queries.contiguous(), self._pool, layer, sequences, self._geometry, scale)
         return attended.flatten(1)
 
     def _decide(self) -> None:
-        assert self._course.checkpoint is not None
+        assert self._schedule.check is not None
         assert self.found is not None
-        course, evidence = self._course.checkpoint.decide(self.found)
-        self._course, self.found, self._next_stage = course.to(self._pool.device), None, 0
+        schedule, evidence = self._schedule.check.decide(self.found)
+        self._schedule, self.found, self._next_stage = schedule.to(self._pool.device), None, 0
         for found in evidence if self._evidence_sink is not None else ():
             self._evidence_sink(found)  # type: ignore[misc]
 
@@ -173,8 +171,8 @@ def run_rows(
 def run_lowest(
     forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
 ) -> torch.Tensor:
-    """As `run_rows`, for `rows` that end at their checkpoint; returns its deviations, float32 [checked tokens]."""
-    with suppress(_CheckpointMet):
+    """As `run_rows`, for `rows` that end at their check; returns its deviations, float32 [checked tokens]."""
+    with suppress(_CheckReached):
         _run(forward, options, schedule, rows)
     if rows.found is None:
         raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")

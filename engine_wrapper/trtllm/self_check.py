@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
 from kernels.layout import pool_view
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.outcome import ReuseReport
 
 
 class Service:

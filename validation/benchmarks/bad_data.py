@@ -31,7 +31,7 @@ from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
-from validation.jsonl import read_cases
+from validation.cases import read_cases
 from validation.replay.trace import trace_file
 
 if TYPE_CHECKING:

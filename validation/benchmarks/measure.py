@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.course import Checkpoint
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.results import FOLDER
 from validation.benchmarks.bench_model import Prompts, make_runner
 from validation.embedded_engine import open_llm
@@ -99,15 +99,15 @@ class CheckedStopwatch(Stopwatch):
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
-        self._decide = decide = Checkpoint.decide
+        self._decide = decide = DeviationCheck.decide
 
-        def timed(checkpoint: Checkpoint, deviations: torch.Tensor) -> Any:
+        def timed(check: DeviationCheck, deviations: torch.Tensor) -> Any:
             begin = mark(self._cuda)
-            decided = decide(checkpoint, deviations)
+            decided = decide(check, deviations)
             self._marks.setdefault("read_back", [begin, mark(self._cuda)])
             return decided
 
-        setattr(Checkpoint, "decide", timed)  # noqa: B010 - mypy refuses the assignment
+        setattr(DeviationCheck, "decide", timed)  # noqa: B010 - mypy refuses the assignment
 
     def read(self, ttft_ms: float) -> dict[str, float]:
         """Milliseconds of each of CHECKED_PARTS. Raises KeyError when no plan was checked."""
@@ -119,7 +119,7 @@ class CheckedStopwatch(Stopwatch):
 
     def remove(self) -> None:
         super().remove()
-        setattr(Checkpoint, "decide", self._decide)  # noqa: B010
+        setattr(DeviationCheck, "decide", self._decide)  # noqa: B010
 
 
 @dataclass(frozen=True, slots=True)

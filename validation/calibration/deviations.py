@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_wrapper.span_choice import choose
+from engine_wrapper.sequence_work import choose
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan, SpanCheck
-    from validation.cases import Case
-    from validation.tokenised import TokenisedCase
+    from validation.cases import Case, TokenisedCase
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"

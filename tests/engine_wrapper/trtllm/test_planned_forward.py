@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.trtllm import planned_rows
 from engine_wrapper.trtllm.executor_parts import ExecutorParts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.trtllm.batch import batch_of_call
 from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
 from engine_wrapper.trtllm.planned_decoder import PlannedDecoder

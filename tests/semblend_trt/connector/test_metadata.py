@@ -14,7 +14,7 @@ from semblend_trt.connector.metadata import (
     readable_metadata,
 )
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import TierOrders
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.runtime import Runtime
@@ -35,7 +35,7 @@ WHOLE = SemBlendConnectorMetadata(
     intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
     progress=(RequestProgress(7, (1, 2, 3), 20, True),),
     forgotten=(5,),
-    orders=TierOrders(drops=("a",), lifts=("b",)),
+    commands=OffloadCommands(drops=["a"], promotions=["b"]),
 )
 
 
