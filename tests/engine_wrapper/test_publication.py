@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import (
@@ -83,7 +84,7 @@ def test_the_limit_outlives_the_plan_and_ends_with_the_blocks() -> None:
 @given(span_start=st.integers(0, 60), length=st.integers(62, 90), rounded=st.booleans())
 def test_a_block_manager_offers_exact_blocks_only(span_start: int, length: int, rounded: bool) -> None:
     plans = ActivePlans()
-    manager = BlockManager(16, BLOCK_SIZE, copy_block=lambda source, target: None)
+    manager = BlockManager(16, KvCacheConfig(tokens_per_block=BLOCK_SIZE), lambda source, target: None)
     manager.publication = PublicationGuard(plans, BLOCK_SIZE) if rounded else PublicationGuard(plans)
     key, tokens = RootKey(), list(range(length))
     plan = make_plan(1, span_start, length)
