@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.offload import TierEvent
+from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
 from semblend_trt.semantic.neighbours import EVENTS
 
@@ -118,7 +118,7 @@ class Metrics:
         """Counts what became of one text that was to be embedded, one of EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
 
-    def tier_event(self, event: TierEvent) -> None:
+    def tier_event(self, event: OffloadEventKind) -> None:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
@@ -207,7 +207,7 @@ class Series:
             self._requests.labels(outcome.value)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
-        for tier_event in TierEvent:
+        for tier_event in OffloadEventKind:
             self.tier_events.labels(tier_event.value)
         for event in EVENTS:
             self.texts.labels(event)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.catalog import Lease
-    from semblend_trt.donors.offload import TierOrders
+    from semblend_trt.donors.offload import OffloadCommands
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -230,14 +230,14 @@ class Iteration:
             if is_first:
                 self.followed.append(tracked)
 
-    def metadata(self, forgotten: Sequence[int], orders: TierOrders) -> SemBlendConnectorMetadata:
+    def metadata(self, forgotten: Sequence[int], commands: OffloadCommands) -> SemBlendConnectorMetadata:
         """All of it, with what else there is to tell."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
             intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
             progress=tuple(self.progress),
             forgotten=tuple(forgotten),
-            orders=orders,
+            commands=commands,
             grown=tuple(self.grown),
         )
 

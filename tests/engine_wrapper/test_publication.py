@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.publication import PublicationGuard, note_evidence
 from semblend_trt.plan import (
     CheckEvidence,
@@ -28,7 +30,7 @@ def make_plan(request_id: int, span_start: int, prompt_length: int, *, exact: bo
         request_id=request_id,
         kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor", donor_start, span_start, matched - span_start, exact=exact),),
-        prompt_token_ids=tuple(range(prompt_length)),
+        prompt_token_ids=np.arange(prompt_length, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=matched,
         block_size=BLOCK_SIZE,
@@ -60,7 +62,7 @@ def test_the_limit_outlives_the_plan_and_ends_with_the_blocks() -> None:
 @given(span_start=st.integers(0, 60), length=st.integers(62, 90))
 def test_a_block_manager_offers_exact_blocks_only(span_start: int, length: int) -> None:
     plans = ActivePlans()
-    manager = BlockManager(16, BLOCK_SIZE, copy_block=lambda source, target: None)
+    manager = BlockManager(16, KvCacheConfig(tokens_per_block=BLOCK_SIZE), lambda source, target: None)
     manager.publication = PublicationGuard(plans)
     key, tokens = RootKey(), list(range(length))
     plan = make_plan(1, span_start, length)

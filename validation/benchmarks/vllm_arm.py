@@ -283,7 +283,7 @@ class VllmArm:
             "faults": dict(runtime.faults),
             "refusal": runtime.refusal,
             "mode": runtime.mode.value,
-            "held": {} if self._scheduler.library is None else asdict(self._scheduler.library.held()),
+            "held": {} if self._scheduler.donor_index is None else asdict(self._scheduler.donor_index.held()),
         }
         for name in ("exact_prefix_tokens", "offered_tokens", "reused_tokens", "recomputed_tokens"):
             found.told[name] = sum(getattr(each, name) or 0 for each in known)
