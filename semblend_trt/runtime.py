@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
-    from semblend_trt.donors.offload import DiskLink, TierNews
+    from semblend_trt.donors.offload import DiskLink, OffloadEvent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Runtime:
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
     call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
     `faults` counts calls of the engine that could not be answered, by name.
-    `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
+    `offload_events` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
     `ranks` share the model; the scheduler stands on rank 0 alone.
     `is_forward_open` from the start of an iteration's loads until the worker hears that its forward has completed. A
@@ -169,7 +169,7 @@ class Runtime:
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
-    tier_news: deque[TierNews] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    offload_events: deque[OffloadEvent] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
@@ -215,7 +215,7 @@ class Runtime:
 
     def forget_news(self) -> None:
         """Drops the news of a rank without a scheduler: nobody reads them there."""
-        for news in (self.saved, self.failed_loads, self.evidence, self.tier_news):
+        for news in (self.saved, self.failed_loads, self.evidence, self.offload_events):
             news.clear()
 
 

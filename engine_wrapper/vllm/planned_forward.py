@@ -10,8 +10,7 @@ import torch
 
 from engine_wrapper.batch import Batch
 from engine_wrapper.layer_schedule import follow, follow_all
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
 

@@ -23,7 +23,7 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """DonorCatalog: the one owner of capacity, in all tiers. It runs on the scheduler and decides for every rank.
 
 A donor is *saving* from `reserve` to `commit`, then *ready*. Only ready donors can be leased, moved or evicted, and a
-leased one neither moves down nor goes. A donor counts in one tier only: from the decision to demote it on, in the
-host's; while it is lifted, in both. A file is a copy beside its tier, until memory lets the donor go.
+leased one neither moves down nor goes. A donor counts in one tier only: from the decision to offload it on, in the
+host's; while it is promoted, in both. A file is a copy beside its tier, until memory lets the donor go.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from semblend_trt.errors import DonorUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
-
     from semblend_trt.donors.block_kind import KindMix
 
 
@@ -59,8 +56,8 @@ class Lease:
 
 __all__ = ["CatalogStats", "DonorCatalog", "DonorState", "Lease"]
 
-# A donor is lifted before its room on the host is free: that may cost so small a share of the host's tokens.
-_LIFT_SHARE = 16
+# A donor is promoted before its room on the host is free: that may cost so small a share of the host's tokens.
+_PROMOTION_SHARE = 16
 
 
 class DonorCatalog:
@@ -106,8 +103,8 @@ class DonorCatalog:
             held.enter(donor_id, Entry(namespace_key, placement.tier, history))
             return held.with_files(placement, (donor_id,)) if placement.tier is Tier.HOST else placement
 
-    def commit(self, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
-        """Makes a saving donor ready with the `tokens` (int32 [n]) it really holds and gives the rest back.
+    def commit(self, donor_id: str, tokens: int) -> None:
+        """Makes a saving donor ready with the `tokens` it really holds and gives the rest back.
 
         `tokens` are at most as many as were reserved. Raises DonorUnavailableError when the donor is not saving.
         """
@@ -115,7 +112,7 @@ class DonorCatalog:
             entry = self._holdings.entries.get(donor_id)
             if entry is None or entry.state is not DonorState.SAVING:
                 raise DonorUnavailableError(f"donor {donor_id} is not being saved and cannot be committed")
-            self._holdings.resize(entry, len(tokens))
+            self._holdings.resize(entry, tokens)
             self._holdings.make_ready(donor_id)
 
     def cancel(self, donor_id: str) -> bool:
@@ -225,38 +222,41 @@ class DonorCatalog:
                 self._holdings.remove(donor_id)
             return True
 
-    def lift(self, donor_id: str) -> Placement | None:
+    def promote(self, donor_id: str) -> Placement | None:
         """Makes room on the device for a donor of the host; None when it is not there, or too much would go for it.
 
-        It stays readable on the host until `lifted` says that it has been copied.
+        It stays readable on the host until `promoted` says that it has been copied.
         """
         with self._lock:
             held, entry = self._holdings, self._holdings.entries.get(donor_id)
-            if entry is None or not entry.is_readable or entry.tier is not Tier.HOST or entry.is_lifting:
+            if entry is None or not entry.is_readable or entry.tier is not Tier.HOST or entry.is_promoting:
                 return None
             size, limits = held.size(entry), held.capacities
             if entry.file is FileState.WRITING or size.blocks > limits.device_blocks:
                 return None
-            entry.is_lifting = True  # so that it does not make room for itself
+            entry.is_promoting = True  # so that it does not make room for itself
             placement = place_on_device(size, held.find_room(has_place=True))
             lost = () if placement is None else placement.dropped
-            if placement is None or sum(held.entries[each].tokens for each in lost) > limits.host_tokens // _LIFT_SHARE:
-                entry.is_lifting = False
+            if (
+                placement is None
+                or sum(held.entries[each].tokens for each in lost) > limits.host_tokens // _PROMOTION_SHARE
+            ):
+                entry.is_promoting = False
                 return None
             held.used[Tier.DEVICE] += size.blocks
             return held.apply(placement)
 
-    def lifted(self, donor_id: str, succeeded: bool) -> None:
+    def promoted(self, donor_id: str, succeeded: bool) -> None:
         """The donor is on the device and no longer on the host, or still where it was."""
         with self._lock:
             held, entry = self._holdings, self._holdings.entries.get(donor_id)
-            if entry is None or not entry.is_lifting:
+            if entry is None or not entry.is_promoting:
                 return
-            entry.is_lifting = False
+            entry.is_promoting = False
             held.used[Tier.DEVICE] -= held.size(entry).blocks
             if succeeded:
                 held.move(donor_id, Tier.DEVICE)
-                held.count("lifted")
+                held.count("promoted")
 
     # -- what is held ----------------------------------------------------------------------------------------------
 

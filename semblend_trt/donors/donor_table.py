@@ -47,11 +47,11 @@ class Tier(str, Enum):
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
-    then `demoted` move to the host, each in order. `written` of the demoted, and the donor itself where it is named
+    then `offloaded` move to the host, each in order. `written` of the offloaded, and the donor itself where it is named
     there, go on to disk as soon as they are in host memory."""
 
     tier: Tier
-    demoted: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     released: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
@@ -133,15 +133,15 @@ def place_on_device(size: Size, room: Room) -> Placement | None:
             return None
         displaced.append(candidate)
         blocks += candidate[1].blocks
-    demoted, leaving = _move_down(displaced, room.free.tokens, room.host)
-    return _settled(Tier.DEVICE, demoted, leaving, room)
+    offloaded, leaving = _move_down(displaced, room.free.tokens, room.host)
+    return _settled(Tier.DEVICE, offloaded, leaving, room)
 
 
 def _move_down(
     displaced: list[Candidate], free_tokens: int, host: Candidates
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Returns who of `displaced` finds room on the host, and who leaves memory for that or because there is none."""
-    demoted: list[Candidate] = []
+    offloaded: list[Candidate] = []
     leaving: list[Candidate] = []
     for donor_id, size in reversed(displaced):
         taken = host.take_tokens(size.tokens - free_tokens)
@@ -150,11 +150,11 @@ def _move_down(
             continue
         leaving += taken
         free_tokens += sum(victim.tokens for _, victim in taken) - size.tokens
-        demoted.insert(0, (donor_id, size))
-    return demoted, leaving
+        offloaded.insert(0, (donor_id, size))
+    return offloaded, leaving
 
 
-def _settled(tier: Tier, demoted: list[Candidate], leaving: list[Candidate], room: Room) -> Placement | None:
+def _settled(tier: Tier, offloaded: list[Candidate], leaving: list[Candidate], room: Room) -> Placement | None:
     """The placement, once one more donor may be held: for that go those of the disk first, then those that leave memory
     anyway, then the host's, those on their way down, and the device's. None when there are not enough."""
     dropped = [donor_id for donor_id, size in leaving if not size.has_file]
@@ -166,13 +166,13 @@ def _settled(tier: Tier, demoted: list[Candidate], leaving: list[Candidate], roo
             dropped.append(released.pop(0))
         elif (candidate := room.host.next()) is not None:
             dropped.append(candidate[0])
-        elif demoted:
-            dropped.append(demoted.pop(0)[0])
+        elif offloaded:
+            dropped.append(offloaded.pop(0)[0])
         elif (candidate := room.device.next()) is not None:
             dropped.append(candidate[0])
         else:
             return None
-    return Placement(tier, tuple(donor_id for donor_id, _ in demoted), tuple(dropped), tuple(released))
+    return Placement(tier, tuple(donor_id for donor_id, _ in offloaded), tuple(dropped), tuple(released))
 
 
 class DonorState(str, Enum):
@@ -193,7 +193,7 @@ class FileState(str, Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """`tokens` is what the donor takes in `tier`; while it is lifted it takes room on the device as well."""
+    """`tokens` is what the donor takes in `tier`; while it is promoted it takes room on the device as well."""
 
     namespace_key: str
     tier: Tier
@@ -201,7 +201,7 @@ class Entry:
     state: DonorState = DonorState.SAVING
     file: FileState = FileState.NONE
     leases: int = 0
-    is_lifting: bool = False
+    is_promoting: bool = False
 
     @property
     def tokens(self) -> int:
@@ -220,7 +220,7 @@ class Entry:
     @property
     def is_movable(self) -> bool:
         """True when nobody reads it and nothing is on its way; a donor that is being written is read for that."""
-        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_lifting
+        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_promoting
         return is_still and not self.leases
 
 
@@ -228,7 +228,7 @@ class Entry:
 class CatalogStats:
     """Counts at one moment. `used_bytes` (of `byte_budget`, host), `device_blocks_used` (of `device_blocks`) and
     `disk_bytes_used` (of `disk_bytes`) include what is reserved; `ready` donors are in memory, `resting` on disk alone.
-    `evicted`, `demoted`, `released`, `lifted` and `fetched` count since the start."""
+    `evicted`, `offloaded`, `released`, `promoted` and `fetched` count since the start."""
 
     ready: int
     saving: int
@@ -236,14 +236,14 @@ class CatalogStats:
     used_bytes: int
     byte_budget: int
     evicted: int
-    demoted: int = 0
+    offloaded: int = 0
     device_blocks_used: int = 0
     device_blocks: int = 0
     resting: int = 0
     disk_bytes_used: int = 0
     disk_bytes: int = 0
     released: int = 0
-    lifted: int = 0
+    promoted: int = 0
     fetched: int = 0
 
 
@@ -264,7 +264,7 @@ class Holdings:
         self._eviction = {tier: eviction() for tier in Tier}
         self._clock = clock
         self._tick = 0
-        self._counts = dict.fromkeys(("evicted", "demoted", "released", "lifted", "fetched"), 0)
+        self._counts = dict.fromkeys(("evicted", "offloaded", "released", "promoted", "fetched"), 0)
         self._resting: frozenset[str] | None = None
 
     # -- one donor -------------------------------------------------------------------------------------------------
@@ -368,12 +368,12 @@ class Holdings:
             self.remove(donor_id, evicted=True)
         for donor_id in placement.released:
             self.move(donor_id, Tier.DISK, evicted=True)
-        for donor_id in placement.demoted:
+        for donor_id in placement.offloaded:
             self.move(donor_id, Tier.HOST, evicted=True)
         self._counts["evicted"] += len(placement.dropped)
         self._counts["released"] += len(placement.released)
-        self._counts["demoted"] += len(placement.demoted)
-        return self.with_files(placement, placement.demoted)
+        self._counts["offloaded"] += len(placement.offloaded)
+        return self.with_files(placement, placement.offloaded)
 
     def with_files(self, placement: Placement, donor_ids: tuple[str, ...]) -> Placement:
         """`placement` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
@@ -410,7 +410,7 @@ class Holdings:
         return tuple(victims)
 
     def count(self, what: str) -> None:
-        """One donor more was `lifted` or `fetched`."""
+        """One donor more was `promoted` or `fetched`."""
         self._counts[what] += 1
 
     def resting(self) -> frozenset[str]:
@@ -444,7 +444,7 @@ class Holdings:
     def _take(self, entry: Entry, sign: int) -> None:
         """Adds the entry's room to what is used, or with -1 takes it off."""
         tiers = {entry.tier} - {Tier.DISK}
-        if entry.is_lifting:
+        if entry.is_promoting:
             tiers.add(Tier.DEVICE)
         if entry.file is not FileState.NONE:
             tiers.add(Tier.DISK)

@@ -89,8 +89,7 @@ def test_fixed_addresses_equal_the_eager_forward(
     tiny_model_paths: dict[str, Path], family: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpret(monkeypatch)
-    from engine_wrapper.graph_forward import run_static, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     bench = Bench(tiny_model_paths[family])

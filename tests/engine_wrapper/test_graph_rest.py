@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.fused_rows import FusedRows
+from engine_wrapper.fused_layers import FusedRows
 from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
@@ -86,8 +86,7 @@ def test_fixed_addresses_equal_the_eager_forward(
         # The hole in front, what was planted, and the suffix.
         assert len(begun.heads) == SPAN[0] + 2 + LENGTH - SPAN[1]
     interpret()
-    from engine_wrapper.graph_forward import run_rest, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_rest, shape_of
 
     shape = shape_of(rest, decoder)
     inputs = StaticInputs(shape, 24, decoder.pool, decoder.geometry)
@@ -99,14 +98,15 @@ def test_fixed_addresses_equal_the_eager_forward(
     torch.testing.assert_close(hidden, wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_a_rehearsal_writes_nothing(tiny_qwen2_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]) -> None:
+def test_inputs_without_writes_leave_the_pool_alone(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
+) -> None:
     bench = Bench(tiny_qwen2_path, make_plan, 1)
     decoder = bench.forward.fused
     assert decoder is not None
     before = bench.pool.clone()
     interpret()
-    from engine_wrapper.graph_forward import run_static, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
 
     schedule = build_schedule([SequenceSlice(0, 11, (0,) * 5, (0, 0))], NUM_LAYERS).last_rows([5])
     shape = shape_of(schedule, decoder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -126,7 +127,7 @@ PLAN = SemanticKvPlan(
     request_id=1,
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=tuple(range(1600)),
+    prompt_token_ids=np.arange(1600, dtype=np.int32),
     num_computed_tokens=0,
     matched_tokens=1577,
     block_size=32,
@@ -280,7 +281,7 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
 def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_a_demotion(card):
     for donor_id, seed in (("near", 1), ("far", 2)):
         assert torch.equal(card.read(donor_id).cpu(), random_kv(seed))
-    card.saver.demote("near")
+    card.saver.offload("near")
     card.saver.drain()
     assert card.saver.lost() == []
     assert "near" not in card.store.device
@@ -303,7 +304,7 @@ def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
 
 
 def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
-    card.saver.demote("near")
+    card.saver.offload("near")
     put(card.pool, range(60, 92), random_kv(3))
     card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
     card.saver.drain()
@@ -324,12 +325,12 @@ def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
 
 def test_a_donor_is_lifted_bit_for_bit_and_leaves_the_host(card):
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     assert "far" in card.store.device
     assert "far" not in card.store.host
     assert torch.equal(card.read("far").cpu(), random_kv(2))
-    assert [timing.what for timing in card.saver.timings][-1] == "lift"
+    assert [timing.what for timing in card.saver.timings][-1] == "promote"
 
 
 def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
@@ -339,7 +340,7 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     for seed in range(4, 14):  # as many as host memory holds
         save(card.store.host, f"other-{seed}", random_kv(seed))
@@ -351,9 +352,9 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
 def test_a_lifted_donor_is_loaded_from_the_card(card):
     expected = expected_pool(card.pool)
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
-    card.saver.demote("far")
+    card.saver.offload("far")
     card.saver.drain()
     card.keep("near", Tier.DEVICE, 1)
     card.pool[:50].fill_(float("nan"))
@@ -363,7 +364,7 @@ def test_a_lifted_donor_is_loaded_from_the_card(card):
 
 
 def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
-    card.saver.lift("far")  # "near" has 32 of the 40 blocks
+    card.saver.promote("far")  # "near" has 32 of the 40 blocks
     card.saver.drain()
     assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
     assert "far" not in card.store.device

@@ -26,7 +26,7 @@ from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
-from semblend_trt.connector import library
+from semblend_trt.connector import donor_index
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
 from semblend_trt.donors.donor_file import FileSize
@@ -123,14 +123,14 @@ class FaultBench:
         (output,) = llm.generate([prompt], _ANSWER)
         llm.settle()
         llm.connector_worker.saver.drain()
-        if llm.connector_worker.keeper is not None:
-            llm.connector_worker.keeper.drain()
+        if llm.connector_worker.transfers is not None:
+            llm.connector_worker.transfers.drain()
         return output
 
     def hear(self, llm: LLM) -> None:
         """Lets the scheduler hear of everything that has happened beside it, as it does with every request."""
         self.serve(llm, _TOO_SHORT_TO_KEEP)
-        while llm.connector_worker.keeper is not None and llm.connector_worker._runtime.disk.found:
+        while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
             self.serve(llm, _TOO_SHORT_TO_KEEP)
 
     def wrong_tokens(self, prompt: str, output: RequestOutput) -> int:
@@ -188,7 +188,7 @@ def provider_raises(trial: Trial) -> None:
     """The lookup raises."""
     with trial.bench.engine() as llm:
         trial.ask(llm, trial.prompts.donor)
-        broken = mock.patch.object(llm.connector_scheduler.library, "plan", side_effect=RuntimeError("injected"))
+        broken = mock.patch.object(llm.connector_scheduler.donor_index, "plan", side_effect=RuntimeError("injected"))
         with trial.counts("refusals", reason="internal_error"), broken:
             trial.ask(llm, trial.prompts.others[0])
         trial.ask(llm, trial.prompts.others[1])
@@ -200,7 +200,7 @@ def lookup_stalls(trial: Trial) -> None:
         trial.ask(llm, trial.prompts.donor)
         readings = iter([0.0])
         stalled = partial(Deadline, clock=lambda: next(readings, STALL_SECONDS))
-        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(library, "Deadline", stalled):
+        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(donor_index, "Deadline", stalled):
             trial.ask(llm, trial.prompts.others[0])
         trial.ask(llm, trial.prompts.others[1])
 
@@ -345,7 +345,7 @@ def kill_once_saved(llm: LLM) -> None:
     def finished() -> Any:
         if worker.saver._saves:
             worker.saver.drain()
-            worker.keeper.drain()
+            worker.transfers.drain()
             _kill()
         return real()
 

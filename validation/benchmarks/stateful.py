@@ -279,10 +279,10 @@ class Life:
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
         scheduler._drain()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
-        if scheduler.library is not None:
-            stats = scheduler.library.catalog.stats()
+        if scheduler.donor_index is not None:
+            stats = scheduler.donor_index.catalog.stats()
             assert (stats.leases, stats.saving) == (0, 0)
-            for name in ("evicted", "demoted", "released", "lifted", "fetched"):
+            for name in ("evicted", "offloaded", "released", "promoted", "fetched"):
                 self.counts[f"donors_{name}"] = getattr(stats, name)
         self._check_donors()
         self.counts["starts_again"] = self._runner.started_again
@@ -382,7 +382,7 @@ class Life:
         store = worker.store
         if store is None:
             return
-        for thread in filter(None, (worker.saver, worker.keeper)):
+        for thread in filter(None, (worker.saver, worker.transfers)):
             thread.drain()
         for donor_id in list(store.host._slots):
             self._check_donor(donor_id, store.host.get(donor_id).tensor)

@@ -170,7 +170,7 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
             return answer[1]["usage"]["prompt_tokens_details"]
 
         first = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "a"}))
-        while not llm.connector_scheduler.library.held().donors:
+        while not llm.connector_scheduler.donor_index.held().donors:
             await asyncio.sleep(0)
         other = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "b"}))
         same = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "a"}))

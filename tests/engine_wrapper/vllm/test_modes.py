@@ -38,7 +38,8 @@ def taught(served: Served) -> Served:
 
 
 def near(ours: list[float], theirs: list[float]) -> bool:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+    # A card multiplies float32 matrices in parts of another order for every number of rows.
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (1e-2 if is_available() else 1e-3)
 
 
 def sampled(served: Served, prompt: list[int], **options: Any) -> Any:

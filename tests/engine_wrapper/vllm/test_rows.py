@@ -15,7 +15,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
 
 from engine_wrapper import sequence_work
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder

@@ -17,15 +17,11 @@ from semblend_trt.errors import CapacityError, DonorUnavailableError
 BYTES_PER_TOKEN = 10
 
 
-def tokens(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)
-
-
 def catalog_with(sizes: dict[str, int], budget_tokens: int = 100, max_donors: int = 10) -> DonorCatalog:
     catalog = DonorCatalog(budget_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors)
     for donor_id, size in sizes.items():
         assert catalog.reserve(donor_id, "space", size).dropped == ()
-        catalog.commit(donor_id, tokens(size))
+        catalog.commit(donor_id, size)
     return catalog
 
 
@@ -36,7 +32,7 @@ def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size() -> None
     assert catalog.stats().used_bytes == 600
     with pytest.raises(DonorUnavailableError, match="a is not held"):
         catalog.lease("a")
-    catalog.commit("a", tokens(25))
+    catalog.commit("a", 25)
     assert catalog.state("a") is DonorState.READY
     assert catalog.stats() == CatalogStats(1, 0, 0, 250, 1000, 0)
 
@@ -62,7 +58,7 @@ def test_many_times_the_capacity_leaves_the_capacity() -> None:
     catalog = DonorCatalog(100 * BYTES_PER_TOKEN, BYTES_PER_TOKEN, 7)
     for number in range(500):
         catalog.reserve(f"donor-{number}", "space", 20)
-        catalog.commit(f"donor-{number}", tokens(20))
+        catalog.commit(f"donor-{number}", 20)
     assert catalog.stats() == CatalogStats(5, 0, 0, 1000, 1000, 495)
 
 
@@ -116,7 +112,7 @@ def test_a_late_release_does_not_touch_a_donor_of_the_same_name() -> None:
     old.release()
     catalog.drop("a")
     catalog.reserve("a", "space", 10)
-    catalog.commit("a", tokens(10))
+    catalog.commit("a", 10)
     new = catalog.lease("a")
     old.release()
     assert catalog.stats().leases == 1
@@ -127,7 +123,7 @@ def test_commits_of_donors_that_are_not_saving_are_refused() -> None:
     catalog = catalog_with({"ready": 10})
     for donor_id in ("ready", "unknown"):
         with pytest.raises(DonorUnavailableError, match="not being saved"):
-            catalog.commit(donor_id, tokens(5))
+            catalog.commit(donor_id, 5)
 
 
 def test_bad_reservations_are_refused() -> None:
@@ -161,7 +157,7 @@ def test_another_policy_decides_who_goes() -> None:
     catalog = DonorCatalog(100, 1, 2, NewestFirst)
     for donor_id in ("a", "b"):
         catalog.reserve(donor_id, "space", 10)
-        catalog.commit(donor_id, tokens(10))
+        catalog.commit(donor_id, 10)
     assert catalog.reserve("c", "space", 10).dropped == ("b",)
 
 
@@ -178,7 +174,7 @@ def test_threads_keep_the_budget_and_the_leases() -> None:
                     catalog.reserve(donor_id, "space", int(rng.integers(1, 40)))
                 except CapacityError:
                     continue
-                catalog.commit(donor_id, tokens(1))
+                catalog.commit(donor_id, 1)
                 try:
                     lease = catalog.lease(donor_id)
                 except DonorUnavailableError:
@@ -254,10 +250,10 @@ class CatalogMachine(RuleBasedStateMachine):
     def commit(self, donor_id: str, part: float) -> None:
         if donor_id not in self.saving:
             with pytest.raises(DonorUnavailableError):
-                self.catalog.commit(donor_id, tokens(1))
+                self.catalog.commit(donor_id, 1)
             return
         self.sizes[donor_id] = max(1, int(self.sizes[donor_id] * part))
-        self.catalog.commit(donor_id, tokens(self.sizes[donor_id]))
+        self.catalog.commit(donor_id, self.sizes[donor_id])
         self.saving.discard(donor_id)
         self.recency.append(donor_id)
 
@@ -324,7 +320,7 @@ def two_tiers(blocks: int = 4, host_tokens: int = 40, max_donors: int = 10) -> D
 
 def hold(catalog: DonorCatalog, donor_id: str, size: int) -> Placement:
     placement = catalog.reserve(donor_id, "space", size)
-    catalog.commit(donor_id, tokens(size))
+    catalog.commit(donor_id, size)
     return placement
 
 
@@ -333,17 +329,17 @@ def test_donors_go_to_the_device_while_it_has_room_then_the_oldest_move_down() -
     assert hold(catalog, "a", 20) == Placement(Tier.DEVICE)
     assert hold(catalog, "b", 11) == Placement(Tier.DEVICE)
     catalog.touch("a")
-    assert hold(catalog, "c", 15) == Placement(Tier.DEVICE, demoted=("b",))
+    assert hold(catalog, "c", 15) == Placement(Tier.DEVICE, offloaded=("b",))
     assert [catalog.tier(donor_id) for donor_id in "abc"] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
     stats = catalog.stats()
-    assert (stats.used_bytes, stats.device_blocks_used, stats.demoted, stats.evicted) == (110, 4, 1, 0)
+    assert (stats.used_bytes, stats.device_blocks_used, stats.offloaded, stats.evicted) == (110, 4, 1, 0)
 
 
 def test_the_full_host_drops_its_oldest_for_what_comes_down() -> None:
     catalog = two_tiers(blocks=2, host_tokens=25)
     for donor_id in "abc":
         hold(catalog, donor_id, 12)
-    assert hold(catalog, "d", 12) == Placement(Tier.DEVICE, demoted=("c",), dropped=("a",))
+    assert hold(catalog, "d", 12) == Placement(Tier.DEVICE, offloaded=("c",), dropped=("a",))
     assert [catalog.tier(donor_id) for donor_id in "abcd"] == [None, Tier.HOST, Tier.HOST, Tier.DEVICE]
 
 
@@ -351,7 +347,7 @@ def test_the_latest_used_of_the_displaced_has_the_first_claim_on_the_host() -> N
     catalog = two_tiers(blocks=3, host_tokens=15)
     for donor_id in "abc":
         hold(catalog, donor_id, 10)
-    assert hold(catalog, "d", 30) == Placement(Tier.DEVICE, demoted=("c",), dropped=("b", "a"))
+    assert hold(catalog, "d", 30) == Placement(Tier.DEVICE, offloaded=("c",), dropped=("b", "a"))
 
 
 def test_without_a_host_tier_the_displaced_are_dropped() -> None:
@@ -367,7 +363,7 @@ def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the
     lease = catalog.lease("a")
     assert hold(catalog, "b", 15) == Placement(Tier.HOST)
     lease.release()
-    assert hold(catalog, "c", 20) == Placement(Tier.DEVICE, demoted=("a",))
+    assert hold(catalog, "c", 20) == Placement(Tier.DEVICE, offloaded=("a",))
 
 
 def test_what_the_arena_can_never_hold_goes_to_the_host() -> None:
@@ -381,7 +377,7 @@ def test_what_the_arena_can_never_hold_goes_to_the_host() -> None:
 def test_a_commit_gives_blocks_back_that_it_does_not_need() -> None:
     catalog = two_tiers()
     catalog.reserve("a", "space", 40)
-    catalog.commit("a", tokens(21))
+    catalog.commit("a", 21)
     assert catalog.stats().device_blocks_used == 3
     assert hold(catalog, "b", 10) == Placement(Tier.DEVICE)
 
@@ -391,7 +387,7 @@ def test_places_are_made_from_the_bottom() -> None:
     for donor_id in "abc":
         hold(catalog, donor_id, 10)
     assert catalog.tier("a") is Tier.HOST
-    assert hold(catalog, "d", 10) == Placement(Tier.DEVICE, demoted=("b",), dropped=("a",))
+    assert hold(catalog, "d", 10) == Placement(Tier.DEVICE, offloaded=("b",), dropped=("a",))
     catalog.drop("b")
     for donor_id in "cd":
         catalog.lease(donor_id)

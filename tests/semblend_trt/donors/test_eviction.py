@@ -211,7 +211,7 @@ def catalog_of(name: Eviction) -> DonorCatalog:
 
 def keep(catalog: DonorCatalog, donor_id: str, size: int) -> tuple[str, ...]:
     dropped = catalog.reserve(donor_id, "space", size, donor_id.encode()).dropped
-    catalog.commit(donor_id, range(size))
+    catalog.commit(donor_id, size)
     return dropped
 
 
@@ -267,7 +267,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def obey(self, placement) -> None:
         gone = set(placement.dropped)
         leased = {lease.donor_id for lease in self.leases}
-        assert not (gone | set(placement.released) | set(placement.demoted)) & leased
+        assert not (gone | set(placement.released) | set(placement.offloaded)) & leased
         assert not gone & (self.writing | set(self.moving) | set(self.saving))
         self.ready -= gone
         self.writing |= set(placement.written)
@@ -299,7 +299,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert self.catalog.cancel(donor_id)
             self.writing.discard(donor_id)
             return
-        self.catalog.commit(donor_id, range(1))
+        self.catalog.commit(donor_id, 1)
         self.catalog.describe(donor_id, kinds)
         self.ready.add(donor_id)
 
@@ -311,7 +311,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.catalog.written(donor_id, succeeded)
 
     @precondition(lambda self: self.ready)
-    @rule(data=st.data(), up=st.sampled_from(["fetch", "lift"]))
+    @rule(data=st.data(), up=st.sampled_from(["fetch", "promote"]))
     def move_up(self, data, up: str) -> None:
         donor_id = data.draw(st.sampled_from(sorted(self.ready)))
         placement = getattr(self.catalog, up)(donor_id)
@@ -323,8 +323,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(succeeded=st.booleans())
     def moved_up(self, succeeded: bool) -> None:
         donor_id, up = self.moving.popitem()
-        if up == "lift":
-            self.catalog.lifted(donor_id, succeeded)
+        if up == "promote":
+            self.catalog.promoted(donor_id, succeeded)
             assert self.catalog.tier(donor_id) is (Tier.DEVICE if succeeded else Tier.HOST)
             return
         assert self.catalog.fetched(donor_id, succeeded)
