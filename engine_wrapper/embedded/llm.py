@@ -22,7 +22,6 @@ from engine_wrapper.embedded.request import (
     Prompt,
     RequestOutput,
     as_prompts,
-    checked_salt,
     one_each,
     output_of,
     token_ids_of,
@@ -217,7 +216,8 @@ class LLM:
         Without `streaming` the iterator gives the final output only. Taking from one iterator moves every running
         request on. An iterator that is closed or dropped before its end aborts its request.
         """
-        request = self._request(prompt, sampling_params or SamplingParams(), checked_salt(cache_salt), lora_request)
+        (salt,) = one_each("cache_salt", cache_salt, 1, str)
+        request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request)
         # Made first: should an interrupt come in between, it is dropped and ends the request.
         stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])

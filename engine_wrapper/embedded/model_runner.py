@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
-from engine_wrapper.embedded.models import LoadedModel, ModelSource, adopt_model, load_model
+from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
-    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
     from semblend_trt.runtime import LayerReadiness
@@ -70,7 +69,16 @@ class ModelRunner:
         return runner
 
     def _own(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        # The Transformers model; called directly, it runs plain SDPA and touches no pool.
+        self.model, self.config, self.tokenizer = loaded.model, loaded.model.config, loaded.tokenizer
+        self.facts, self.source, self.ranks = loaded.facts, loaded.source, loaded.ranks
+        # Of weights, hidden rows and pool.
+        self.dtype: torch.dtype = loaded.model.dtype
+        self.device: torch.device = loaded.model.device
+        self.kv_heads = loaded.facts.kv_heads // loaded.ranks.size  # of this rank
+        self._detach()
+
+    def _detach(self) -> None:
         self._forward: SparseForward | None = None
         self._graphs: GraphForward | None = None
         self._max_rows: int | None = None
@@ -79,45 +87,6 @@ class ModelRunner:
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
-
-    @property
-    def model(self) -> Any:
-        """The Transformers model; called directly, it runs plain SDPA and touches no pool."""
-        return self._loaded.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._loaded.tokenizer
-
-    @property
-    def config(self) -> Any:
-        return self._loaded.config
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._loaded.facts
-
-    @property
-    def source(self) -> ModelSource:
-        return self._loaded.source
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._loaded.ranks
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of this rank."""
-        return self.facts.kv_heads // self.ranks.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, hidden rows and pool."""
-        return self._loaded.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._loaded.device
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -131,9 +100,7 @@ class ModelRunner:
     def share(self) -> ModelRunner:
         """A runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
-        runner._forward = runner._graphs = None
-        runner.plan_source = runner.readiness = runner.evidence_sink = None
-        runner.before_layer = runner.after_layer = None
+        runner._detach()
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
