@@ -176,7 +176,7 @@ class Batch:
         """One sequence; its newest tokens, where no plan knows them, are 0."""
         begin, length = self.begins[index], self.lengths[index]
         needed = -(-(begin + length) // block_size)
-        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length])
+        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length].tolist())
         return SequenceSlice(self.request_ids[index], begin, tokens, tuple(blocks[:needed]), plan)
 
     def _schedule(self, part: MicroBatch, input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:

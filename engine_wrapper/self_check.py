@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from semblend_trt.errors import SemBlendError
@@ -43,7 +44,7 @@ def check_plan(
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", start, start, end - start),),
-        prompt_token_ids=tokens,
+        prompt_token_ids=np.array(tokens, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=end,
         block_size=geometry.block_size,

@@ -289,8 +289,7 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         drops_at[rows[stays[:-1]]] = num_layers
     entering = drops_at > 0
     positions = begin + np.flatnonzero(entering)
-    # A long prompt costs a millisecond to convert, and few of its tokens may be needed.
-    tokens = np.fromiter(map(plan.prompt_token_ids.__getitem__, positions.tolist()), np.int64, len(positions))
+    tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
         own,
         token_ids=np.concatenate([tokens, own.token_ids]),
@@ -322,7 +321,7 @@ def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice) -> None:
             f"request {plan.request_id}: the slice begins at {piece.begin}, but the plan promised the positions up to "
             f"{plan.prefix_end}; a plan is executed by the first slice of its request",
         )
-    if plan.prompt_token_ids[piece.begin : piece.end] != piece.token_ids:
+    if tuple(plan.prompt_token_ids[piece.begin : piece.end].tolist()) != piece.token_ids:
         raise PlanError(
             "plan_of_another_prompt",
             f"request {plan.request_id}: the scheduled tokens {piece.begin}..{piece.end - 1} differ from the prompt "

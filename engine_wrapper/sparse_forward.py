@@ -20,7 +20,7 @@ from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
-from kernels.layer_ops import has_kernels
+from kernels.dispatch import has_kernels
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 

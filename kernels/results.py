@@ -177,12 +177,6 @@ def parser_of(description: str | None, default: Path | None = None) -> argparse.
     return parser
 
 
-def require_cuda() -> None:
-    """Ends the program with one sentence when there is no CUDA device."""
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs a CUDA device, and torch sees none.")
-
-
 def command(arguments: Sequence[str] | None = None) -> str:
     """The command line of this run as a reader can repeat it; `arguments` stand in for the program's own."""
     return f"{_program()} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()

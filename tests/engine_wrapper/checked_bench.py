@@ -53,7 +53,9 @@ class Bench:
         return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
 
     def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
-        return replace(self.slice(plan.request_id, tuple(plan.prompt_token_ids), plan.prefix_end, end), plan=plan)
+        return replace(
+            self.slice(plan.request_id, tuple(plan.prompt_token_ids.tolist()), plan.prefix_end, end), plan=plan
+        )
 
     def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
         """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.

@@ -58,7 +58,7 @@ def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: 
 
 def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
     """Places spans in a NaN pool whose KV deviates in some tokens only; returns the logits of a cold run."""
-    tokens = tuple(plan.prompt_token_ids)
+    tokens = tuple(plan.prompt_token_ids.tolist())
     logits, kv = bench.cold(tokens, plan.request_id)
     other = bench.cold(tokens_of(LENGTH, seed=50), plan.request_id)[1]
     for start, end in SPANS:
@@ -123,7 +123,7 @@ def test_an_exact_prefix_and_exact_spans_are_not_written_by_parts(bench: Bench, 
 
 def test_chunks_and_decode_steps_follow_a_plan_in_parts(bench: Bench, make_plan: PlanMaker) -> None:
     plan = long_plan(make_plan, "threshold")
-    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids)
+    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids.tolist())
     parts = bench.run(bench.planned(plan, end=83), max_rows=MAX_ROWS)
     parts += bench.run(bench.slice(1, tokens, 83, 88))
     parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in (88, 89)]

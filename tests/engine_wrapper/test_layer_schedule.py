@@ -40,7 +40,7 @@ def blocks(request_id: int) -> tuple[int, ...]:
 
 def slice_of(plan: SemanticKvPlan, length: int | None = None) -> SequenceSlice:
     end = plan.prompt_length if length is None else plan.prefix_end + length
-    tokens = plan.prompt_token_ids[plan.prefix_end : end]
+    tokens = tuple(plan.prompt_token_ids[plan.prefix_end : end].tolist())
     return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks(plan.request_id), plan)
 
 

@@ -57,7 +57,7 @@ class Bench:
         return SequenceSlice(request_id, begin, tokens[begin:end], self.blocks(request_id))
 
     def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
-        piece = self.slice(plan.request_id, plan.prompt_token_ids, plan.prefix_end, end)
+        piece = self.slice(plan.request_id, tuple(plan.prompt_token_ids.tolist()), plan.prefix_end, end)
         return replace(piece, plan=plan)
 
     def run(self, *slices: SequenceSlice) -> list[torch.Tensor]:

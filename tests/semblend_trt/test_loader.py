@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,7 +66,7 @@ def plan(*spans, request_id=1, computed=0, prompt=24, block_size=4, blocks=BLOCK
         request_id=request_id,
         kind=PlanKind.REQUEST_LOCAL,
         spans=spans,
-        prompt_token_ids=tuple(range(prompt)),
+        prompt_token_ids=np.arange(prompt, dtype=np.int32),
         num_computed_tokens=computed,
         matched_tokens=end - computed,
         block_size=block_size,

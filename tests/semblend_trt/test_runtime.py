@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = F
     return SemanticKvPlan(
         request_id=request_id,
         spans=(PlanSpan("d", start, start, 8, exact=exact),),
-        prompt_token_ids=tuple(range(20)),
+        prompt_token_ids=np.arange(20, dtype=np.int32),
         num_computed_tokens=start,
         matched_tokens=8,
         block_size=4,

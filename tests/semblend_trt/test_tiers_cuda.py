@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -126,7 +127,7 @@ PLAN = SemanticKvPlan(
     request_id=1,
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=tuple(range(1600)),
+    prompt_token_ids=np.arange(1600, dtype=np.int32),
     num_computed_tokens=0,
     matched_tokens=1577,
     block_size=32,

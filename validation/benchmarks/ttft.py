@@ -64,7 +64,7 @@ def _ceilings(rows: Results) -> float | None:
 
     rows.add("ttft_copy_gbps", ceilings.copy_gbps(), "GB/s", "device copy, read + written", better="higher")
     rows.add("ttft_matmul_tflops", ceilings.matmul_tflops(), "TFLOP/s", "bf16 torch.mm", better="higher")
-    link = ceilings.host_to_device_gbps()
+    link = ceilings.host_gbps(to_device=True)
     rows.add("ttft_host_to_device_gbps", link, "GB/s", "copy from pinned memory", better="higher")
     return link
 

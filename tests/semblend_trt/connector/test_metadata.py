@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from semblend_trt.connector.metadata import (
@@ -23,7 +24,7 @@ PLAN = SemanticKvPlan(
     request_id=7,
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("donor-1", 0, 4, 16),),
-    prompt_token_ids=tuple(range(30)),
+    prompt_token_ids=np.arange(30, dtype=np.int32),
     num_computed_tokens=4,
     matched_tokens=16,
     block_size=8,

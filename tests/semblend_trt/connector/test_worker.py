@@ -6,6 +6,7 @@ import random
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +73,7 @@ def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
         request_id=7,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor-1", 0, 4, 16),),
-        prompt_token_ids=tuple(range(30)),
+        prompt_token_ids=np.arange(30, dtype=np.int32),
         num_computed_tokens=4,
         matched_tokens=16,
         block_size=BLOCK,
