@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.attach import note_evidence
+from engine_wrapper.publication import note_evidence
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.layers import in_order, layered_pool
 from engine_wrapper.vllm.model_runner import model_runner_of_caller
