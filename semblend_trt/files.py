@@ -1,4 +1,4 @@
-"""Files whose places users name: regular ones appear whole or not at all, anything else there is written in place."""
+"""Whether a file whose place a user names can be written; `kernels.files` writes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import errno
 import os
 import stat
 import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kernels.files import TEMPORARY_PREFIX, target_of
 from semblend_trt.errors import ConfigurationError
 
-_PREFIX = ".semblend-"
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # Written to find a full disk: more than a file system may keep beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
@@ -23,7 +26,7 @@ def check_writable(path: Path) -> None:
     file nor a folder is only asked for its permissions.
     """
     try:
-        target, status = _found(path)
+        target, status = target_of(path)
         if status is None or stat.S_ISREG(status.st_mode):
             _try(target)
         elif stat.S_ISDIR(status.st_mode):
@@ -38,46 +41,11 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content`. Symlinks are followed; a regular file is replaced by a new one with a rename in its own folder,
-    folders are made, and a device or a pipe is written to as it is. Raises OSError."""
-    target, status = _found(path)
-    if status is not None and not stat.S_ISREG(status.st_mode):
-        path.write_bytes(content)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_PREFIX)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _found(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Where `path` leads, and what is there; None when nothing is."""
-    target = Path(os.path.realpath(path))
-    try:
-        return target, path.stat()
-    except FileNotFoundError:
-        return target, None
-
-
 def _try(target: Path) -> None:
     folder = next(parent for parent in target.parents if parent.exists())
     longest = os.pathconf(folder, "PC_NAME_MAX")
     if any(len(os.fsencode(part)) > longest for part in target.relative_to(folder).parts):
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=_PREFIX, buffering=0) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, buffering=0) as file:
         if file.write(_TRIAL) < len(_TRIAL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -13,21 +13,115 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.active_plans import ActivePlans
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
+from semblend_trt.streams import Event, Stream, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from kernels.layout import KvGeometry
-    from semblend_trt.donors.news import DiskLink, TierNews
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.donors.offload import DiskLink, OffloadEvent
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)
+
+
+class ActivePlans:
+    """Thread-safe plans by request id.
+
+    A plan is *pending* from `put` until the forward that executes it calls `take`. Its publication limit outlives the
+    plan: blocks written by the request stay approximate until the engine has released them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[int, SemanticKvPlan] = {}
+        self._exact_tokens: dict[int, int] = {}
+
+    def put(self, plan: SemanticKvPlan) -> None:
+        """Notes the plan's publication limit, and makes a plan for the wrapper pending (loads are idempotent)."""
+        with self._lock:
+            if plan.execution.mode is EngineMode.WRAPPER:
+                self._pending[plan.request_id] = plan
+            if not plan.is_exact:
+                self._exact_tokens[plan.request_id] = plan.exact_token_count
+
+    def take(self, request_id: int) -> SemanticKvPlan | None:
+        """Returns the pending plan and removes it: a plan is executed by one forward only."""
+        with self._lock:
+            return self._pending.pop(request_id, None)
+
+    def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
+        """The pending plans of these requests, removed as by `take`. In most iterations there is none to look for."""
+        with self._lock:
+            if not self._pending:
+                return {}
+            return {each: self._pending.pop(each) for each in request_ids if each in self._pending}
+
+    def publishable_tokens(self, request_id: int) -> int | None:
+        """Leading tokens whose KV equals a cold run's; None when all of the request's KV does."""
+        with self._lock:
+            return self._exact_tokens.get(request_id)
+
+    def computed_whole(self, request_id: int) -> None:
+        """Lifts the publication limit of a request whose plan was dropped: the forward, in which this is said, computed
+        everything that the plan had placed, and so wrote over it."""
+        self.released(request_id)
+
+    def discard(self, request_id: int) -> None:
+        """Drops the pending plan of a request that ends before any forward ran it."""
+        with self._lock:
+            self._pending.pop(request_id, None)
+
+    def released(self, request_id: int) -> None:
+        """Forgets the publication limit. Only the owner of the blocks may say so, once it has let go of them:
+        forgetting earlier would publish approximate KV."""
+        with self._lock:
+            self._exact_tokens.pop(request_id, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._pending)
+
+
+class LayerReadiness:
+    """The layers that are still on their way, in the order in which they arrive.
+
+    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Where nobody does, and
+    wherever no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
+    follows on a stream. The engine's thread alone uses it.
+    """
+
+    def __init__(self) -> None:
+        self.is_awaited = False
+        self._arriving: deque[tuple[int, Event]] = deque()
+        self._arrived_layers = 0
+
+    @property
+    def is_arriving(self) -> bool:
+        """True while some layers are waited for by nobody yet: what reads them must call `wait` or `join`."""
+        return bool(self._arriving)
+
+    def expect(self, groups: Iterable[tuple[int, Event | None]]) -> None:
+        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
+        `event`. What was announced before must have been joined."""
+        self._arrived_layers = 0
+        self._arriving.extend((end_layer, event) for end_layer, event in groups if event is not None)
+
+    def wait(self, layer: int, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool."""
+        while self._arriving and self._arrived_layers <= layer:
+            self._arrived_layers, event = self._arriving.popleft()
+            wait(stream, [event])
+
+    def join(self, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows starts once every layer is in the pool."""
+        while self._arriving:
+            wait(stream, [self._arriving.popleft()[1]])
+
 
 # A scheduler reads the news at every lookup and at every request's end, so that never more than the running requests'
 # wait.
@@ -61,7 +155,7 @@ class Runtime:
     the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
     call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
     `faults` counts calls of the engine that could not be answered, by name.
-    `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
+    `offload_events` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
     `check_layers` are those in which the scheduler's plans may check their spans.
     `ranks` share the model; the scheduler stands on rank 0 alone.
     `is_forward_open` from the start of an iteration's loads until the worker hears that its forward has completed. A
@@ -75,7 +169,7 @@ class Runtime:
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
-    tier_news: deque[TierNews] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    offload_events: deque[OffloadEvent] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
@@ -121,11 +215,9 @@ class Runtime:
 
     def forget_news(self) -> None:
         """Drops the news of a rank without a scheduler: nobody reads them there."""
-        for news in (self.saved, self.failed_loads, self.evidence, self.tier_news):
+        for news in (self.saved, self.failed_loads, self.evidence, self.offload_events):
             news.clear()
 
-
-__all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]
 
 _lock = threading.Lock()
 _runtimes: dict[int, Runtime] = {}

@@ -16,6 +16,7 @@ from rich.console import Console
 from kernels import results
 from semblend_trt.command_line import ended
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from validation import models, scoreboard
 from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
@@ -31,27 +32,23 @@ from validation.arms import (
     names_of,
 )
 from validation.calibration.arguments import parse_calibrate, parse_confirm
-from validation.calibration.command import run_calibrate
-from validation.calibration.confirmation import run_confirm
+from validation.calibration.command import run_calibrate, run_confirm
+from validation.cases import MAX_FORCED_TOKENS, read_cases
 from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED
 from validation.exactness import plain_difference, stock_difference
-from validation.files import check_writable, write_json, write_text
+from validation.families.catalog import FamilyRequest, write_cases
 from validation.gates import GateBounds, gates_of
-from validation.jsonl import read_cases
-from validation.judge import Judge, judged
+from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, MeasurementSettings
 from validation.models import shipped_model
-from validation.progress import progress
+from validation.output import progress, write_json, write_text
 from validation.quality.arguments import parse_quality
 from validation.quality.command import run_quality
-from validation.quality.family_cases import FamilyRequest, write_cases
 from validation.record import FILE_NAME, end_to_end_rows
 from validation.replay.arguments import parse_replay
 from validation.replay.command import run_replay
 from validation.report import Report
-from validation.scorer import Scorer, scored
-from validation.tokenised import MAX_FORCED_TOKENS
 from validation.workloads import DEFAULT_BATCHES, WorkloadWriter
 
 if TYPE_CHECKING:

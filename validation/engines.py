@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput
-from engine_wrapper.embedded.prompts import one_each
+from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.arms import variables_of
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, is_reusing
 from validation.cases import Expectation
-from validation.metrics import mean, median
-from validation.noninferiority import MARGIN
+from validation.metrics import MARGIN, mean, median
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

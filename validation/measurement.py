@@ -13,21 +13,19 @@ from semblend_trt.errors import ConfigurationError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, Arm
 from validation.audit_log import AuditCounts, concerns, read_events, settled
-from validation.cases import groups
+from validation.cases import MAX_FORCED_TOKENS, Tokeniser, groups
 from validation.comparison import check_cold, compare
 from validation.engines import EngineSettings
 from validation.serving import Server
-from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from validation.cases import Case
+    from validation.cases import Case, TokenisedCase
     from validation.engines import Engines
     from validation.samples import Sample
     from validation.serving import Served, ServedDonor
-    from validation.tokenised import TokenisedCase
 
     OnStep = Callable[[str], None]
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from validation.cases import Tokeniser
     from validation.engines import ArmEngine
-    from validation.tokenised import Tokeniser
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
     from validation.engines import ArmEngine, Asked, EngineSettings
 

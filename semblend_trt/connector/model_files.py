@@ -1,20 +1,256 @@
-"""The files of a model: where they are, and digests that tell one model's from another's."""
+"""The files of a model: where they are, and digests that tell one model's from another's.
+
+Files are read by several threads, and read once as long as they stay as they are: their digests are kept between
+processes where only this user writes.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import logging
 import os
 import re
+import secrets
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from semblend_trt.connector.file_digests import FileState, digest_of_files
+from semblend_trt.donors.own_files import open_file, open_folder, refuse_others
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
-    from semblend_trt.connector.digest_cache import DigestCache
+    from collections.abc import Iterator, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+# A file is a tree of chunks, so that one large file keeps all threads busy too.
+CHUNK_BYTES = 32 << 20
+READ_BYTES = 1 << 20
+MAX_THREADS = 32
+PROGRESS_SECONDS = 5.0
+# Two writes may share one time stamp where a file system counts in steps; the coarsest counts in two seconds.
+SETTLED_NS = 2_000_000_000
+
+_lock = threading.Lock()
+_known: dict[FileState, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What a file shows without being read. No write leaves all of it as it was: only the kernel sets `ctime_ns`."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Follows symlinks. Raises OSError, also for what is no regular file."""
+        resolved = os.path.realpath(path)
+        found = os.stat(resolved)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return cls(resolved, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another write would show."""
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
+
+
+def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
+    """SHA-256 over names and every byte of the files, whatever their order; hex.
+
+    What was read before and has not changed is taken from this process' memory or from `cache`. Raises OSError when a
+    file cannot be read, or changes meanwhile.
+    """
+    states = {name: FileState.of(path) for name, path in sorted(files.items())}
+    with _lock:  # a second engine that starts beside this one finds what is read here
+        digests = {state: found for state in states.values() if (found := _remembered(state, cache)) is not None}
+        unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
+        for state, digest in zip(unread, _read(unread), strict=True):
+            if FileState.of(Path(state.path)) != state:
+                raise OSError(errno.EBUSY, "it changed while it was read", state.path)
+            digests[state] = digest
+            if state.is_settled:
+                _known[state] = digest
+                if cache is not None:
+                    cache.keep(state, digest)
+    lines = "".join(f"{len(name)}:{name}:{digests[state]}\n" for name, state in states.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
+    if not state.is_settled:
+        return None
+    if state not in _known and cache is not None and (kept := cache.find(state)) is not None:
+        _known[state] = kept
+    return _known.get(state)
+
+
+def _read(states: Sequence[FileState]) -> list[str]:
+    """The digest of each file: SHA-256 over its size and the digests of its chunks."""
+    chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
+    progress = _Progress(sum(state.size for state in states))
+    trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
+    if chunks:
+        with ThreadPoolExecutor(min(MAX_THREADS, _usable_cores(), len(chunks))) as threads:
+            digests = threads.map(lambda chunk: _chunk(chunk[0], chunk[1], progress), chunks)
+            for (state, _), digest in zip(chunks, digests, strict=True):
+                trees[state].update(digest)
+    return [tree.hexdigest() for tree in trees.values()]
+
+
+def _chunk(state: FileState, start: int, progress: _Progress) -> bytes:
+    digest, end = hashlib.sha256(), min(start + CHUNK_BYTES, state.size)
+    # A pipe in the file's place would keep an open that waits for its writer.
+    file = os.open(state.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        for offset in range(start, end, READ_BYTES):
+            wanted = min(READ_BYTES, end - offset)
+            piece = os.pread(file, wanted, offset)
+            if len(piece) < wanted:
+                raise OSError(errno.EIO, "it is shorter than it was", state.path)
+            digest.update(piece)
+    finally:
+        os.close(file)
+    progress.add(end - start)
+    return digest.digest()
+
+
+class _Progress:
+    """Says every few seconds how far the reading is."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._begin = self._told = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._told < PROGRESS_SECONDS:
+                return
+            self._told = now
+            rate = self._done / (now - self._begin)
+            logger.info(
+                "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s",
+                self._done / 1e9,
+                self._total / 1e9,
+                rate / 1e9,
+            )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+OFF = "off"
+_NAME = "semblend-trt"
+_MAX_BYTES = 16384
+_HEX = frozenset("0123456789abcdef")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class DigestCache:
+    """One small file for each file whose digest is known, in `folder`; its mode is 700, and theirs 600.
+
+    A folder or an entry that belongs to another user, or that others can write, is left alone. Nothing raises: what
+    cannot be read or kept is computed again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def from_setting(cls, path: Path | None) -> DigestCache | None:
+        """The cache of SEMBLEND_DIGEST_CACHE: unset stands for the user's cache folder. None for off, and without a
+        home."""
+        if path is None:
+            path = user_folder()
+        return None if path is None or str(path) == OFF else cls(path)
+
+    def find(self, state: FileState) -> str | None:
+        """The digest of the file in this very state, None when it is not known."""
+        try:
+            with self._opened() as folder:
+                content = _own_content(_entry(state), folder)
+            kept = json.loads(content)
+            digest = kept.pop("digest")
+            is_known = kept == asdict(state) and len(digest) == 64 and set(digest) <= _HEX
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        return str(digest) if is_known else None
+
+    def keep(self, state: FileState, digest: str) -> None:
+        """Writes the digest in place of what was known of the same path."""
+        content = json.dumps({**asdict(state), "digest": digest}).encode()
+        name = _entry(state)
+        partial = f"{name}.{secrets.token_hex(8)}"
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            with self._opened() as folder:
+                try:
+                    _write(partial, content, folder)
+                    os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+                finally:
+                    with suppress(FileNotFoundError):
+                        os.unlink(partial, dir_fd=folder)
+        except OSError as error:
+            logger.info("the digest of %s is not kept in %s: %s", state.path, self._folder, error)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder's descriptor. Raises OSError, PermissionError where others could have written there."""
+        folder = open_folder(self._folder)
+        try:
+            refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
+            yield folder
+        finally:
+            os.close(folder)
+
+
+def user_folder() -> Path | None:
+    """Where digests are kept unless a setting says otherwise; None without a home."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    path = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))
+    return path / _NAME if path.is_absolute() else None
+
+
+def _entry(state: FileState) -> str:
+    return hashlib.sha256(os.fsencode(state.path)).hexdigest()[:32] + ".json"
+
+
+def _own_content(name: str, folder: int) -> bytes:
+    file = open_file(name, folder=folder)
+    try:
+        refuse_others(file, name, _WRITABLE_BY_OTHERS)
+        if os.fstat(file).st_nlink != 1:
+            raise PermissionError(f"{name} is no file of the cache's own")
+        return os.read(file, _MAX_BYTES)
+    finally:
+        os.close(file)
+
+
+def _write(name: str, content: bytes, folder: int) -> None:
+    with os.fdopen(open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
+        file.write(content)
+
 
 # Engines load the first kind that they find; which one that is does not matter when all of them count.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from semblend_trt.audit import AuditEvents
     from semblend_trt.config import Settings
-    from semblend_trt.connector.journal import Journal
-    from semblend_trt.connector.report import ReuseReport
-    from semblend_trt.connector.request_table import TrackedRequest
+    from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 
@@ -85,11 +85,11 @@ class Neighbourhood:
 class _Records:
     """Writes what the neighbours' thread found to the audit log, counts it, and tells the fleet of vectors."""
 
-    def __init__(self, journal: Journal, metrics: Metrics, news: DonorNews) -> None:
-        self._journal, self._metrics, self._news = journal, metrics, news
+    def __init__(self, audit: AuditEvents, metrics: Metrics, news: DonorNews) -> None:
+        self._audit, self._metrics, self._news = audit, metrics, news
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
-        self._journal.neighbours(request_id, nearest)
+        self._audit.neighbours(request_id, nearest)
         self._metrics.neighbours_found(nearest)
 
     def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
@@ -103,7 +103,7 @@ def neighbourhood_for(
     settings: Settings,
     refusal: str | None,
     tokenizer_folder: Callable[[], Path | None],
-    journal: Journal,
+    audit: AuditEvents,
     metrics: Metrics,
     news: DonorNews,
 ) -> Neighbourhood:
@@ -123,7 +123,7 @@ def neighbourhood_for(
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         return text_decoder(folder)
 
-    records = _Records(journal, metrics, news)
+    records = _Records(audit, metrics, news)
     return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)
 
 

@@ -192,7 +192,7 @@ class Life:
     def _disk(self) -> Told:
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
-            news = [each.event.value for each in runtime_for(llm.llm_args).tier_news]
+            news = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
             served(llm, DONOR)
             return {"news": news, "shifted": served(llm, SHIFTED)}
 

@@ -15,11 +15,10 @@ from tests.validation import trtllm_stand_in
 from validation import audit_log
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.embedded_engine import EmbeddedEngines
+from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import load, shipped_model
 from validation.quality.batches import BatchServer, BatchSettings
-from validation.quality.family_cases import FamilyRequest, write_cases
-from validation.trtllm_api import open_llm, wait_for_quiet
-from validation.trtllm_engine import TrtllmEngine, TrtllmEngines
+from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,10 +20,9 @@ import torch
 from kernels.layout import ContiguousKv
 from semblend_trt.benchmarks.fleet_server import NAMESPACE
 from semblend_trt.doctor.options import read_options
-from semblend_trt.donors.disk import FOLDER, DiskTier
-from semblend_trt.donors.donor_file import DonorFileError, KvForm
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.disk_tier import FOLDER, DiskTier
+from semblend_trt.donors.donor_file import DonorFileError, DonorText, KvForm
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.config import load_config
@@ -31,7 +30,7 @@ from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
-from validation.jsonl import read_cases
+from validation.cases import read_cases
 from validation.replay.trace import trace_file
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.plants import PLANTED, Planter, write_plants
+from validation.calibration.trials import PLANTED, Planter, write_plants
+from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
+from validation.families.catalog import FamilyRequest
 from validation.metrics import exact_match
 from validation.quality.batches import BatchServer, BatchSettings
-from validation.quality.family_cases import FamilyRequest
-from validation.tokenised import Tokeniser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arguments import PROGRAM, Parser, add_defaults
-from validation.calibration.figures import prompts_of
-from validation.calibration.plants import PLANTED, TRIES
-from validation.noninferiority import CONFIDENCE, MARGIN
+from validation.calibration.command import prompts_of
+from validation.calibration.trials import PLANTED, TRIES
+from validation.metrics import CONFIDENCE, MARGIN
 from validation.quality.arguments import add_engine, add_families, add_model
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from validation.prompt_form import PromptForm
+    from validation.documents import Question
+    from validation.prompts import PromptForm
 
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40
@@ -127,3 +128,23 @@ def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
     """Tokens of the shortest prompts that a family can be written in."""
     openings = {*form.instructions, *form.system_prompts}
     return max(count(form.render(each, [], "")) for each in openings) + _QUESTION_TOKENS + _SMALLEST_ROOM
+
+
+def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
+    """`count` different questions, from different documents as far as there are enough.
+
+    Raises ConfigurationError when the documents have fewer questions.
+    """
+    pools = [rng.sample(document.questions, len(document.questions)) for document in shown]
+    rng.shuffle(pools)
+    if count > sum(map(len, pools)):
+        raise ConfigurationError(
+            f"The documents of one group answer {sum(map(len, pools))} questions, but {count} are needed; "
+            "ask fewer questions a group or for longer prompts."
+        )
+    chosen: list[Question] = []
+    while len(chosen) < count:
+        for pool in pools:
+            if pool and len(chosen) < count:
+                chosen.append(pool.pop())
+    return chosen

@@ -9,11 +9,10 @@ from semblend_trt.command_line import named
 from validation.arguments import PROGRAM, Parser, add_defaults, check_integers
 from validation.arms import ALL_NAMES, VERIFIED
 from validation.engines import EMBEDDED, TRTLLM, VLLM
-from validation.families.catalog import FAMILIES
+from validation.families.catalog import FAMILIES, FamilyRequest
 from validation.models import shipped_model
-from validation.prompt_form import FORMS
+from validation.prompts import FORMS
 from validation.quality.batches import BatchSettings
-from validation.quality.family_cases import FamilyRequest
 
 if TYPE_CHECKING:
     import argparse

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.arms import COLD_AGAIN
 from validation.audit_log import read_events, settled
-from validation.cases import groups
+from validation.cases import MAX_FORCED_TOKENS, Tokeniser, groups
 from validation.engines import EngineSettings
 from validation.quality.answers import Answer, Reuse, first_distribution, logits_of, loss_of
-from validation.tokenised import MAX_FORCED_TOKENS, Tokeniser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from validation.arms import Arm
-    from validation.cases import Case
+    from validation.cases import Case, TokenisedCase
     from validation.engines import ArmEngine, Engines
-    from validation.tokenised import TokenisedCase
 
 OnStep = Callable[[str], None]
 

@@ -9,15 +9,16 @@ import torch
 from rich.console import Console
 
 from kernels import results
+from kernels.files import write_bytes
+from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from validation import models
 from validation.arguments import settings_in_text
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, names_of
-from validation.files import beside, check_writable, write_bytes, write_json, write_text
-from validation.progress import progress
+from validation.families.catalog import kinds_of, write_cases
+from validation.output import beside, progress, write_json, write_text
 from validation.quality.arguments import batch_settings, family_request
 from validation.quality.batches import BatchServer
-from validation.quality.family_cases import kinds_of, write_cases
 from validation.quality.plot import draw
 from validation.quality.report import QualityReport
 from validation.quality.rows import FILE_NAME, quality_rows

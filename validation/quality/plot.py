@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from validation.arms import COLD, COLD_AGAIN
-from validation.noninferiority import MARGIN
+from validation.metrics import MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

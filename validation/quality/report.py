@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from validation.arms import COLD, COLD_AGAIN
-from validation.noninferiority import CONFIDENCE, MARGIN, RESAMPLES
+from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.quality.plot import Panel
 from validation.quality.samples import QualityLine, line_of, lines_of
 

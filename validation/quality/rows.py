@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kernels.results import Results, Row
 from validation.arms import COLD, POSITION_FIX, VERIFIED, is_reusing
 from validation.families.catalog import Kind
-from validation.noninferiority import MARGIN
+from validation.metrics import MARGIN
 from validation.quality.samples import MIN_COLD_SCORE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from validation import metrics
-from validation.noninferiority import NonInferiority, non_inferiority
+from validation.metrics import NonInferiority, non_inferiority
 from validation.quality.answers import divergence
 
 if TYPE_CHECKING:

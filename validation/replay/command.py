@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kernels import results
+from kernels.files import write_bytes
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from validation.arguments import HIGHEST, check_integers, settings_in_text
-from validation.files import check_writable, write_bytes, write_json, write_text
-from validation.progress import progress
+from validation.output import progress, write_json, write_text
 from validation.replay.arguments import LATENCY_PROFILE
-from validation.replay.figures import BASELINE, lines_of
-from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel
-from validation.replay.plot import draw
-from validation.replay.recorded import recorded_observations
-from validation.replay.report import ReplayReport
+from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel, recorded_observations
+from validation.replay.report import BASELINE, ReplayReport, draw, lines_of
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
 from validation.replay.trace import Trace, trace_file, trace_of
 from validation.replay.workloads import workload_lines

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.donors.block_kind import BlockKind, main_kind
-from semblend_trt.donors.kind_rules import kinds_of
+from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
 from semblend_trt.fleet.router.prompts import completion_prompt
 from semblend_trt.fleet.telemetry import MAX_BLOCKS, TraceBlock
 

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
-from semblend_trt.connector.contract_versions import RequestData, SchedulerOutput
+from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.runtime import runtime_for
 

@@ -12,10 +12,10 @@ import torch
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.staging import HostWriter
 
@@ -104,8 +104,8 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
     save(saver, Tier.DEVICE)
     other.tokens = [TOKENS]
     finished(saver)
-    saver.demote("donor")
-    saver.demote("unknown")
+    saver.offload("donor")
+    saver.offload("unknown")
     saver.drain()
     other.tokens = [-1, 1]
     assert saver.lost() == []

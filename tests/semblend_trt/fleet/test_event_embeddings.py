@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.journal import Journal
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.fleet.wire import decode
 from semblend_trt.metrics import metrics_for
@@ -34,7 +34,7 @@ def test_embeddings_reach_readers_only_when_they_are_to(
         settings,
         None,
         lambda: MODEL,
-        Journal(tmp_path / "audit"),
+        AuditEvents(tmp_path / "audit"),
         metrics_for(True, CollectorRegistry()),
         announcer_for(settings),
     )

@@ -11,7 +11,7 @@ from semblend_trt.errors import ConfigurationError
 from validation import prompts
 from validation.cases import Expectation, groups
 from validation.families.catalog import FAMILIES, Kind, family, write_family
-from validation.prompt_form import PLAIN
+from validation.prompts import PLAIN
 
 if TYPE_CHECKING:
     from tests.validation.families.conftest import Writer
