@@ -14,7 +14,7 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.donors import donor_file
 from semblend_trt.donors.disk_tier import FOLDER
 from semblend_trt.donors.donor_table import Tier

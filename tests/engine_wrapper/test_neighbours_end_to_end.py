@@ -10,7 +10,7 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 WAIT = 120.0
