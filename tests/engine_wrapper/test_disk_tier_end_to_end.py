@@ -71,7 +71,7 @@ def serve(llm, prompt, params=GREEDY):
     llm.connector_worker.saver.drain()
     if llm.connector_worker.transfers is not None:
         llm.connector_worker.transfers.drain()
-    llm.connector_scheduler._drain()
+    llm.connector_scheduler.take_events()
     return output
 
 

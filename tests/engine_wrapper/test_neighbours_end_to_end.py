@@ -63,7 +63,7 @@ def serve(llm, prompt, **options):
     llm.settle()
     scheduler = llm.connector_scheduler
     scheduler.reuse_of(output.request_id)
-    scheduler._drain()
+    scheduler.take_events()
     if scheduler._news.neighbours is not None:
         assert scheduler._news.neighbours.settle(WAIT)
     return output, scheduler.reuse_of(output.request_id)
