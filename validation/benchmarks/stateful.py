@@ -277,7 +277,7 @@ class Life:
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
-        scheduler._drain()  # otherwise it hears of ended saves with the next request
+        scheduler.take_events()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
         if scheduler.donor_index is not None:
             stats = scheduler.donor_index.catalog.stats()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
 from semblend_trt.namespace import CacheNamespace
