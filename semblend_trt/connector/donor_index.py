@@ -15,7 +15,7 @@ from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.donors.device_tier import arena_blocks
 from semblend_trt.donors.donor_file import DonorText
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.donor_table import Capacities, Tier
 from semblend_trt.donors.eviction import eviction_factory
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError, DonorUnavailableError
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.kind_reader import KindReader
     from semblend_trt.connector.requests import TrackedRequest
-    from semblend_trt.donors.donor_table import Placement
+    from semblend_trt.donors.block_kind import KindReader
+    from semblend_trt.donors.donor_table import TierMoves
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -80,16 +80,16 @@ class DonorIndex:
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
         self._block_size = pool.geometry.block_size
         self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
-        self.catalog = DonorCatalog(
-            byte_budget=settings.host_bytes,
+        capacities = Capacities(
+            host_bytes=settings.host_bytes,
             bytes_per_token=self._bytes_per_token,
             max_donors=settings.max_donors,
             device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
             block_size=self._block_size,
             disk_bytes=0 if disk is None else settings.disk_bytes,
             num_layers=pool.geometry.num_layers,
-            eviction=eviction_factory(settings.eviction, time.monotonic),
         )
+        self.catalog = DonorCatalog(capacities, eviction_factory(settings.eviction, time.monotonic))
         self._offload = OffloadQueue(self, disk, count)
         self._saving: dict[str, _Saving] = {}
         self._donor_of_text: dict[bytes, str] = {}
@@ -157,13 +157,13 @@ class DonorIndex:
             self.catalog.touch(held)
             return None
         try:
-            placement = self.catalog.reserve(donor_id, tracked.namespace_key, limit, text)
+            moves = self.catalog.reserve(donor_id, limit, text)
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", tracked.request_id, error)
             return None
-        self._offload.make_room(placement)
+        self._offload.make_room(moves)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
-        return SaveIntent(tracked.request_id, donor_id, limit, placement.tier, donor_id in placement.written)
+        return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written)
 
     def begin_save(
         self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32], block_ids: Iterable[int] = ()
@@ -290,16 +290,16 @@ class OffloadQueue:
         taken, self._commands = self._commands, OffloadCommands()
         return taken
 
-    def make_room(self, placement: Placement) -> None:
+    def make_room(self, moves: TierMoves) -> None:
         """Commands what makes room for a donor that the catalog has placed."""
-        self.drop(placement.dropped)
-        for donor_id in placement.released:
+        self.drop(moves.dropped)
+        for donor_id in moves.released:
             self._commands.releases.append(donor_id)
             self._index.moved(donor_id, Tier.DISK)
-        for donor_id in placement.offloaded:
+        for donor_id in moves.offloaded:
             self._commands.offloads.append(donor_id)
             self._index.moved(donor_id, Tier.HOST)
-        self._commands.writes.extend(donor_id for donor_id in placement.written if donor_id in placement.offloaded)
+        self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
     def drop(self, donor_ids: Iterable[str]) -> None:
         """Commands that donors go which the catalog holds no more."""
@@ -310,16 +310,16 @@ class OffloadQueue:
     def fetch(self, donor_ids: Iterable[str]) -> None:
         """Reads donors back from disk, as far as there is room and few others are on their way."""
         for donor_id in sorted(donor_ids):
-            if len(self._fetching) < MAX_FETCHES and (placement := self._catalog.fetch(donor_id)) is not None:
-                self.make_room(placement)
+            if len(self._fetching) < MAX_FETCHES and (moves := self._catalog.fetch(donor_id)) is not None:
+                self.make_room(moves)
                 self._commands.fetches.append(donor_id)
                 self._fetching.add(donor_id)
 
     def promote(self, donor_ids: Iterable[str]) -> None:
         """Copies donors of the host to the device, as far as there is room and few others are on their way."""
         for donor_id in sorted(donor_ids):
-            if len(self._promoting) < MAX_PROMOTIONS and (placement := self._catalog.promote(donor_id)) is not None:
-                self.make_room(placement)
+            if len(self._promoting) < MAX_PROMOTIONS and (moves := self._catalog.promote(donor_id)) is not None:
+                self.make_room(moves)
                 self._commands.promotions.append(donor_id)
                 self._promoting.add(donor_id)
 
@@ -364,7 +364,7 @@ class OffloadQueue:
                 self._index.moved(donor_id, Tier.HOST)
 
     def _found(self, donor_id: str, text: DonorText) -> None:
-        dropped = self._catalog.adopt(donor_id, text.namespace_key, len(text.tokens), text.digest)
+        dropped = self._catalog.adopt(donor_id, len(text.tokens), text.digest)
         if dropped is None:
             self._commands.drops.append(donor_id)
         else:

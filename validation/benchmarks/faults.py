@@ -25,11 +25,10 @@ from prometheus_client import REGISTRY
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
-from semblend_trt.donors.donor_file import FileSize
 from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
 from validation.embedded_engine import open_llm
@@ -309,12 +308,11 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
     with _folder() as folder:
         with trial.bench.engine(folder) as llm:
             trial.ask(llm, trial.prompts.donor)
-            geometry = llm.connector_worker._runtime.pool.geometry
+            form = llm.connector_worker.transfers._disk.form
         (path,) = (folder / FOLDER).glob("*.donor.safetensors")
         data = bytearray(path.read_bytes())
-        size = FileSize(geometry.num_layers, geometry.bytes_per_token(llm.executor.model_runner.dtype))
-        tokens = (len(data) - size.header_bytes) // (size.bytes_per_token + 4)
-        damage(data, slice(size.header_bytes, size.header_bytes + tokens * size.bytes_per_token))
+        tokens = (len(data) - form.header_bytes) // (form.token_bytes + 4)
+        damage(data, slice(form.header_bytes, form.header_bytes + tokens * form.token_bytes))
         path.write_bytes(data)
         with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
             trial.ask(llm, *trial.prompts.others)  # the first has the donor fetched
@@ -380,15 +378,8 @@ def run(rounds: int, rows: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, injects, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault; fewer than {ROUNDS} are a dry run")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} injects nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.rounds < ROUNDS)
-    run(options.rounds, rows)
-    rows.write(options.json, "faults", rows.own_folder)
+    """Parses the command line, measures, prints and writes."""
+    run_counted("faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run, arguments)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.donor_table import DonorState, Tier
+from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.fleet.announcer import Silence
 from semblend_trt.plan import EngineMode
@@ -106,7 +106,7 @@ def test_a_block_that_the_engine_copies_into_spoils_what_is_saved_from_it():
     books.copied_into(4)
     for name in "ab":
         books.saved(SavedDonor(name, 200))
-    assert [books.catalog.state(name) for name in "ab"] == [None, DonorState.READY]
+    assert [books.catalog.tier(name) for name in "ab"] == [None, Tier.HOST]
     assert books.take_commands().drops == ["a"]
 
 
@@ -242,7 +242,7 @@ class LibraryMachine(RuleBasedStateMachine):
     @invariant()
     def budget_holds_and_leases_agree(self):
         stats = self.books.catalog.stats()
-        assert stats.used_bytes <= stats.byte_budget
+        assert stats.used_bytes <= 600 * TOKEN_BYTES
         assert stats.leases == len(self.leases)
         assert stats.saving == len(self.open)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from semblend_trt.connector.donor_index import MAX_FETCHES, MAX_PROMOTIONS, OffloadQueue
-from semblend_trt.donors.catalog import DonorCatalog
 from semblend_trt.donors.donor_file import DonorText
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
+from tests.semblend_trt.held_donors import catalog_of
 
 TOKENS = 10
 
@@ -36,8 +36,8 @@ class Desk:
     """A desk over a catalog of its own: room for `host` donors in memory, `device` on the card, 64 on disk."""
 
     def __init__(self, host=4, device=0, has_disk=True):
-        self.catalog = DonorCatalog(
-            host * TOKENS, 1, 1000, device_blocks=device, block_size=TOKENS, disk_bytes=64 * 8192 if has_disk else 0
+        self.catalog = catalog_of(
+            host * TOKENS, 1000, device_blocks=device, block_size=TOKENS, disk_bytes=64 * 8192 if has_disk else 0
         )
         self.books, self.events = Books(self.catalog), []
         self.link = DiskLink() if has_disk else None
@@ -51,7 +51,7 @@ class Desk:
 
     def keep(self, donor_id):
         """A donor is placed and saved; returns the orders that made room for it."""
-        placement = self.catalog.reserve(donor_id, "key", TOKENS)
+        placement = self.catalog.reserve(donor_id, TOKENS)
         self.desk.make_room(placement)
         self.catalog.commit(donor_id, TOKENS)
         return self.desk.take_commands()
@@ -59,7 +59,7 @@ class Desk:
     def rest(self, *donor_ids):
         """Donors that are on disk alone."""
         for donor_id in donor_ids:
-            assert self.catalog.adopt(donor_id, "key", TOKENS, b"") == ()
+            assert self.catalog.adopt(donor_id, TOKENS, b"") == ()
 
 
 def text(tokens=TOKENS):
@@ -203,7 +203,7 @@ def test_a_found_file_without_room_is_removed():
 @pytest.mark.parametrize("limits", [{"disk_bytes": 2 * 8192}, {"disk_bytes": 1 << 20, "max_donors": 2}])
 def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
     """They are found the longest unused first, of a life with a larger budget, or while new donors take places."""
-    catalog = DonorCatalog(TOKENS, 1, **{"max_donors": 10} | limits)
+    catalog = catalog_of(TOKENS, **limits)
     books, link = Books(catalog), DiskLink()
     desk = OffloadQueue(books, link, lambda event: None)
     for name in ("oldest", "older", "newest"):
@@ -219,11 +219,11 @@ def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
 
 
 def test_before_the_folder_is_read_nothing_is_written():
-    catalog = DonorCatalog(2 * TOKENS, 1, 10, disk_bytes=1 << 20)
+    catalog = catalog_of(2 * TOKENS, disk_bytes=1 << 20)
     desk = OffloadQueue(Books(catalog), DiskLink(), lambda event: None)
-    assert catalog.reserve("first", "key", TOKENS).written == ()
+    assert catalog.reserve("first", TOKENS).written == ()
     desk.take_events(deque([OffloadEvent(OffloadEventKind.FILES_READ)]))
-    assert catalog.reserve("second", "key", TOKENS).written == ("second",)
+    assert catalog.reserve("second", TOKENS).written == ("second",)
 
 
 def test_every_event_is_counted_even_of_donors_that_nobody_knows():

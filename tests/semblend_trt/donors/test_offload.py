@@ -18,7 +18,6 @@ from semblend_trt.donors.offload import MAX_WAITING, DiskLink, DiskTransfers, Of
 from tests.semblend_trt.held_donors import save
 
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
-SIZE = FORM.file_size
 TOKENS = 20
 
 
@@ -27,7 +26,7 @@ class Kept:
 
     def __init__(self, path, host_tokens=200, scanned=True):
         self.folder = path / FOLDER
-        self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * SIZE.bytes_per_token, pin=False)
+        self.disk, self.host = DiskTier(path, FORM), HostTier(host_tokens * FORM.token_bytes, pin=False)
         self.link, self.news = DiskLink(), deque()
         self.transfers = DiskTransfers(self.disk, self.host, self.link, self.news)
         if scanned:
@@ -126,7 +125,7 @@ def test_a_file_that_changed_is_not_read_back(kept):
     kept.host.drop("donor")
     (path,) = kept.folder.glob("*.donor.safetensors")
     data = bytearray(path.read_bytes())
-    data[SIZE.header_bytes] ^= 1
+    data[FORM.header_bytes] ^= 1
     path.write_bytes(data)
     kept.transfers.fetch("donor")
     assert kept.told() == [(OffloadEventKind.FETCH_FAILED, "donor")]

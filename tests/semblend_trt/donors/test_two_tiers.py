@@ -16,7 +16,8 @@ from semblend_trt import staging
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.donor_table import Capacities, Tier
+from semblend_trt.donors.eviction import LruEviction
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import CapacityError, DonorUnavailableError
@@ -243,7 +244,7 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
+def test_a_chunk_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
     rank = Rank(at_once=2)
     rank.keep("first", Tier.HOST, 1, 4)
 
@@ -251,7 +252,7 @@ def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_b
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     rank.save(1, "a", Tier.HOST, pattern(2, 8))
     rank.saver.drain()
     ((_, news),) = rank.saver.finished()
@@ -270,7 +271,7 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
     rank.saver.offload("a")
     rank.saver.drain()
@@ -320,9 +321,10 @@ class TwoTiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = DonorCatalog(
+        limits = Capacities(
             HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
         )
+        self.catalog = DonorCatalog(limits, LruEviction)
         self.number = 0
         self.admitted: list[tuple[str, int, Tier]] = []
         self.saving: dict[int, tuple[str, int]] = {}
@@ -339,7 +341,7 @@ class TwoTiers(RuleBasedStateMachine):
         self.number += 1
         before = {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases}
         try:
-            placement = self.catalog.reserve(donor_id, "space", bound)
+            placement = self.catalog.reserve(donor_id, bound)
         except CapacityError:
             return
         assert {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases} == before
@@ -388,14 +390,14 @@ class TwoTiers(RuleBasedStateMachine):
     @invariant()
     def every_ready_donor_is_readable_and_right(self) -> None:
         for donor_id, tokens in self.tokens.items():
-            assert self.catalog.state(donor_id) is DonorState.READY
+            assert self.catalog._table.entries[donor_id].state is DonorState.READY
             assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
         assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
 
     @invariant()
     def budgets_hold(self) -> None:
         stats, store = self.catalog.stats(), self.rank.store
-        assert stats.used_bytes <= stats.byte_budget == store.host.byte_budget
+        assert stats.used_bytes <= HOST_TOKENS * TOKEN_BYTES == store.host.byte_budget
         assert stats.device_blocks_used <= ARENA_BLOCKS
         assert store.host.used_bytes <= store.host.byte_budget
         assert store.device.used_bytes <= store.device.byte_budget
