@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
     from semblend_trt.connector.profile_match import ProfileMatch
-    from semblend_trt.connector.requests import ReuseReport, TrackedRequest
+    from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.outcome import ReuseReport
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import SavedDonor
     from semblend_trt.semantic.neighbours import Neighbour
@@ -243,13 +244,12 @@ class AuditEvents(AuditLog):
             requires_rope_correction=any(span.shift for span in plan.spans),
         )
 
-    def settled(self, request_id: int, report: ReuseReport, exact_prefix_tokens: int) -> None:
+    def request_ended(self, request_id: int, report: ReuseReport) -> None:
         self.event(
             "request_settled",
             request_id=request_id,
             outcome=report.outcome,
             reason=report.reason,
-            exact_prefix_tokens=exact_prefix_tokens,
             **report.figures,
         )
 

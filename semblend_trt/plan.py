@@ -5,87 +5,15 @@ The constructor refuses every plan that could corrupt KV, so code that receives 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, overload
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-
-class TokenIds(Sequence[int]):
-    """An immutable sequence of int32 token ids. Equal to every sequence of the same ids; NumPy reads it as an array.
-
-    Raises ValueError for anything but one dimension of integers in 0 .. 2**31 - 1.
-    """
-
-    __slots__ = ("_ids",)
-
-    def __init__(self, ids: Iterable[int] | npt.NDArray[Any]) -> None:
-        given = np.asarray(ids if isinstance(ids, (np.ndarray, Sequence)) else list(ids))
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(
-                f"token ids are {given.dtype} of shape {list(given.shape)}; one dimension of integers is needed"
-            )
-        if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
-            raise ValueError(f"token ids span {given.min()}..{given.max()}; they must lie in 0..{(1 << 31) - 1}")
-        self._ids = np.array(given, dtype=np.int32)
-        self._ids.setflags(write=False)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> TokenIds: ...
-
-    def __getitem__(self, index: int | slice) -> int | TokenIds:
-        if isinstance(index, slice):
-            part = TokenIds.__new__(TokenIds)
-            part._ids = self._ids[index]
-            return part
-        return int(self._ids[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ids.tolist())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        if copy or (dtype is not None and dtype != np.int32):
-            return self._ids.astype(dtype or np.int32)
-        return self._ids
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
-            return NotImplemented
-        return len(other) == len(self) and bool(np.array_equal(self._ids, np.asarray(other)))
-
-    def __hash__(self) -> int:
-        return hash(self._ids.tobytes())
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self._ids[:8].tolist()))
-        return f"TokenIds([{shown}{', ...' if len(self) > 8 else ''}], {len(self)} in all)"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_bytes, (self._ids.tobytes(),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenIds:
-        return self
-
-
-def _from_bytes(data: bytes) -> TokenIds:
-    ids = TokenIds.__new__(TokenIds)
-    ids._ids = np.frombuffer(data, dtype=np.int32)
-    return ids
+    import numpy as np
+    import numpy.typing as npt
 
 
 # Tokens of a window, counted from the first checked token of a span; its last window may be shorter.
@@ -103,8 +31,6 @@ class SpanCheck:
 
     A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
-
-    Raises PlanError when a field is out of range, or unless exactly one of `threshold` and `largest_share` is given.
     """
 
     layer: int
@@ -113,23 +39,6 @@ class SpanCheck:
     max_span_share: float = 1.0
     min_saved_share: float = 0.0
     window_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.layer < 0:
-            raise PlanError("check_outside_model", f"check layer {self.layer} is negative; the lowest layer is 0")
-        if (self.threshold is None) == (self.largest_share is None):
-            raise PlanError(
-                "check_incomplete",
-                f"a check has threshold {self.threshold} and largest_share {self.largest_share}; give exactly one",
-            )
-        for name in ("threshold", "window_threshold"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise PlanError("check_threshold_range", f"check {name} is {value}; it must be finite and at least 0")
-        for name in ("largest_share", "max_span_share", "min_saved_share"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise PlanError("check_share_range", f"check {name} is {share}; it must be within 0..1")
 
 
 class EngineMode(str, Enum):
@@ -242,14 +151,14 @@ class SemanticKvPlan:
 
     `prompt_token_ids` are the request's own tokens, never a donor's. `num_computed_tokens` leading tokens are the
     engine's exact prefix and are never written. `matched_tokens` is what the executor was promised beyond them.
-    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` become
-    `TokenIds`, whatever sequence was given.
+    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` are
+    int32 [n], which nothing changes.
     """
 
     request_id: int
     kind: PlanKind
     spans: tuple[PlanSpan, ...]
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: npt.NDArray[np.int32] = field(compare=False)
     num_computed_tokens: int
     matched_tokens: int
     block_size: int
@@ -258,8 +167,6 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt_token_ids, TokenIds):
-            object.__setattr__(self, "prompt_token_ids", TokenIds(self.prompt_token_ids))
         _check_counts(self)
         _check_spans(self)
         _check_kind(self)

@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (
@@ -18,7 +19,6 @@ from semblend_trt.plan import (
     PlanKind,
     PlanSpan,
     SemanticKvPlan,
-    TokenIds,
 )
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.audit_log import settled
@@ -165,7 +165,7 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(span,),
-        prompt_token_ids=TokenIds(tokens),
+        prompt_token_ids=np.array(tokens, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=prefix_end,
         block_size=geometry.block_size,

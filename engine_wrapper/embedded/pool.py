@@ -1,4 +1,9 @@
-"""The KV pool: one tensor for all blocks of all layers, laid out as TensorRT-LLM's primary pool."""
+"""The KV pool: one tensor for all blocks of all layers, laid out as TensorRT-LLM's primary pool.
+
+`KvCacheLayout` is how the V2 cache manager describes it: byte ranges that repeat for every block, by layer group,
+shaped after `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`. Upstream describes raw device memory; here
+a region is a part of the pool tensor, and its addresses are that tensor's.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +34,7 @@ class KvPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        geometry: KvGeometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: str = "HND",
+        self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device, layout: str = "HND"
     ) -> None:
         self.geometry = geometry
         shape = (num_blocks, geometry.num_layers, 2, geometry.row_elements)
@@ -61,10 +61,6 @@ class KvPool:
         yield
         registered.copy_(rows)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.tensor.shape[0]
-
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV of all layers."""
         self.tensor[target].copy_(self.tensor[source])
@@ -77,8 +73,7 @@ def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: to
     of `max_seq_len` tokens, or what fits into DEFAULT_POOL_BYTES (1 GiB) when that is less. Raises CapacityError when
     not even one block results.
     """
-    block_size = geometry.block_size
-    wanted = args.kv_cache_config.max_tokens
+    block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
     if wanted is not None:
         if wanted < block_size:
             raise CapacityError(
@@ -94,9 +89,6 @@ def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: to
     return min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
 
 
-BAD_PAGE_INDEX = -1
-
-
 @dataclass(frozen=True, slots=True)
 class KvCacheBufferRef:
     """One layer's keys or values (`role` "key" or "value") in a region."""
@@ -108,10 +100,8 @@ class KvCacheBufferRef:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRegion:
-    """`size` bytes of neighbouring buffers in each of `num_slots` blocks: block i begins at `base + stride * i`.
-
-    `rows` is the part of the pool that holds them, [blocks, layers, 2, row].
-    """
+    """Neighbouring buffers in each of `num_slots` blocks. `rows` is the part of the pool that holds them, [blocks,
+    layers, 2, row]."""
 
     rows: torch.Tensor
     buffers: tuple[KvCacheBufferRef, ...]
@@ -121,14 +111,6 @@ class KvCacheRegion:
         return self.rows.data_ptr()
 
     @property
-    def size(self) -> int:
-        return self.rows[0].numel() * self.rows.element_size()
-
-    @property
-    def stride(self) -> int:
-        return self.rows.stride(0) * self.rows.element_size()
-
-    @property
     def num_slots(self) -> int:
         return self.rows.shape[0]
 
@@ -136,10 +118,10 @@ class KvCacheRegion:
         """Raises IndexError outside the slots: -1 would otherwise be another request's block."""
         if not 0 <= slot_id < self.num_slots:
             raise IndexError(f"slot {slot_id} is out of range; it must be in 0..{self.num_slots - 1}")
-        return self.base + self.stride * slot_id
+        return self.rows[slot_id].data_ptr()
 
     def as_tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """A view [num_slots, size in `dtype`]."""
+        """A view [num_slots, elements of `dtype`]."""
         return self.rows.flatten(1).view(dtype)
 
 
@@ -176,15 +158,16 @@ def cache_layout(
     Raises ConfigurationError unless every layer is in exactly one group.
     """
     num_layers = pool.shape[1]
-    listed = [sorted(layers) for layers in (groups or [range(num_layers)])]
+    listed = [tuple(sorted(layers)) for layers in (groups or [range(num_layers)])]
     if sorted(layer for layers in listed for layer in layers) != list(range(num_layers)):
         raise ConfigurationError(
-            f"layer_groups is {listed}; each of the model's {num_layers} layers must be in exactly one group"
+            f"layer_groups is {[list(layers) for layers in listed]}; each of the model's {num_layers} layers must be "
+            "in exactly one group"
         )
-    described = []
-    for group_id, layers in enumerate(listed):
-        regions = tuple(_region(pool, run) for run in _runs(layers))
-        described.append(KvCacheLayerGroupLayout(group_id, tuple(layers), None, regions))
+    described = (
+        KvCacheLayerGroupLayout(group_id, layers, None, tuple(_region(pool, run) for run in _runs(layers)))
+        for group_id, layers in enumerate(listed)
+    )
     return KvCacheLayout(tokens_per_block, tuple(described), pool.dtype)
 
 

@@ -1,14 +1,17 @@
-"""One request as the executor and the connector see it, with the attribute names of TensorRT-LLM's LlmRequest."""
+"""Requests: what a caller hands in, what executor and connector see of it, and what it gives back.
+
+Attributes have the names of TensorRT-LLM's LlmRequest, outputs those of its RequestOutput and CompletionOutput.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from array import array
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral
 from time import perf_counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import numpy as np
@@ -18,7 +21,7 @@ from engine_wrapper.embedded.block_manager import RootKey
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 Prompt = Union[str, "Sequence[int]"]
 
 T = TypeVar("T")
+
+
+# -- what a caller hands in -------------------------------------------------------------------------------------------
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -42,44 +48,23 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Token ids of a prompt, as a list of their own and as int32 [n], checked against the vocabulary.
-
-    The list holds the caller's own integers where they come in a list. Raises ConfigurationError.
-    """
-    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    """Token ids of a prompt, as a list of their own and as int32 [n]. Raises ConfigurationError for any other id than
+    0 to `vocabulary` - 1."""
+    listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     # A tokenizer may begin even an empty text with a token of its own.
-    if len(prompt) == 0 or len(given) == 0:
+    if len(prompt) == 0 or not listed:
         raise ConfigurationError("the prompt is empty; at least one token is needed")
-    tokens = _packed(given) if isinstance(given, list) else None
-    if tokens is None or int(tokens.view(np.uint32).max()) >= vocabulary:
-        tokens = _read(given, vocabulary)
-    # NumPy's integers come in lists of nothing else; a connector is promised Python's.
-    return list(given) if isinstance(given, list) and type(given[0]) is int else tokens.tolist(), tokens
-
-
-def _packed(given: list[Any]) -> npt.NDArray[np.int32] | None:
-    """A list of integers as int32, the fastest way by half; None when it holds anything else."""
-    packed = bytearray(4 * len(given))
     try:
-        struct.pack_into(f"{len(given)}i", packed, 0, *given)
-    except struct.error:
-        return None
-    return np.frombuffer(packed, dtype=np.int32)
-
-
-def _read(given: Iterable[Any], vocabulary: int) -> npt.NDArray[np.int32]:
-    """Any integers as int32. Raises ConfigurationError, naming what is wrong with them."""
-    try:
-        # It takes integers only; bytes alone it would not read one by one.
-        tokens = np.frombuffer(array("q", iter(given)), dtype=np.int64)
+        tokens = np.frombuffer(array("q", listed), dtype=np.int64)
     except TypeError:
         raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
     except OverflowError:
         raise ConfigurationError(f"the prompt holds a token id beyond the model's ids, 0..{vocabulary - 1}") from None
-    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    if outside.size:
-        raise ConfigurationError(f"the prompt holds token id {outside[0]}; the model's ids are 0..{vocabulary - 1}")
-    return tokens.astype(np.int32)
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+        raise ConfigurationError(f"the prompt holds token id {outside}; the model's ids are 0..{vocabulary - 1}")
+    # NumPy's integers come in lists of nothing else; a connector is promised Python's.
+    return listed if type(listed[0]) is int else tokens.tolist(), tokens.astype(np.int32)
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
@@ -93,10 +78,7 @@ def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
     return list(values)
 
 
-def checked_salt(cache_salt: Any) -> str | None:
-    """The salt of a single request. Raises ConfigurationError when it is not text."""
-    salt: str | None = one_each("cache_salt", cache_salt, 1, str)[0]
-    return salt
+# -- on its way -------------------------------------------------------------------------------------------------------
 
 
 class LlmRequestState(str, Enum):
@@ -111,22 +93,36 @@ class LlmRequestState(str, Enum):
     GENERATION_COMPLETE = "generation_complete"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """What a connector may ask about sampling: one beam, always."""
-
-    beam_width: int = 1
-
-
 class LlmRequest:
     """A prompt, the tokens generated so far, and how far the engine has come with it.
 
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. Where the caller has both,
-    the list becomes the request's own. `pending_token` was sampled and is not handled yet. `arrival_time` is on the
-    clock of `time.perf_counter`, now by default.
+    `prompt_token_array`, int32 [prompt_len], is quicker to read than a list of that length. Where the caller has both,
+    the list becomes the request's own. `pending_token` was sampled and is not handled yet. Times are those of
+    `time.perf_counter`.
     """
+
+    # What the connector may ask about and what never differs here.
+    multimodal_hashes = None
+    kv_cache_retention_config = None
+    is_dummy_request = False
+    is_context_only_request = False
+    sampling_config = SimpleNamespace(beam_width=1)
+
+    state = LlmRequestState.QUEUED
+    context_current_position = 0
+    context_chunk_size = 0
+    chunk_allowance = 0
+    prepopulated_prompt_len = 0
+    cached_tokens = 0
+    py_num_connector_matched_tokens = 0
+    is_paused = False
+    pending_token: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    first_token_time: float | None = None
+    reuse_report: Any = None
 
     def __init__(
         self,
@@ -141,43 +137,18 @@ class LlmRequest:
         lora_path: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.py_request_id = request_id
-        self.client_id = request_id
-        self.prompt_len = len(prompt_token_ids)
-        self.py_prompt_len = self.prompt_len
-        self.orig_prompt_len = self.prompt_len
+        self.request_id = self.py_request_id = self.client_id = request_id
+        self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
-        self.cache_salt = cache_salt
-        self.cache_salt_id = _salt_id(cache_salt)
-        self.lora_task_id = lora_task_id
-        self.py_lora_path = lora_path
-        self.multimodal_hashes = None
-        self.kv_cache_retention_config = None
-        self.is_dummy_request = False
-        self.sampling_config = SamplingConfig()
-        self.sampling_params = sampling_params
-        self.state = LlmRequestState.QUEUED
-        self.context_current_position = 0
-        self.context_chunk_size = 0
-        self.chunk_allowance = 0
-        self.prepopulated_prompt_len = 0
-        self.cached_tokens = 0
-        self.py_num_connector_matched_tokens = 0
-        self.finish_reason: str | None = None
-        self.error: str | None = None
-        self.reuse_report: Any = None
-        self.generator: torch.Generator | None = None
-        self.pending_token: int | None = None
-        self.is_paused = False
-        self.generation_logits: list[torch.Tensor] = []
+        self.sampling_params, self.generator = sampling_params, sampling_params.generator()
+        self.cache_salt, self.cache_salt_id = cache_salt, _salt_id(cache_salt)
+        self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
-        self.first_token_time: float | None = None
+        self.generation_logits: list[torch.Tensor] = []
         if prompt_token_array is None:
             prompt_token_array = np.array(prompt_token_ids, dtype=np.int32)
             prompt_token_ids = prompt_token_array.tolist()
-        self.prompt_token_array = prompt_token_array
-        self._tokens: list[int] = prompt_token_ids
+        self.prompt_token_array, self._tokens = prompt_token_array, prompt_token_ids
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""
@@ -201,8 +172,7 @@ class LlmRequest:
         """The first `end` tokens, int32 [end]; those of the prompt alone are not copied."""
         if end <= self.prompt_len:
             return self.prompt_token_array[:end]
-        generated = np.array(self._tokens[self.prompt_len : end], dtype=np.int32)
-        return np.concatenate([self.prompt_token_array, generated])
+        return np.concatenate([self.prompt_token_array, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
 
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)
@@ -212,20 +182,16 @@ class LlmRequest:
         return False
 
     @property
-    def is_context_only_request(self) -> bool:
-        return False
-
-    @property
     def root_key(self) -> RootKey:
         return RootKey(self.lora_task_id, self.cache_salt)
 
     @property
-    def num_generated(self) -> int:
-        return len(self._tokens) - self.orig_prompt_len
-
-    @property
     def generated_token_ids(self) -> list[int]:
         return self._tokens[self.orig_prompt_len :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self._tokens) - self.orig_prompt_len
 
     @property
     def max_total_tokens(self) -> int:
@@ -236,12 +202,21 @@ class LlmRequest:
         return self.prompt_len - self.context_current_position
 
     @property
+    def chunk_end(self) -> int:
+        """Where the chunk that is scheduled ends."""
+        return self.context_current_position + self.context_chunk_size
+
+    @property
     def is_first_context_chunk(self) -> bool:
         return self.context_current_position == self.prepopulated_prompt_len
 
     @property
     def is_last_context_chunk(self) -> bool:
-        return self.context_current_position + self.context_chunk_size == self.prompt_len
+        return self.chunk_end == self.prompt_len
+
+    @property
+    def is_in_context(self) -> bool:
+        return self.state is LlmRequestState.CONTEXT_INIT
 
     @property
     def num_written_tokens(self) -> int:
@@ -252,6 +227,10 @@ class LlmRequest:
     def is_finished(self) -> bool:
         """The answer is complete; blocks may still be held for a save."""
         return self.finish_reason is not None
+
+    def complete(self, reason: str) -> None:
+        """The request has ended, and holds nothing any more."""
+        self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
 
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
         """Tells how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
@@ -271,8 +250,7 @@ class LlmRequest:
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state = LlmRequestState.QUEUED
-        self.is_paused = True
+        self.state, self.is_paused = LlmRequestState.QUEUED, True
 
 
 def _salt_id(cache_salt: str | None) -> int | None:
@@ -283,13 +261,13 @@ def _salt_id(cache_salt: str | None) -> int | None:
 
 
 class BoundRequest:
-    """A view of `request` that has only `attributes`, and raises AttributeError for any other."""
+    """A request as V1's C++ cache manager hands it to the connector's query: another object, which has only
+    `attributes`."""
 
     __slots__ = ("_attributes", "_request")
 
     def __init__(self, request: LlmRequest, attributes: frozenset[str]) -> None:
-        self._request = request
-        self._attributes = attributes
+        self._request, self._attributes = request, attributes
 
     @property
     def is_generation_only_request(self) -> bool:
@@ -300,6 +278,9 @@ class BoundRequest:
         if name not in self._attributes:
             raise AttributeError(f"the bound LlmRequest has no attribute {name}")
         return getattr(self._request, name)
+
+
+# -- what it gives back -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,39 +323,25 @@ class RequestOutput:
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
     """The output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
-    token_ids = request.generated_token_ids
-    finished = request.is_finished and num_tokens in (None, len(token_ids))
-    token_ids = token_ids if num_tokens is None else token_ids[:num_tokens]
+    token_ids = request.generated_token_ids[:num_tokens]
+    finished = request.is_finished and len(token_ids) == request.num_generated
     reason = request.finish_reason if finished else None
+    shown = token_ids[:-1] if reason == "stop" else token_ids
+    text = "" if tokenizer is None else str(tokenizer.decode(shown, skip_special_tokens=True))
     logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
-    text = _text(tokenizer, token_ids[:-1] if reason == "stop" else token_ids)
-    reused, holes = _reuse(request)
-    report = request.reuse_report
+    report, first = request.reuse_report, request.first_token_time
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
         prompt_token_ids=request.tokens(0, request.orig_prompt_len),
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
         cached_tokens=request.cached_tokens,
-        reused_tokens=reused,
-        computed_tokens=request.prompt_len - request.prepopulated_prompt_len + holes,
-        time_to_first_token=(
-            None if request.first_token_time is None else request.first_token_time - request.arrival_time
-        ),
+        reused_tokens=request.py_num_connector_matched_tokens if report is None else report.reused_tokens,
+        # What was promised and could not be loaded was computed after all.
+        computed_tokens=request.prompt_len - request.prepopulated_prompt_len + (report.computed_holes if report else 0),
+        time_to_first_token=None if first is None else first - request.arrival_time,
         finished=finished,
-        reuse_outcome=None if report is None else report.outcome,
-        reuse_reason=None if report is None else report.reason,
+        reuse_outcome=report.outcome if report else None,
+        reuse_reason=report.reason if report else None,
         error=request.error,
     )
-
-
-def _reuse(request: LlmRequest) -> tuple[int, int]:
-    """Tokens that came from donors, and promised tokens that had to be computed after all."""
-    report = request.reuse_report
-    if report is None:
-        return request.py_num_connector_matched_tokens, 0
-    return report.reused_tokens, report.computed_holes
-
-
-def _text(tokenizer: Any, token_ids: list[int]) -> str:
-    return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,20 +1,14 @@
-"""SamplingParams: how one request's tokens are chosen and when it ends. Names are TensorRT-LLM's where it has them."""
+"""How one request's tokens are chosen. Names are TensorRT-LLM's where it has them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from semblend_trt.errors import ConfigurationError, SemBlendError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from engine_wrapper.embedded.request import LlmRequest
+from semblend_trt.errors import ConfigurationError
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -39,15 +33,19 @@ class SamplingParams:
     forced_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("top_k", self.top_k, 0)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, _LARGEST_SEED)
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
+        for name, value, low, high in (
+            ("max_tokens", self.max_tokens, 1, None),
+            ("top_k", self.top_k, 0, None),
+            ("seed", 0 if self.seed is None else self.seed, 0, _LARGEST_SEED),
+        ):
+            if not _is_a(int, value) or value < low or (high is not None and value > high):
+                bound = f">= {low}" if high is None else f"in {low}..{high}"
+                raise ConfigurationError(f"{name} is {value!r}; it must be an integer {bound}")
+        if not _is_a((int, float), self.temperature) or not 0.0 <= self.temperature < math.inf:
             raise ConfigurationError(
                 f"temperature is {self.temperature!r}; it must be a number >= 0, where 0 is greedy"
             )
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+        if not _is_a((int, float), self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise ConfigurationError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
         for name in ("stop_token_ids", "forced_token_ids"):
             ids = getattr(self, name)
@@ -64,56 +62,50 @@ class SamplingParams:
         """True when no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_integer(name: str, value: int, lowest: int, highest: int | None = None) -> None:
-    if not _is_integer(value) or value < lowest or (highest is not None and value > highest):
-        bound = f">= {lowest}" if highest is None else f"in {lowest}..{highest}"
-        raise ConfigurationError(f"{name} is {value!r}; it must be an integer {bound}")
+    def generator(self) -> torch.Generator:
+        """The random numbers of one request. They come from the CPU, so that a seed means the same on every device."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
 
 
-def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
+def _is_a(kind: type | tuple[type, ...], value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple, set, frozenset)):
         raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")
     for token in ids:
-        if not _is_integer(token) or token < 0:
+        if not _is_a(int, token) or token < 0:
             raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
     return tuple(ids)
 
 
-class Sampler:
-    """Greedy, or temperature, then top-k, then top-p (nucleus sampling, Holtzman et al. 2020).
+def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
+    """Of every row of `logits`, [requests, vocabulary], the largest one and the first token that has it.
+
+    They are fetched from the device at once: each transfer may wait behind a donor's.
+    """
+    best, tokens = logits.max(1)
+    return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token by `logits`, [vocabulary]: temperature, then top-k, then top-p (nucleus sampling, Holtzman et al.
+    2020).
 
     One uniform number of the request's own generator is spent per token, so a request's tokens depend on its logits and
     seed alone, never on its neighbours in the batch.
     """
-
-    @staticmethod
-    def generator(params: SamplingParams) -> torch.Generator:
-        """A generator for one request. It lives on the CPU, so that a seed means the same on every device."""
-        generator = torch.Generator()
-        if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed)
-        return generator
-
-    def sample(self, logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-        """`logits`: [vocabulary]; returns the token's id."""
-        if params.is_greedy:
-            return int(logits.argmax())
-        probabilities, tokens = candidates(logits, params)
-        reach = probabilities.cumsum(0)
-        drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
-        # The first candidate whose reach is not below the draw: one of probability 0 is never it.
-        return int(tokens[torch.searchsorted(reach, drawn)])
+    probabilities, tokens = candidates(logits, params)
+    reach = probabilities.cumsum(0)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
+    # The first candidate whose reach is not below the draw: one of probability 0 is never it.
+    return int(tokens[torch.searchsorted(reach, drawn)])
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,63 +123,3 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
         kept = int((before < params.top_p).sum())
         probabilities, tokens = probabilities[:kept], tokens[:kept]
     return probabilities, tokens
-
-
-class BatchLogits:
-    """The logits of one iteration, float32 [requests, vocabulary].
-
-    The largest of every row are fetched from the device at once: each transfer may wait behind a donor's.
-    """
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-
-    def row(self, row: int) -> torch.Tensor:
-        """float32 [vocabulary]."""
-        return self._logits[row]
-
-    def largest(self, row: int) -> tuple[float, int]:
-        """The largest logit of a row, and the first token that has it."""
-        value, token = self._largest[row]
-        return value, int(token)
-
-    @cached_property
-    def _largest(self) -> list[list[float]]:
-        best, tokens = self._logits.max(1)
-        found: list[list[float]] = torch.stack((best.double(), tokens.double()), 1).tolist()
-        return found
-
-
-def next_token(request: LlmRequest, logits: BatchLogits, row: int, sampler: Sampler) -> int:
-    """The token that follows, sampled from the request's row of `logits`, or the next forced one.
-
-    Keeps the row where the request asks for it. Raises SemBlendError when a token has to be sampled from logits that
-    are not finite.
-    """
-    params = request.sampling_params
-    if params.return_generation_logits:
-        request.generation_logits.append(logits.row(row).clone())
-    if params.forced_token_ids is not None:
-        return params.forced_token_ids[request.num_generated]
-    best, token = logits.largest(row)
-    _check_finite(best)
-    if params.is_greedy:
-        return token
-    assert request.generator is not None
-    return sampler.sample(logits.row(row), params, request.generator)
-
-
-def _check_finite(best: float) -> None:
-    if not math.isfinite(best):
-        raise SemBlendError("the model's logits are not finite")
-
-
-def finish_reason(request: LlmRequest, token: int, eos_token_ids: Collection[int]) -> str | None:
-    """ "stop" or "length" when `token`, the newest one, ends the request, else None. Forced tokens stop nothing."""
-    params = request.sampling_params
-    if params.forced_token_ids is None:
-        if params.stop_token_ids is not None and token in params.stop_token_ids:
-            return "stop"
-        if not params.ignore_eos and token in eos_token_ids:
-            return "stop"
-    return "length" if request.num_generated == request.max_new_tokens else None

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layer_loop import follow, follow_all
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
+from engine_wrapper.layer_schedule import follow, follow_all
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, VllmRows
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.vllm.metadata import Scheduled
     from engine_wrapper.vllm.model_runner import ModelRunner
     from engine_wrapper.vllm.rows import Decoder
@@ -130,7 +128,7 @@ class PlannedForward:
 
         def run(schedule: LayerSchedule) -> torch.Tensor:
             with VllmRows(self._parts, schedule) as rows:
-                if schedule.checkpoint is None and len(schedule.stages) == 1:
+                if schedule.check is None and len(schedule.stages) == 1:
                     return rows.whole(self._stock)
                 return follow_all(rows, schedule, layers, ranks, sink)
 

@@ -22,7 +22,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from engine_wrapper.course import Checkpoint, Stage
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry, LayeredPool
     from kernels.sparse_prefill import SequenceRows
     from semblend_trt.ranks import Ranks
@@ -83,7 +82,7 @@ class _ComparedError(Exception):
 
 
 class VllmRows:
-    """Rows between two layers (`engine_wrapper.layer_loop.LayerRows`), within vLLM's forward context. While it is
+    """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
     entered the context's metadata is its own."""
 
     def __init__(self, parts: Decoder, schedule: LayerSchedule) -> None:
@@ -132,14 +131,14 @@ class VllmRows:
             self._begin()
         self._hidden, self._residual = self._parts.decoder.layers[layer](self._positions, self._hidden, self._residual)
 
-    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
-        """Runs the checkpoint's layer up to K and V of all rows, which are written once the deviations are taken."""
-        geometry, pool, layer = self._parts.geometry, self._parts.pool, checkpoint.layer
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
+        geometry, pool, layer = self._parts.geometry, self._parts.pool, check.layer
         found = list[torch.Tensor]()
 
         def leave(_: Any, arguments: tuple[Any, ...]) -> None:
             keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
-            found.append(checkpoint.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
+            found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
             assert self._slots is not None
             blocks, slots = self._slots // geometry.block_size, self._slots % geometry.block_size
             pool.keys[layer][blocks, :, slots], pool.values[layer][blocks, :, slots] = keys, values

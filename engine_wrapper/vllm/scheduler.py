@@ -132,8 +132,8 @@ class VllmScheduler:
             self._saving[number] = request.request_id
         if self._guard is not None:
             self._guard.release(request.request_id)
-        if (settled := self._scheduler.outcomes.of(number)) is not None:
-            self.stats.settled(settled)
+        if (report := self._scheduler.outcomes.of(number)) is not None:
+            self.stats.request_ended(report)
         return is_saving
 
     def close(self) -> None:

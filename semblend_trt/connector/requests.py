@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.errors import SemBlendError
-from semblend_trt.outcome import Outcome
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.catalog import Lease
-    from semblend_trt.donors.offload import TierOrders
-    from semblend_trt.outcome import Settled
+    from semblend_trt.donors.offload import OffloadCommands
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
-    from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +164,7 @@ class RequestTable:
         return len(self._requests)
 
 
-def settle_allocation(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
+def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
     """Fits the request's plan to its blocks.
 
     Where the engine took less than it was offered, the plan is cut to that. If it does not fit its blocks for another
@@ -232,14 +230,14 @@ class Iteration:
             if is_first:
                 self.followed.append(tracked)
 
-    def metadata(self, forgotten: Sequence[int], orders: TierOrders) -> SemBlendConnectorMetadata:
+    def metadata(self, forgotten: Sequence[int], commands: OffloadCommands) -> SemBlendConnectorMetadata:
         """All of it, with what else there is to tell."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
             intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
             progress=tuple(self.progress),
             forgotten=tuple(forgotten),
-            orders=orders,
+            commands=commands,
             grown=tuple(self.grown),
         )
 
@@ -309,45 +307,6 @@ def _taken_tokens(plan: SemanticKvPlan, request: Any, block_ids: Sequence[int]) 
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 
 
-@dataclass(frozen=True, slots=True)
-class ReuseReport:
-    """Prompt tokens by what became of them.
-
-    `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
-    compared with their donor's KV; `largest_kept` is the largest deviation among those that are reused all the same,
-    0.0 without one. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
-    among them.
-
-    While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
-    `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
-
-    `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
-    found beside serving and have no part in what was reused.
-    """
-
-    outcome: str
-    reason: str | None
-    reused_tokens: int = 0
-    computed_holes: int = 0
-    offered_tokens: int = 0
-    checked_tokens: int | None = 0
-    recomputed_tokens: int | None = 0
-    largest_kept: float | None = 0.0
-    nearest: tuple[Neighbour, ...] = ()
-
-    @classmethod
-    def from_settled(cls, settled: Settled) -> ReuseReport:
-        return cls(settled.outcome.value, settled.reason, **{name: settled.evidence[name] for name in _FIGURES})
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Everything but outcome, reason and neighbours, by name."""
-        return {name: getattr(self, name) for name in _FIGURES}
-
-
-_FIGURES = tuple(item.name for item in fields(ReuseReport) if item.name not in ("outcome", "reason", "nearest"))
-
-
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
     """The one outcome of a request, with the reason where reuse, or all of it that is not exact, was declined."""
     plan, evidence = tracked.plan, tracked.evidence
@@ -374,35 +333,26 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
 def report_of(tracked: TrackedRequest) -> ReuseReport:
     """What is known of a request's reuse by now."""
     outcome, reason = outcome_of(tracked)
-    plan, evidence = tracked.plan, tracked.evidence
+    plan, evidence, exact_prefix = tracked.plan, tracked.evidence, tracked.num_computed_tokens
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
-        return ReuseReport(outcome.value, reason)
+        return ReuseReport(outcome.value, reason, exact_prefix_tokens=exact_prefix)
+    checked: int | None
+    recomputed: int | None
+    largest: float | None
+    offered, checked, largest = plan.reused_tokens, 0, 0.0
     if tracked.load_failed:
-        return ReuseReport(outcome.value, reason, computed_holes=plan.matched_tokens)
-    if not plan.is_checked:
+        reused = offered = recomputed = 0
+    elif not plan.is_checked:
         reused = _without_heads(plan)
-        return ReuseReport(
-            outcome.value,
-            reason,
-            reused_tokens=reused,
-            computed_holes=plan.matched_tokens - reused,
-            offered_tokens=plan.reused_tokens,
-            recomputed_tokens=plan.reused_tokens - reused,
-        )
-    if evidence is None:
+        recomputed = offered - reused
+    elif evidence is None:
         reused = sum(span.length for span in plan.spans if span.exact)
-        holes = plan.matched_tokens - reused
-        return ReuseReport(outcome.value, reason, reused, holes, plan.reused_tokens, None, None, None)
-    return ReuseReport(
-        outcome.value,
-        reason,
-        reused_tokens=evidence.reused_tokens,
-        computed_holes=plan.matched_tokens - evidence.reused_tokens,
-        offered_tokens=evidence.offered_tokens,
-        checked_tokens=evidence.checked_tokens,
-        recomputed_tokens=evidence.recomputed_tokens,
-        largest_kept=evidence.largest_kept,
-    )
+        checked = recomputed = largest = None
+    else:
+        reused, recomputed = evidence.reused_tokens, evidence.recomputed_tokens
+        checked, largest = evidence.checked_tokens, evidence.largest_kept
+    holes = plan.matched_tokens - reused
+    return ReuseReport(outcome.value, reason, reused, holes, offered, checked, recomputed, largest, exact_prefix)
 
 
 def _without_heads(plan: SemanticKvPlan) -> int:

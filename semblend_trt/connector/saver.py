@@ -16,7 +16,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import TierEvent, TierNews, TransferTiming
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, TransferTiming
 from semblend_trt.errors import CapacityError
 from semblend_trt.loader import block_vector
 from semblend_trt.ranks import Ranks
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.host_tier import HostKv
-    from semblend_trt.donors.offload import DiskKeeper
+    from semblend_trt.donors.offload import DiskTransfers
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
 
@@ -46,15 +46,15 @@ _RUNS, _NOTHING_LOST = -1, 1
 class _Save:
     """A donor on its way from the engine's pool into `tier`, and from there to disk.
 
-    Each step of `pieces` queues a piece of its copy into `room`, which is the donor's once it is left. `error` is what
-    kept a piece from being queued.
+    Each step of `chunks` queues a chunk of its copy into `room`, which is the donor's once it is left. `error` is what
+    kept a chunk from being queued.
     """
 
     donor_id: str
     tier: Tier
     tokens: int
     is_written: bool
-    pieces: Iterator[None]
+    chunks: Iterator[None]
     room: ExitStack
     error: Exception | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -76,20 +76,20 @@ class DonorSaver:
         geometry: KvGeometry,
         rotation: RopeRotation,
         writer: HostWriter,
-        news: deque[TierNews] | None = None,
-        keeper: DiskKeeper | None = None,
+        events: deque[OffloadEvent] | None = None,
+        transfers: DiskTransfers | None = None,
         ranks: Ranks | None = None,
         at_once: int = 0,
         snapshots: DeviceTier | None = None,
     ) -> None:
-        """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `news` learns what became of
-        the donors that were lifted, and `keeper` is given those that go on to disk. `ranks` save the same donors, each
-        its own heads of them. `start` itself queues up to `at_once` pieces of a copy to the host. Without `snapshots`
-        the engine holds what is saved."""
+        """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` learns what became
+        of the donors that were promoted, and `transfers` is given those that go on to disk. `ranks` save the same
+        donors, each its own heads of them. `start` itself queues up to `at_once` chunks of a copy to the host. Without
+        `snapshots` the engine holds what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
-        self._news: deque[TierNews] = deque() if news is None else news
-        self._keeper = keeper
+        self._events: deque[OffloadEvent] = deque() if events is None else events
+        self._transfers = transfers
         self._ranks = ranks or Ranks()
         self._at_once = at_once
         self._snapshots = snapshots
@@ -97,7 +97,7 @@ class DonorSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
         self._newest: Future[Any] = self._thread.submit(int)
         self._saves: dict[int, Future[SavedDonor]] = {}
-        self._demotions: deque[Future[SavedDonor]] = deque()
+        self._offloads: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
 
     def start(
@@ -124,8 +124,8 @@ class DonorSaver:
                 return
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        pieces = self._pieces(donor_id, tier, source, tokens, written, room)
-        save = _Save(donor_id, tier, tokens, is_written, pieces, room)
+        chunks = self._chunks(donor_id, tier, source, tokens, written, room)
+        save = _Save(donor_id, tier, tokens, is_written, chunks, room)
         # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
         # to wait for room.
         if tier is Tier.HOST and self._newest.done():
@@ -137,14 +137,14 @@ class DonorSaver:
         logger.warning("donor %s is not saved: %s", donor_id, why)
         self._saves[request_id] = _ended(SavedDonor(donor_id, 0, why))
 
-    def demote(self, donor_id: str, *, is_written: bool = False) -> None:
+    def offload(self, donor_id: str, *, is_written: bool = False) -> None:
         """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
         alone."""
-        self._demotions.append(self._submit(self._demote, donor_id, is_written))
+        self._offloads.append(self._submit(self._offload, donor_id, is_written))
 
-    def lift(self, donor_id: str) -> None:
+    def promote(self, donor_id: str) -> None:
         """Begins moving a donor from the host to the device, behind the loads that are queued by now."""
-        self._submit(self._lift, donor_id, record(current_stream(self._pool.device)))
+        self._submit(self._promote, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included.
@@ -165,12 +165,12 @@ class DonorSaver:
 
         To be called by every rank.
         """
-        own = [future.result() if future.done() else None for future in self._demotions]
+        own = [future.result() if future.done() else None for future in self._offloads]
         lost = []
         for news, tokens in zip(own, self._on_all_ranks(own), strict=True):
             if news is None or tokens == _RUNS:
                 break
-            self._demotions.popleft()
+            self._offloads.popleft()
             if tokens == 0:
                 lost.append(self._agreed(news, tokens))
         return lost
@@ -235,18 +235,18 @@ class DonorSaver:
             yield
 
     def _queue(self, save: _Save, most: int | None = None) -> None:
-        """Queues the save's next pieces, at most so many."""
+        """Queues the save's next chunks, at most so many."""
         try:
             with self._queueing():
-                for _ in islice(save.pieces, most):
+                for _ in islice(save.chunks, most):
                     pass
         except Exception as error:
             save.error = error
 
-    def _pieces(
+    def _chunks(
         self, donor_id: str, tier: Tier, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
     ) -> Iterator[None]:
-        """Takes `room` in the tier and queues the copy to it on the current stream, a piece a step."""
+        """Takes `room` in the tier and queues the copy to it on the current stream, a chunk a step."""
         wait(self._stream, [written])
         if tier is Tier.DEVICE:
             target = room.enter_context(self._store.device_tier().writing(donor_id, tokens))
@@ -256,9 +256,9 @@ class DonorSaver:
             sizes = self._geometry
             shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
             held = room.enter_context(self._store.host.writing(donor_id, shape, self._pool.dtype, self._stream))
-            yield from self._writer.pieces(source, tokens, held)
+            yield from self._writer.chunks(source, tokens, held)
 
-    def _demote(self, donor_id: str, is_written: bool) -> SavedDonor:
+    def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:
         began, moved = time.perf_counter(), 0
 
         def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
@@ -268,19 +268,19 @@ class DonorSaver:
 
         try:
             with self._queueing():
-                demoted = self._store.demote(donor_id, copy)
+                offloaded = self._store.offload(donor_id, copy)
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
             if is_written:
-                self._news.append(TierNews(TierEvent.WRITE_SKIPPED, donor_id, "the donor is lost"))
+                self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
-        if demoted:
-            self.timings.append(TransferTiming(donor_id, "demotion", moved, time.perf_counter() - began))
+        if offloaded:
+            self.timings.append(TransferTiming(donor_id, "offload", moved, time.perf_counter() - began))
         if is_written:
             self._write(donor_id)
         return SavedDonor(donor_id, _NOTHING_LOST)
 
-    def _lift(self, donor_id: str, loaded: Event | None) -> None:
+    def _promote(self, donor_id: str, loaded: Event | None) -> None:
         began, moved = time.perf_counter(), 0
 
         def copy(held: HostKv, target: PagedKv) -> None:
@@ -291,19 +291,21 @@ class DonorSaver:
         try:
             wait(self._stream, [loaded])
             with self._queueing():
-                self._store.lift(donor_id, copy)
+                self._store.promote(donor_id, copy)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
-            self._news.append(TierNews(TierEvent.LIFT_FAILED, donor_id, f"{type(error).__name__}: {error}"))
+            self._events.append(
+                OffloadEvent(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            )
             return
-        self.timings.append(TransferTiming(donor_id, "lift", moved, time.perf_counter() - began))
-        self._news.append(TierNews(TierEvent.LIFTED, donor_id))
+        self.timings.append(TransferTiming(donor_id, "promote", moved, time.perf_counter() - began))
+        self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
 
     def _write(self, donor_id: str) -> None:
-        if self._keeper is None:
-            self._news.append(TierNews(TierEvent.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
+        if self._transfers is None:
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
         else:
-            self._keeper.write(donor_id)
+            self._transfers.write(donor_id)
 
 
 def _ended(news: SavedDonor) -> Future[SavedDonor]:

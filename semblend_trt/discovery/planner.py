@@ -15,7 +15,7 @@ from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
 from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
 from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, TokenIds
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Planner:
             request_id=request.request_id,
             kind=kind,
             spans=tuple(spans),
-            prompt_token_ids=TokenIds(request.tokens),
+            prompt_token_ids=request.tokens,
             num_computed_tokens=computed,
             matched_tokens=0 if selection.discovery_only else spans[-1].target_end - computed,
             block_size=request.block_size,

@@ -1,39 +1,24 @@
-"""Every donor's entry, the room it takes, and who would make more. Not thread safe; the catalog locks."""
+"""DonorTable: every donor's entry, the room that it takes, and which donors would make more.
+
+A new donor goes to the device first. Donors that it displaces move down to the host, then out. A donor that has a file
+on disk is not lost when it leaves memory: it is released, and may be fetched again.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.donor_file import FileSize
+from semblend_trt.donors.donor_file import file_bytes
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class Capacities:
-    """`host_bytes` bounds the KV bytes of one rank on the host; `bytes_per_token` is K and V of all its layers.
-
-    The arena on the card has `device_blocks` blocks of `block_size` tokens. `disk_bytes` bounds the files, of which
-    `file_size` says how large one becomes.
-    """
-
-    host_bytes: int
-    bytes_per_token: int
-    max_donors: int
-    device_blocks: int = 0
-    block_size: int = 1
-    disk_bytes: int = 0
-    file_size: FileSize = field(default_factory=lambda: FileSize(0, 0))
-
-    @property
-    def host_tokens(self) -> int:
-        return self.host_bytes // self.bytes_per_token
 
 
 class Tier(str, Enum):
@@ -44,139 +29,8 @@ class Tier(str, Enum):
     DISK = "disk"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
-    then `demoted` move to the host, each in order. `written` of the demoted, and the donor itself where it is named
-    there, go on to disk as soon as they are in host memory."""
-
-    tier: Tier
-    demoted: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    released: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Room of one donor: tokens of host memory, blocks of the arena. `has_file`: it stays on disk when it leaves."""
-
-    tokens: int
-    blocks: int
-    has_file: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FreeRoom:
-    """What is left of each capacity; `donors` counts places of all tiers together."""
-
-    tokens: int
-    blocks: int
-    donors: int
-
-
-Candidate = tuple[str, Size]
-
-
-class Candidates:
-    """Donors of one tier that may go, the one to go first in front; those taken in vain are put back."""
-
-    def __init__(self, donors: Iterable[Candidate] = ()) -> None:
-        self._donors: Iterator[Candidate] = iter(donors)
-        self._returned: list[Candidate] = []
-
-    def next(self) -> Candidate | None:
-        return self._returned.pop() if self._returned else next(self._donors, None)
-
-    def take_tokens(self, missing: int) -> list[Candidate] | None:
-        """The next donors that hold `missing` tokens together; None, and nothing is taken, when all do not."""
-        taken: list[Candidate] = []
-        while missing > 0:
-            candidate = self.next()
-            if candidate is None:
-                self._returned.extend(reversed(taken))
-                return None
-            taken.append(candidate)
-            missing -= candidate[1].tokens
-        return taken
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What is free, and who of each tier may make more room."""
-
-    free: FreeRoom
-    host: Candidates
-    device: Candidates
-    disk: Candidates
-
-
-def place_on_host(size: Size, room: Room) -> Placement | None:
-    """Placement of a donor in host memory; None when the candidates do not make enough room."""
-    taken = room.host.take_tokens(size.tokens - room.free.tokens)
-    if taken is None:
-        return None
-    return _settled(Tier.HOST, [], taken, room)
-
-
-def place_on_device(size: Size, room: Room) -> Placement | None:
-    """Placement of a donor in the arena; None when the candidates do not make enough room.
-
-    The displaced move down, the one used last having the first claim on host memory; those that do not fit there are
-    dropped.
-    """
-    displaced: list[Candidate] = []
-    blocks = room.free.blocks
-    while blocks < size.blocks:
-        candidate = room.device.next()
-        if candidate is None:
-            return None
-        displaced.append(candidate)
-        blocks += candidate[1].blocks
-    demoted, leaving = _move_down(displaced, room.free.tokens, room.host)
-    return _settled(Tier.DEVICE, demoted, leaving, room)
-
-
-def _move_down(
-    displaced: list[Candidate], free_tokens: int, host: Candidates
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns who of `displaced` finds room on the host, and who leaves memory for that or because there is none."""
-    demoted: list[Candidate] = []
-    leaving: list[Candidate] = []
-    for donor_id, size in reversed(displaced):
-        taken = host.take_tokens(size.tokens - free_tokens)
-        if taken is None:
-            leaving.append((donor_id, size))
-            continue
-        leaving += taken
-        free_tokens += sum(victim.tokens for _, victim in taken) - size.tokens
-        demoted.insert(0, (donor_id, size))
-    return demoted, leaving
-
-
-def _settled(tier: Tier, demoted: list[Candidate], leaving: list[Candidate], room: Room) -> Placement | None:
-    """The placement, once one more donor may be held: for that go those of the disk first, then those that leave memory
-    anyway, then the host's, those on their way down, and the device's. None when there are not enough."""
-    dropped = [donor_id for donor_id, size in leaving if not size.has_file]
-    released = [donor_id for donor_id, size in leaving if size.has_file]
-    while room.free.donors + len(dropped) < 1:
-        if (candidate := room.disk.next()) is not None:
-            dropped.append(candidate[0])
-        elif released:
-            dropped.append(released.pop(0))
-        elif (candidate := room.host.next()) is not None:
-            dropped.append(candidate[0])
-        elif demoted:
-            dropped.append(demoted.pop(0)[0])
-        elif (candidate := room.device.next()) is not None:
-            dropped.append(candidate[0])
-        else:
-            return None
-    return Placement(tier, tuple(donor_id for donor_id, _ in demoted), tuple(dropped), tuple(released))
-
-
 class DonorState(str, Enum):
-    """SAVING: room is reserved, nobody may read. READY: its KV is held. FETCHING: it is being read from disk."""
+    """SAVING: room is reserved, nothing can be read. READY: its KV is held. FETCHING: it is being read from disk."""
 
     SAVING = "saving"
     READY = "ready"
@@ -191,21 +45,44 @@ class FileState(str, Enum):
     HELD = "held"
 
 
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """`host_bytes` bounds one rank's KV on the host; `bytes_per_token` is K and V of all `num_layers` layers.
+
+    The arena on the card has `device_blocks` blocks of `block_size` tokens. `disk_bytes` bounds the files.
+    """
+
+    host_bytes: int
+    bytes_per_token: int
+    max_donors: int
+    device_blocks: int = 0
+    block_size: int = 1
+    disk_bytes: int = 0
+    num_layers: int = 1
+
+    def limit(self, tier: Tier) -> int:
+        """Blocks of the arena, tokens of the host, or bytes of files."""
+        if tier is Tier.DEVICE:
+            return self.device_blocks
+        return self.host_bytes // self.bytes_per_token if tier is Tier.HOST else self.disk_bytes
+
+    def room(self, tier: Tier, tokens: int) -> int:
+        """What a donor of `tokens` tokens takes in `tier`, in the unit of `limit`."""
+        if tier is Tier.DEVICE:
+            return -(-tokens // self.block_size)
+        return tokens if tier is Tier.HOST else file_bytes(self.num_layers, self.bytes_per_token, tokens)
+
+
 @dataclass(slots=True)
 class Entry:
-    """`tokens` is what the donor takes in `tier`; while it is lifted it takes room on the device as well."""
+    """One donor. `history.tokens` is what it takes in `tier`; while it is promoted it takes room on the device too."""
 
-    namespace_key: str
     tier: Tier
     history: DonorHistory
     state: DonorState = DonorState.SAVING
     file: FileState = FileState.NONE
     leases: int = 0
-    is_lifting: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.history.tokens
+    is_promoting: bool = False
 
     @property
     def is_readable(self) -> bool:
@@ -214,69 +91,65 @@ class Entry:
 
     @property
     def is_resting(self) -> bool:
-        """True when it is known, but its KV would first have to be read from disk."""
+        """True when its KV would first have to be read from disk."""
         return self.tier is Tier.DISK or self.state is DonorState.FETCHING
 
     @property
     def is_movable(self) -> bool:
-        """True when nobody reads it and nothing is on its way; a donor that is being written is read for that."""
-        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_lifting
+        """True when nothing reads it and nothing is on its way; a donor that is being written is read for that."""
+        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_promoting
         return is_still and not self.leases
 
 
 @dataclass(frozen=True, slots=True)
+class TierMoves:
+    """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
+    then `offloaded` move to the host, each in order. `written` of the offloaded, and the donor itself where it is named
+    there, go on to disk as soon as they are in host memory."""
+
+    tier: Tier
+    offloaded: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """Counts at one moment. `used_bytes` (of `byte_budget`, host), `device_blocks_used` (of `device_blocks`) and
-    `disk_bytes_used` (of `disk_bytes`) include what is reserved; `ready` donors are in memory, `resting` on disk alone.
-    `evicted`, `demoted`, `released`, `lifted` and `fetched` count since the start."""
+    """Counts at one moment. `used_bytes` (host), `device_blocks_used` and `disk_bytes_used` include what is reserved;
+    `ready` donors are in memory, `resting` on disk alone. The counts behind them go on since the start."""
 
     ready: int
     saving: int
     leases: int
     used_bytes: int
-    byte_budget: int
-    evicted: int
-    demoted: int = 0
     device_blocks_used: int = 0
-    device_blocks: int = 0
     resting: int = 0
     disk_bytes_used: int = 0
-    disk_bytes: int = 0
+    evicted: int = 0
+    offloaded: int = 0
     released: int = 0
-    lifted: int = 0
+    promoted: int = 0
     fetched: int = 0
 
 
-class Holdings:
-    """What is held, and what happens to it when a placement is carried out.
+class DonorTable:
+    """Not thread safe; the catalog locks. `used` counts in the units of `Capacities.limit`.
 
-    `used` counts blocks of the arena, tokens of the host and bytes of files. `writes_files` says that donors which come
-    into host memory get a file where there is room.
+    `writes_files` says that donors which come into host memory get a file where there is room.
     """
 
-    def __init__(
-        self, capacities: Capacities, eviction: Callable[[], EvictionPolicy], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, capacities: Capacities, eviction: Callable[[], EvictionPolicy]) -> None:
         self.capacities = capacities
         self.entries: dict[str, Entry] = {}
         self.used = dict.fromkeys(Tier, 0)
+        self.counts = dict.fromkeys(("evicted", "offloaded", "released", "promoted", "fetched"), 0)
         self.writes_files = False
         self._eviction = {tier: eviction() for tier in Tier}
-        self._clock = clock
         self._tick = 0
-        self._counts = dict.fromkeys(("evicted", "demoted", "released", "lifted", "fetched"), 0)
         self._resting: frozenset[str] | None = None
 
     # -- one donor -------------------------------------------------------------------------------------------------
-
-    def room(self, tier: Tier, tokens: int) -> int:
-        """What a donor of `tokens` tokens takes in `tier`, in the unit of `used`."""
-        if tier is Tier.DEVICE:
-            return -(-tokens // self.capacities.block_size)
-        return tokens if tier is Tier.HOST else self.capacities.file_size.of(tokens)
-
-    def size(self, entry: Entry) -> Size:
-        return Size(entry.tokens, self.room(Tier.DEVICE, entry.tokens), entry.file is FileState.HELD)
 
     def enter(self, donor_id: str, entry: Entry) -> None:
         """Holds a donor that takes room in its tier, and in files where it has one."""
@@ -308,12 +181,12 @@ class Holdings:
         self._eviction[entry.tier].used(donor_id)
 
     def described(self, donor_id: str) -> None:
+        """The kinds of the donor's text have become known."""
         self._eviction[self.entries[donor_id].tier].described(donor_id)
 
-    def lose_file(self, entry: Entry) -> None:
-        """The donor has no file."""
+    def set_file(self, entry: Entry, state: FileState) -> None:
         self._take(entry, -1)
-        entry.file = FileState.NONE
+        entry.file = state
         self._take(entry, 1)
 
     def move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
@@ -333,85 +206,73 @@ class Holdings:
         self._eviction[entry.tier].removed(donor_id, evicted=evicted)
         self._resting = None
 
-    # -- placements ------------------------------------------------------------------------------------------------
+    # -- room ------------------------------------------------------------------------------------------------------
 
-    def place(self, donor_id: str, tokens: int) -> Placement:
-        """Where a new donor would go and who would make room, none of whom has moved yet. Raises CapacityError."""
-        limits = self.capacities
-        size = Size(tokens, self.room(Tier.DEVICE, tokens))
-        placement = None
-        if size.blocks <= limits.device_blocks:
-            placement = place_on_device(size, self.find_room())
-        if placement is None and size.tokens <= limits.host_tokens:
-            placement = place_on_host(size, self.find_room())
-        if placement is None:
+    def free(self, tier: Tier) -> int:
+        return self.capacities.limit(tier) - self.used[tier]
+
+    def movable(self, tier: Tier) -> Iterator[str]:
+        """Donors of `tier` that may go, in the order in which they should; the table must not change meanwhile."""
+        return (donor_id for donor_id in self._eviction[tier].candidates() if self.entries[donor_id].is_movable)
+
+    def place(self, donor_id: str, tokens: int) -> TierMoves:
+        """Where a new donor would go and which donors would make room; none has moved yet. Raises CapacityError."""
+        moves = RoomSearch(self, tokens).on_device() or RoomSearch(self, tokens).on_host()
+        if moves is None:
+            limits = self.capacities
             raise CapacityError(
                 f"donor {donor_id} needs {tokens * limits.bytes_per_token} bytes of a budget of {limits.host_bytes}, "
-                f"or {size.blocks} device blocks of {limits.device_blocks}, and one place of {limits.max_donors}; the "
-                "donors that are leased or being saved leave no room, raise SEMBLEND_HOST_BYTES, "
-                "SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
+                f"or {limits.room(Tier.DEVICE, tokens)} device blocks of {limits.device_blocks}, and one place of "
+                f"{limits.max_donors}; the donors that are leased or being saved leave no room, raise "
+                "SEMBLEND_HOST_BYTES, SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
             )
-        return placement
+        return moves
 
-    def find_room(self, *, has_place: bool = False) -> Room:
-        """What is free, and who may go; with `has_place` the donor to be placed is held already."""
-        free = FreeRoom(
-            tokens=self.capacities.host_tokens - self.used[Tier.HOST],
-            blocks=self.capacities.device_blocks - self.used[Tier.DEVICE],
-            donors=1 if has_place else self.capacities.max_donors - len(self.entries),
-        )
-        return Room(free, self._candidates(Tier.HOST), self._candidates(Tier.DEVICE), self._candidates(Tier.DISK))
-
-    def apply(self, placement: Placement) -> Placement:
-        """Moves everybody as `placement` says; what is returned names as well who gets a file, and whose is dropped."""
-        for donor_id in placement.dropped:
+    def apply(self, moves: TierMoves) -> TierMoves:
+        """Carries `moves` out. What is returned says as well which donors get a file, and which are dropped for it."""
+        for donor_id in moves.dropped:
             self.remove(donor_id, evicted=True)
-        for donor_id in placement.released:
+        for donor_id in moves.released:
             self.move(donor_id, Tier.DISK, evicted=True)
-        for donor_id in placement.demoted:
+        for donor_id in moves.offloaded:
             self.move(donor_id, Tier.HOST, evicted=True)
-        self._counts["evicted"] += len(placement.dropped)
-        self._counts["released"] += len(placement.released)
-        self._counts["demoted"] += len(placement.demoted)
-        return self.with_files(placement, placement.demoted)
+        self.counts["evicted"] += len(moves.dropped)
+        self.counts["released"] += len(moves.released)
+        self.counts["offloaded"] += len(moves.offloaded)
+        return self.with_files(moves, moves.offloaded)
 
-    def with_files(self, placement: Placement, donor_ids: tuple[str, ...]) -> Placement:
-        """`placement` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
-        written, dropped = list(placement.written), list(placement.dropped)
+    def with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:
+        """`moves` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
+        written, dropped = list(moves.written), list(moves.dropped)
         for donor_id in donor_ids:
             entry = self.entries[donor_id]
             if self.writes_files and entry.file is FileState.NONE:
-                victims = self.make_file_room(entry.tokens)
-                if victims is None:
-                    continue
-                dropped += victims
-                self._take(entry, -1)
-                entry.file = FileState.WRITING
-                self._take(entry, 1)
-                written.append(donor_id)
-        released = tuple(donor_id for donor_id in placement.released if donor_id not in dropped)
-        return replace(placement, written=tuple(written), dropped=tuple(dropped), released=released)
+                victims = self.make_file_room(entry.history.tokens)
+                if victims is not None:
+                    dropped += victims
+                    self.set_file(entry, FileState.WRITING)
+                    written.append(donor_id)
+        released = tuple(donor_id for donor_id in moves.released if donor_id not in dropped)
+        return replace(moves, written=tuple(written), dropped=tuple(dropped), released=released)
 
-    def make_file_room(self, tokens: int, *, has_place: bool = True) -> tuple[str, ...] | None:
-        """Drops donors on disk alone for the file of a donor of `tokens` tokens, and without `has_place` for the donor
-        itself; returns them. None, and nothing has changed, when they do not suffice."""
-        missing = self.used[Tier.DISK] + self.room(Tier.DISK, tokens) - self.capacities.disk_bytes
-        crowd = 0 if has_place else len(self.entries) + 1 - self.capacities.max_donors
-        candidates, victims = self._candidates(Tier.DISK), list[str]()
+    def make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
+        """Drops donors on disk alone for the file of a donor of `tokens` tokens, and for the donor itself where it is
+        not held yet; returns them. None, and nothing has changed, when they do not suffice."""
+        missing = self.capacities.room(Tier.DISK, tokens) - self.free(Tier.DISK)
+        crowd = 0 if is_held else len(self.entries) + 1 - self.capacities.max_donors
+        candidates, victims = self.movable(Tier.DISK), list[str]()
         while missing > 0 or crowd > len(victims):
-            candidate = candidates.next()
-            if candidate is None:
+            donor_id = next(candidates, None)
+            if donor_id is None:
                 return None
-            victims.append(candidate[0])
-            missing -= self.room(Tier.DISK, candidate[1].tokens)
+            victims.append(donor_id)
+            missing -= self.capacities.room(Tier.DISK, self.entries[donor_id].history.tokens)
         for victim in victims:
             self.remove(victim, evicted=True)
-        self._counts["evicted"] += len(victims)
+        self.counts["evicted"] += len(victims)
         return tuple(victims)
 
-    def count(self, what: str) -> None:
-        """One donor more was `lifted` or `fetched`."""
-        self._counts[what] += 1
+    # -- what is held ----------------------------------------------------------------------------------------------
 
     def resting(self) -> frozenset[str]:
         """Donors that are on disk alone or still being read back."""
@@ -426,36 +287,94 @@ class Holdings:
             saving=sum(entry.state is DonorState.SAVING for entry in entries),
             leases=sum(entry.leases for entry in entries),
             used_bytes=self.used[Tier.HOST] * self.capacities.bytes_per_token,
-            byte_budget=self.capacities.host_bytes,
             device_blocks_used=self.used[Tier.DEVICE],
-            device_blocks=self.capacities.device_blocks,
             resting=sum(entry.is_resting for entry in entries),
             disk_bytes_used=self.used[Tier.DISK],
-            disk_bytes=self.capacities.disk_bytes,
-            **self._counts,
+            **self.counts,
         )
-
-    # -- inside ----------------------------------------------------------------------------------------------------
 
     def _stamp(self, entry: Entry) -> None:
         self._tick += 1
-        entry.history.last_use, entry.history.last_seconds = self._tick, self._clock()
+        entry.history.last_use, entry.history.last_seconds = self._tick, time.monotonic()
 
     def _take(self, entry: Entry, sign: int) -> None:
         """Adds the entry's room to what is used, or with -1 takes it off."""
         tiers = {entry.tier} - {Tier.DISK}
-        if entry.is_lifting:
+        if entry.is_promoting:
             tiers.add(Tier.DEVICE)
         if entry.file is not FileState.NONE:
             tiers.add(Tier.DISK)
         for tier in tiers:
-            self.used[tier] += sign * self.room(tier, entry.tokens)
+            self.used[tier] += sign * self.capacities.room(tier, entry.history.tokens)
 
-    def _candidates(self, tier: Tier) -> Candidates:
-        def movable() -> Iterator[tuple[str, Size]]:
-            for donor_id in self._eviction[tier].candidates():
-                entry = self.entries[donor_id]
-                if entry.is_movable:
-                    yield donor_id, self.size(entry)
 
-        return Candidates(movable())
+class RoomSearch:
+    """Looks once for the room of one donor of `tokens` tokens. Nothing moves before its result is applied."""
+
+    def __init__(self, table: DonorTable, tokens: int, *, is_held: bool = False) -> None:
+        """`is_held`: the donor has a place in the table already."""
+        self._table, self._tokens = table, tokens
+        self._places = 1 if is_held else table.capacities.max_donors - len(table.entries)
+        self._device, self._host, self._disk = (table.movable(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+
+    def on_host(self) -> TierMoves | None:
+        """What makes room for the donor in host memory; None when nothing does."""
+        if self._tokens > self._table.capacities.limit(Tier.HOST):
+            return None
+        leaving = self._from_host(self._tokens - self._table.free(Tier.HOST))
+        return None if leaving is None else self._moves(Tier.HOST, [], leaving)
+
+    def on_device(self) -> TierMoves | None:
+        """What makes room for the donor in the arena; None when nothing does.
+
+        Of the displaced, the one used last has the first claim on host memory. Those that do not fit there leave.
+        """
+        limits = self._table.capacities
+        missing = limits.room(Tier.DEVICE, self._tokens) - self._table.free(Tier.DEVICE)
+        if limits.room(Tier.DEVICE, self._tokens) > limits.device_blocks:
+            return None
+        displaced: list[str] = []
+        while missing > 0:
+            donor_id = next(self._device, None)
+            if donor_id is None:
+                return None
+            displaced.append(donor_id)
+            missing -= limits.room(Tier.DEVICE, self._tokens_of(donor_id))
+        offloaded, leaving, free = list[str](), list[str](), self._table.free(Tier.HOST)
+        for donor_id in reversed(displaced):
+            taken = self._from_host(self._tokens_of(donor_id) - free)
+            if taken is None:
+                leaving.append(donor_id)
+                continue
+            leaving += taken
+            free += sum(map(self._tokens_of, taken)) - self._tokens_of(donor_id)
+            offloaded.insert(0, donor_id)
+        return self._moves(Tier.DEVICE, offloaded, leaving)
+
+    def _from_host(self, missing: int) -> list[str] | None:
+        """The next donors of the host that hold `missing` tokens; None, and none is taken, when all do not."""
+        taken: list[str] = []
+        while missing > 0:
+            donor_id = next(self._host, None)
+            if donor_id is None:
+                self._host = iter(taken)
+                return None
+            taken.append(donor_id)
+            missing -= self._tokens_of(donor_id)
+        return taken
+
+    def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
+        """The moves, with those that free a place in the table; None when there are not enough."""
+        released = [each for each in leaving if self._table.entries[each].file is FileState.HELD]
+        dropped = [each for each in leaving if each not in released]
+        # Donors on disk go first, then those that leave memory anyway, the host's, those on their way there, and the
+        # device's.
+        more = chain(self._disk, released, self._host, offloaded, self._device)
+        dropped += islice(more, max(0, 1 - self._places - len(dropped)))
+        if self._places + len(dropped) < 1:
+            return None
+        kept, let_go = ([each for each in ids if each not in dropped] for ids in (offloaded, released))
+        return TierMoves(tier, tuple(kept), tuple(dropped), tuple(let_go))
+
+    def _tokens_of(self, donor_id: str) -> int:
+        return self._table.entries[donor_id].history.tokens

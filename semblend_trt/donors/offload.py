@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.host_tier import HostTier
 
 
-class TierEvent(str, Enum):
+class OffloadEventKind(str, Enum):
     """What happened to a donor, or to the disk. The values are the metric's labels."""
 
     FILE_FOUND = "file_found"
@@ -29,16 +29,16 @@ class TierEvent(str, Enum):
     WRITE_SKIPPED = "write_skipped"
     FETCHED = "fetched"
     FETCH_FAILED = "fetch_failed"
-    LIFTED = "lifted"
-    LIFT_FAILED = "lift_failed"
+    PROMOTED = "lifted"
+    PROMOTE_FAILED = "lift_failed"
     DISK_UNAVAILABLE = "disk_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
-class TierNews:
+class OffloadEvent:
     """One event; `donor_id` is empty where it concerns no donor, `text` that of a file that was found."""
 
-    event: TierEvent
+    kind: OffloadEventKind
     donor_id: str = ""
     error: str | None = None
     text: DonorText | None = None
@@ -50,7 +50,7 @@ class DiskLink:
     and withdrawn by the scheduler; `found` are donors whose files were there at the start."""
 
     texts: dict[str, DonorText] = field(default_factory=dict)
-    found: deque[TierNews] = field(default_factory=deque)
+    found: deque[OffloadEvent] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class TransferTiming:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierOrders:
-    """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `demotions`
+@dataclass(slots=True)
+class OffloadCommands:
+    """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `offloads`
     move from the device to the host, and get a file if they are among `writes`. `fetches` are read back from their
-    files to the host. `lifts` are copied from the host to the device and then leave the host."""
+    files to the host. `promotions` are copied from the host to the device and then leave the host."""
 
-    drops: tuple[str, ...] = ()
-    demotions: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    fetches: tuple[str, ...] = ()
-    lifts: tuple[str, ...] = ()
+    drops: list[str] = field(default_factory=list)
+    offloads: list[str] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    fetches: list[str] = field(default_factory=list)
+    promotions: list[str] = field(default_factory=list)
 
 
 logger = logging.getLogger(__name__)
@@ -86,14 +86,14 @@ _CLOSING_SECONDS = 60.0
 _TIMINGS_KEPT = 256
 
 
-class DiskKeeper:
+class DiskTransfers:
     """Obeys the scheduler: every `write` and `fetch` ends in one piece of news, whatever goes wrong.
 
     A donor is readable only after all of its bytes have been read back and checked. `timings` are those of the last
     transfers.
     """
 
-    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, news: deque[TierNews]) -> None:
+    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, news: deque[OffloadEvent]) -> None:
         """Begins with finding the donors whose files are there."""
         self._disk, self._host, self._link, self._news = disk, host, link, news
         self._waiting = 0
@@ -110,7 +110,7 @@ class DiskKeeper:
         if is_taken:
             self._writer.submit(lambda: self._write(donor_id))
         else:
-            self._tell(TierEvent.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
+            self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
 
     def fetch(self, donor_id: str) -> None:
         """Begins reading a donor back into host memory."""
@@ -139,20 +139,20 @@ class DiskKeeper:
         try:
             text = self._link.texts.pop(donor_id, None)
             if text is None:
-                self._tell(TierEvent.WRITE_SKIPPED, donor_id, "the donor is gone")
+                self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
                 return
             with self._host.reading(donor_id) as kv:
                 text = DonorText(text.namespace_key, text.tokens[: kv.capacity], text.digest)
                 self._disk.write(donor_id, text, kv)
         except Exception as error:
             logger.warning("donor %s gets no file: %s", donor_id, error)
-            self._tell(TierEvent.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            self._tell(OffloadEventKind.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}")
             return
         finally:
             with self._lock:
                 self._waiting -= 1
         self.timings.append(TransferTiming(donor_id, "file_write", len(text.tokens), time.perf_counter() - began))
-        self._tell(TierEvent.FILE_WRITTEN, donor_id)
+        self._tell(OffloadEventKind.FILE_WRITTEN, donor_id)
 
     def _fetch(self, donor_id: str) -> None:
         began = time.perf_counter()
@@ -162,10 +162,10 @@ class DiskKeeper:
                 self._disk.read(donor_id, held)
         except Exception as error:
             logger.warning("donor %s cannot be read back: %s", donor_id, error)
-            self._tell(TierEvent.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            self._tell(OffloadEventKind.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
             return
         self.timings.append(TransferTiming(donor_id, "file_read", tokens, time.perf_counter() - began))
-        self._tell(TierEvent.FETCHED, donor_id)
+        self._tell(OffloadEventKind.FETCHED, donor_id)
 
     def _drop(self, donor_id: str) -> None:
         try:
@@ -177,15 +177,15 @@ class DiskKeeper:
         try:
             for each in self._disk.scan():
                 if isinstance(each, DonorFileError):
-                    self._link.found.append(TierNews(TierEvent.FILE_REFUSED, "", f"{each.reason}: {each}"))
+                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_REFUSED, "", f"{each.reason}: {each}"))
                 else:
                     donor_id, text = each
-                    self._link.found.append(TierNews(TierEvent.FILE_FOUND, donor_id, None, text))
+                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, text))
         except Exception as error:
             logger.exception("the donors' folder cannot be read; nothing is written to it either")
-            self._tell(TierEvent.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
+            self._tell(OffloadEventKind.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
             return
-        self._link.found.append(TierNews(TierEvent.FILES_READ))
+        self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
 
-    def _tell(self, event: TierEvent, donor_id: str, error: str | None = None) -> None:
-        self._news.append(TierNews(event, donor_id, error))
+    def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
+        self._news.append(OffloadEvent(event, donor_id, error))

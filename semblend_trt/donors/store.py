@@ -36,7 +36,7 @@ class DonorStore:
         with ExitStack() as reads:
             yield self._readable(donor_id, reads)
 
-    def demote(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
+    def offload(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
         `copy(source, tokens, held)` fills `held`; nothing writes it any more once it returns or raises. After an error
@@ -56,7 +56,7 @@ class DonorStore:
             return False
         return True
 
-    def lift(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
+    def promote(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
         """Copies a donor of the host to the device, and then drops it from the host.
 
         `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
@@ -68,7 +68,7 @@ class DonorStore:
             copy(held, target)
         if not self.host.drop(donor_id):
             device.drop(donor_id)
-            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being lifted")
+            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being promoted")
 
     def drop(self, donor_id: str) -> bool:
         """Drops the donor, or stops its save or its way down; False when there is none."""

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
     from semblend_trt.audit import AuditEvents
     from semblend_trt.config import Settings
-    from semblend_trt.connector.requests import ReuseReport, TrackedRequest
+    from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 

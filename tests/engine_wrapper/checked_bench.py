@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.batch import with_lowest_layers_run
 from engine_wrapper.embedded.models import keep_shard
-from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
-from engine_wrapper.lowest_layers import settled
+from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.plan import SemanticKvPlan
@@ -52,7 +53,9 @@ class Bench:
         return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
 
     def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
-        return replace(self.slice(plan.request_id, tuple(plan.prompt_token_ids), plan.prefix_end, end), plan=plan)
+        return replace(
+            self.slice(plan.request_id, tuple(plan.prompt_token_ids.tolist()), plan.prefix_end, end), plan=plan
+        )
 
     def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
         """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.
@@ -62,7 +65,7 @@ class Bench:
         self.evidence, self.lowest = [], []
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-        works = [settled(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
+        works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
         hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
         return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
 

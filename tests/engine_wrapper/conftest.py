@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 
 from semblend_trt.plan import (
@@ -54,7 +55,7 @@ def make_plan() -> PlanMaker:
                 PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
                 for index, (start, stop) in enumerate(spans)
             ),
-            prompt_token_ids=tuple(tokens),
+            prompt_token_ids=np.array(tokens, dtype=np.int32),
             num_computed_tokens=num_computed,
             matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - num_computed,
             block_size=block_size,

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
@@ -192,7 +192,7 @@ class Life:
     def _disk(self) -> Told:
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
-            news = [each.event.value for each in runtime_for(llm.llm_args).tier_news]
+            news = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
             served(llm, DONOR)
             return {"news": news, "shifted": served(llm, SHIFTED)}
 

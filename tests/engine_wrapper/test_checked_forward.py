@@ -222,10 +222,10 @@ def test_the_kernels_find_the_same_tokens(
     assert found.largest_kept == pytest.approx(expected.largest_kept, abs=1e-4)
 
 
-def test_a_rehearsal_leaves_the_pool_alone(bench: Bench) -> None:
+def test_compiling_kernels_leaves_the_pool_alone(bench: Bench) -> None:
     tokens = tokens_of(30)
     logits, _ = bench.cold(tokens)
-    bench.forward.rehearse()
+    bench.forward.compile_kernels()
     assert bench.pool.isnan().all()
     assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.fused_layers import fuse
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 

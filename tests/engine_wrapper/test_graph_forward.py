@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 
@@ -88,8 +89,7 @@ def test_fixed_addresses_equal_the_eager_forward(
     tiny_model_paths: dict[str, Path], family: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpret(monkeypatch)
-    from engine_wrapper.graph_forward import run_static, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     bench = Bench(tiny_model_paths[family])

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.fused_rows import FusedRows
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, build_schedule
+from engine_wrapper.fused_layers import FusedRows
+from engine_wrapper.layer_schedule import LayerSchedule, build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SemanticKvPlan, SpanCheck
@@ -72,40 +73,40 @@ def test_fixed_addresses_equal_the_eager_forward(
         assert decoder is not None
         wanted = bench.forward(bench.on_device())
         schedule = bench.on_device()
-        checkpoint = schedule.checkpoint
-        assert checkpoint is not None
+        check = schedule.check
+        assert check is not None
         with torch.inference_mode():
             rows = FusedRows(decoder, schedule)
             for stage, layers in schedule.layers_of_stages(NUM_LAYERS):
                 rows.enter(stage)
                 for layer in layers:
                     rows.run(layer)
-            course, _ = checkpoint.decide(rows.compare(checkpoint, Ranks()))
-            begun = rows.begun(check_layer, course.stages[0].keep)
+            rest, _ = check.decide(rows.compare(check, Ranks()))
+            begun = rows.begun(check_layer, rest.stages[0].keep)
         # The hole in front, what was planted, and the suffix.
         assert len(begun.heads) == SPAN[0] + 2 + LENGTH - SPAN[1]
     interpret()
-    from engine_wrapper.graph_forward import run_rest, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_rest, shape_of
 
-    shape = shape_of(course, decoder)
+    shape = shape_of(rest, decoder)
     inputs = StaticInputs(shape, 24, decoder.pool, decoder.geometry)
     with torch.inference_mode():
         room = begun.room_for(shape.rows)
         room.fill(begun)
-        inputs.upload(course)
+        inputs.upload(rest)
         hidden = run_rest(decoder, shape, inputs, room)[: len(wanted)]
     torch.testing.assert_close(hidden, wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_a_rehearsal_writes_nothing(tiny_qwen2_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]) -> None:
+def test_inputs_without_writes_leave_the_pool_alone(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
+) -> None:
     bench = Bench(tiny_qwen2_path, make_plan, 1)
     decoder = bench.forward.fused
     assert decoder is not None
     before = bench.pool.clone()
     interpret()
-    from engine_wrapper.graph_forward import run_static, shape_of
-    from engine_wrapper.static_inputs import StaticInputs
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
 
     schedule = build_schedule([SequenceSlice(0, 11, (0,) * 5, (0, 0))], NUM_LAYERS).last_rows([5])
     shape = shape_of(schedule, decoder)

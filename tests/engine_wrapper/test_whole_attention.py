@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.layer_schedule import SequenceSlice
-from engine_wrapper.whole_attention import SMALLEST_BUCKET, WholeAttention, bucket_rows
+from engine_wrapper.fused_layers import SMALLEST_BUCKET, WholeAttention, bucket_rows
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError
 

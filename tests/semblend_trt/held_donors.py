@@ -1,13 +1,33 @@
-"""Donors that are put into the host tier as a save puts them there."""
+"""Donors that are held: in a catalog, and in the host tier as a save puts them there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.donors.catalog import DonorCatalog
+from semblend_trt.donors.donor_table import Capacities, TierMoves
+from semblend_trt.donors.eviction import LruEviction
 
 if TYPE_CHECKING:
     import torch
 
     from semblend_trt.donors.host_tier import HostKv, HostTier
+
+BYTES_PER_TOKEN = 10
+
+
+def catalog_of(
+    host_tokens: int = 100, max_donors: int = 10, eviction: Any = LruEviction, **limits: int
+) -> DonorCatalog:
+    """A catalog of donors with BYTES_PER_TOKEN a token; `limits` are the other `Capacities`."""
+    return DonorCatalog(Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, **limits), eviction)
+
+
+def keep(catalog: DonorCatalog, donor_id: str, tokens: int, text: bytes = b"") -> TierMoves:
+    """Has the catalog hold a ready donor; returns what made room for it."""
+    moves = catalog.reserve(donor_id, tokens, text)
+    catalog.commit(donor_id, tokens)
+    return moves
 
 
 def save(tier: HostTier, donor_id: str, tensor: torch.Tensor) -> None:

@@ -1,9 +1,7 @@
-"""A plan that could corrupt KV is refused; a check's bounds and a prompt's tokens are what they must be."""
+"""A plan that could corrupt KV is refused, and what it says of its tokens adds up."""
 
 from __future__ import annotations
 
-import copy
-import math
 import pickle
 from typing import Any
 
@@ -20,7 +18,6 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
     SpanCheck,
-    TokenIds,
 )
 
 NUM_LAYERS = 4
@@ -36,7 +33,7 @@ def plan(**changes: Any) -> SemanticKvPlan:
         "request_id": 7,
         "kind": PlanKind.REQUEST_LOCAL,
         "spans": (PlanSpan("d", 30, 10, 10),),
-        "prompt_token_ids": tuple(range(100, 132)),
+        "prompt_token_ids": np.arange(100, 132, dtype=np.int32),
         "num_computed_tokens": 8,
         "matched_tokens": 16,
         "block_size": 8,
@@ -176,7 +173,7 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
         request_id=draw(st.integers(0, 1 << 40)),
         kind=kind,
         spans=tuple(spans),
-        prompt_token_ids=tuple(draw(st.lists(st.integers(0, 9), min_size=prompt_length, max_size=prompt_length))),
+        prompt_token_ids=np.arange(prompt_length, dtype=np.int32),
         num_computed_tokens=computed,
         matched_tokens=matched,
         block_size=block_size,
@@ -194,7 +191,9 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
 
 @given(plans())
 def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
-    assert pickle.loads(pickle.dumps(valid)) == valid
+    again = pickle.loads(pickle.dumps(valid))
+    assert again == valid
+    assert again.prompt_token_ids.tolist() == valid.prompt_token_ids.tolist()
 
 
 @given(plans())
@@ -213,84 +212,3 @@ def test_exact_tokens_end_at_the_first_approximate_one(valid: SemanticKvPlan) ->
     approximate = {p for span in placed if not span.exact for p in range(span.target_start, span.target_end)}
     assert valid.exact_token_count == min(approximate, default=valid.prompt_length)
     assert valid.num_computed_tokens <= valid.exact_token_count or not approximate
-
-
-@pytest.mark.parametrize(
-    ("fields", "invariant"),
-    [
-        ({"layer": -1, "threshold": 0.1}, "check_outside_model"),
-        ({"layer": 1}, "check_incomplete"),
-        ({"layer": 1, "threshold": 0.1, "largest_share": 0.1}, "check_incomplete"),
-        ({"layer": 1, "threshold": -0.1}, "check_threshold_range"),
-        ({"layer": 1, "threshold": math.inf}, "check_threshold_range"),
-        ({"layer": 1, "threshold": math.nan}, "check_threshold_range"),
-        ({"layer": 1, "threshold": 0.1, "window_threshold": -0.1}, "check_threshold_range"),
-        ({"layer": 1, "threshold": 0.1, "window_threshold": math.inf}, "check_threshold_range"),
-        ({"layer": 1, "largest_share": 1.01}, "check_share_range"),
-        ({"layer": 1, "largest_share": math.nan}, "check_share_range"),
-        ({"layer": 1, "threshold": 0.1, "max_span_share": -0.01}, "check_share_range"),
-        ({"layer": 1, "threshold": 0.1, "min_saved_share": 1.5}, "check_share_range"),
-    ],
-)
-def test_a_check_out_of_range_is_refused_by_name(fields: dict[str, Any], invariant: str) -> None:
-    with pytest.raises(PlanError) as refusal:
-        SpanCheck(**fields)
-    assert refusal.value.invariant == invariant
-
-
-@pytest.mark.parametrize("fields", [{"threshold": 0.0}, {"largest_share": 1.0}, {"largest_share": 0.0}])
-def test_the_bounds_themselves_are_allowed(fields: dict[str, Any]) -> None:
-    check = SpanCheck(0, **fields)
-    assert (check.max_span_share, check.min_saved_share) == (1.0, 0.0)
-
-
-IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
-
-
-@given(IDS, st.integers(-25, 25), st.integers(-25, 25))
-def test_is_the_sequence_it_was_made_of(ids: list[int], start: int, stop: int) -> None:
-    tokens = TokenIds(ids)
-    assert list(tokens) == ids
-    assert len(tokens) == len(ids)
-    assert tokens == ids
-    assert tokens == tuple(ids)
-    assert tokens[start:stop] == ids[start:stop]
-    assert all(type(token) is int for token in tokens)
-    assert np.asarray(tokens).tolist() == ids
-    assert np.asarray(tokens, dtype=np.int64).dtype == np.int64
-
-
-@given(IDS, IDS)
-def test_equality_and_hash_agree(left: list[int], right: list[int]) -> None:
-    assert (TokenIds(left) == TokenIds(right)) == (left == right)
-    assert hash(TokenIds(left)) == hash(TokenIds(tuple(left)))
-    assert TokenIds(left) != "text"
-    assert TokenIds(left) != 7
-
-
-@given(IDS)
-def test_copies_and_pickles_are_equal(ids: list[int]) -> None:
-    tokens = TokenIds(ids)
-    assert pickle.loads(pickle.dumps(tokens)) == tokens
-    assert copy.deepcopy(tokens) == tokens
-    assert TokenIds(iter(ids)) == tokens
-
-
-def test_nobody_can_change_them() -> None:
-    source = np.arange(5, dtype=np.int32)
-    tokens = TokenIds(source)
-    source[0] = 99
-    assert tokens[0] == 0
-    for view in (np.asarray(tokens), np.asarray(pickle.loads(pickle.dumps(tokens)))):
-        with pytest.raises(ValueError, match="read-only"):
-            view[0] = 7
-
-
-def test_pickle_is_about_four_bytes_a_token() -> None:
-    assert len(pickle.dumps(TokenIds(range(10_000)))) < 41_000
-
-
-@pytest.mark.parametrize("bad", [[-1], [2**31], [0.5], [[1, 2]], ["a"]])
-def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
-    with pytest.raises(ValueError, match="token ids"):
-        TokenIds(bad)

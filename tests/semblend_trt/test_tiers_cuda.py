@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -88,7 +89,7 @@ def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
 class Card:
     """A rank on the card: the arena holds donor "near", the host "far"."""
 
-    def __init__(self, staged: bool = True, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
+    def __init__(self, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
         self.pool = engine_pool()
         device = self.pool.device
         self.store = DonorStore(
@@ -98,7 +99,7 @@ class Card:
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE)
         self.readiness = LayerReadiness()
         self.readiness.is_awaited = awaited
-        reader = HostReader(device, ROTATION, staging(3) if staged else None)
+        reader = HostReader(device, ROTATION, staging(3))
         self.loader = PlanLoader(self.store, self.pool, GEOMETRY, ROTATION, self.readiness, reader)
         self.keep("near", Tier.DEVICE, 1)
         self.keep("far", Tier.HOST, 2)
@@ -126,7 +127,7 @@ PLAN = SemanticKvPlan(
     request_id=1,
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=tuple(range(1600)),
+    prompt_token_ids=np.arange(1600, dtype=np.int32),
     num_computed_tokens=0,
     matched_tokens=1577,
     block_size=32,
@@ -147,10 +148,9 @@ def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
+def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     half = TOKENS // 2
-    card = Card(staged, host_tokens=3 * half)
+    card = Card(host_tokens=3 * half)
     expected = expected_pool(card.pool)
     host = card.store.host
     assert host.get("far").tensor.is_pinned()
@@ -169,9 +169,8 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
     assert torch.equal(host.get("far").tensor, random_kv(2))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     torch.cuda._sleep(A_WHILE)
     card.pool[:50].fill_(float("nan"))
@@ -182,10 +181,9 @@ def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(st
     assert_equal(card.pool[:50], expected[:50])
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_what_follows_on_the_stream_sees_the_whole_load(staged, own_stream):
-    card = Card(staged)
+def test_what_follows_on_the_stream_sees_the_whole_load(own_stream):
+    card = Card()
     expected = expected_pool(card.pool)
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -256,9 +254,8 @@ def test_beginning_a_save_does_not_wait_for_the_card(card):
     assert torch.equal(card.read("next"), random_kv(3))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     put(card.pool, range(60, 92), random_kv(3))
     torch.cuda.synchronize()
@@ -280,7 +277,7 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
 def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_a_demotion(card):
     for donor_id, seed in (("near", 1), ("far", 2)):
         assert torch.equal(card.read(donor_id).cpu(), random_kv(seed))
-    card.saver.demote("near")
+    card.saver.offload("near")
     card.saver.drain()
     assert card.saver.lost() == []
     assert "near" not in card.store.device
@@ -303,7 +300,7 @@ def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
 
 
 def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
-    card.saver.demote("near")
+    card.saver.offload("near")
     put(card.pool, range(60, 92), random_kv(3))
     card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
     card.saver.drain()
@@ -324,12 +321,12 @@ def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
 
 def test_a_donor_is_lifted_bit_for_bit_and_leaves_the_host(card):
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     assert "far" in card.store.device
     assert "far" not in card.store.host
     assert torch.equal(card.read("far").cpu(), random_kv(2))
-    assert [timing.what for timing in card.saver.timings][-1] == "lift"
+    assert [timing.what for timing in card.saver.timings][-1] == "promote"
 
 
 def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
@@ -339,7 +336,7 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     for seed in range(4, 14):  # as many as host memory holds
         save(card.store.host, f"other-{seed}", random_kv(seed))
@@ -351,9 +348,9 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
 def test_a_lifted_donor_is_loaded_from_the_card(card):
     expected = expected_pool(card.pool)
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
-    card.saver.demote("far")
+    card.saver.offload("far")
     card.saver.drain()
     card.keep("near", Tier.DEVICE, 1)
     card.pool[:50].fill_(float("nan"))
@@ -363,7 +360,7 @@ def test_a_lifted_donor_is_loaded_from_the_card(card):
 
 
 def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
-    card.saver.lift("far")  # "near" has 32 of the 40 blocks
+    card.saver.promote("far")  # "near" has 32 of the 40 blocks
     card.saver.drain()
     assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
     assert "far" not in card.store.device

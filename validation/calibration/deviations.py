@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_wrapper.span_choice import choose
+from engine_wrapper.sequence_work import choose
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings

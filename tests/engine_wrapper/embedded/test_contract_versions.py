@@ -614,7 +614,7 @@ def make_ours(make_llm, monkeypatch):
 
 def check_nothing_is_held(llm):
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert len(llm.connector_worker._followed) == 0
     assert not llm.connector_scheduler._runtime.faults
 
@@ -713,5 +713,5 @@ def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypa
     llm.generate([prompt(30, 2)], SIX)
     llm.settle()
     check_nothing_is_held(llm)
-    assert llm.connector_scheduler.library.catalog.stats().saving == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().saving == 0
     assert len(llm.connector_scheduler._requests) == 0

@@ -43,7 +43,7 @@ def saves_wait(llm):
 
 
 def donors(llm):
-    return len(llm.connector_scheduler.library.catalog)
+    return len(llm.connector_scheduler.donor_index.catalog)
 
 
 def check_answers(llm, make_llm, begin, reused, seed=9):

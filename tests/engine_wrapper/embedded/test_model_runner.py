@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SemanticKvPlan, SpanCheck

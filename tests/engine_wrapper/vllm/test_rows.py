@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine_wrapper import sequence_work
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.span_choice import choose
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.rows import VllmRows, own_builder
 from semblend_trt.plan import SpanCheck

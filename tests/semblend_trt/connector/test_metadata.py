@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from semblend_trt.connector.metadata import (
@@ -14,7 +15,7 @@ from semblend_trt.connector.metadata import (
     readable_metadata,
 )
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import TierOrders
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.runtime import Runtime
@@ -23,7 +24,7 @@ PLAN = SemanticKvPlan(
     request_id=7,
     kind=PlanKind.REQUEST_LOCAL,
     spans=(PlanSpan("donor-1", 0, 4, 16),),
-    prompt_token_ids=tuple(range(30)),
+    prompt_token_ids=np.arange(30, dtype=np.int32),
     num_computed_tokens=4,
     matched_tokens=16,
     block_size=8,
@@ -35,7 +36,7 @@ WHOLE = SemBlendConnectorMetadata(
     intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
     progress=(RequestProgress(7, (1, 2, 3), 20, True),),
     forgotten=(5,),
-    orders=TierOrders(drops=("a",), lifts=("b",)),
+    commands=OffloadCommands(drops=["a"], promotions=["b"]),
 )
 
 

@@ -16,14 +16,13 @@ from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
     Iteration,
     RequestTable,
-    ReuseReport,
     TrackedRequest,
+    fit_to_blocks,
     outcome_of,
     report_of,
     savable_tokens,
-    settle_allocation,
 )
-from semblend_trt.outcome import Outcome, OutcomeLedger
+from semblend_trt.outcome import Outcome
 from semblend_trt.plan import (
     CheckEvidence,
     EngineExecution,
@@ -137,7 +136,7 @@ def savable(matched=0):
             request_id=7,
             kind=PlanKind.EXACT_PREFIX,
             spans=(PlanSpan("donor-1", 0, 0, matched, exact=True),),
-            prompt_token_ids=tuple(range(PROMPT)),
+            prompt_token_ids=np.arange(PROMPT, dtype=np.int32),
             num_computed_tokens=0,
             matched_tokens=matched,
             block_size=BLOCK,
@@ -265,7 +264,7 @@ def test_a_request_without_blocks_or_that_nobody_follows_is_not_saved():
 @pytest.mark.parametrize("blocks", [[1.5] * 13, ["1"] * 13, [None] * 13, [-1] * 13, [5] * 13, BLOCKS[:2]])
 def test_blocks_that_fit_no_plan_leave_it_without(blocks):
     request = savable(matched=30)
-    settle_allocation(request, SimpleNamespace(), blocks)
+    fit_to_blocks(request, SimpleNamespace(), blocks)
     assert (request.load_failed, request.plan.target_block_ids) == (True, None)
 
 
@@ -278,7 +277,7 @@ def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
         request_id=1,
         kind=kind,
         spans=spans,
-        prompt_token_ids=tuple(range(100)),
+        prompt_token_ids=np.arange(100, dtype=np.int32),
         num_computed_tokens=10,
         matched_tokens=matched,
         block_size=16,
@@ -366,9 +365,7 @@ def test_figures(fields, figures):
     load_failed=st.booleans(),
     kind=st.sampled_from([None, PlanKind.DISCOVERY_ONLY, PlanKind.REQUEST_LOCAL]),
 )
-def test_the_ledger_says_what_the_report_says_and_tokens_add_up(
-    checked, told, is_dropped, kept, head, load_failed, kind
-):
+def test_a_report_has_the_outcome_and_its_tokens_add_up(checked, told, is_dropped, kept, head, load_failed, kind):
     request = planned(load_failed=load_failed, reason=None if kind else "not_exact", runs_found=1, computed=10)
     if kind is not None:
         request.plan = plan(kind, WITH_EXACT, check=CHECK if checked else None, head_tokens=head)
@@ -377,11 +374,8 @@ def test_the_ledger_says_what_the_report_says_and_tokens_add_up(
             evidence = CheckEvidence(1, 55, 40 - min(head, 40), 15 + kept, 40 - kept, 0.1 if kept else 0.0, is_dropped)
             request.evidence = evidence
     report = report_of(request)
-    ledger = OutcomeLedger()
     outcome, reason = outcome_of(request)
-    ledger.settle(1, outcome, reason, **report.figures)
-    assert ReuseReport.from_settled(ledger.of(1)) == report
-    assert (outcome.value, reason) == (report.outcome, report.reason)
+    assert (outcome.value, reason, 10) == (report.outcome, report.reason, report.exact_prefix_tokens)
     if report.recomputed_tokens is not None:
         assert report.offered_tokens == report.reused_tokens + report.recomputed_tokens
     matched = request.matched_tokens

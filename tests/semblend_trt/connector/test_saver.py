@@ -104,8 +104,8 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
     save(saver, Tier.DEVICE)
     other.tokens = [TOKENS]
     finished(saver)
-    saver.demote("donor")
-    saver.demote("unknown")
+    saver.offload("donor")
+    saver.offload("unknown")
     saver.drain()
     other.tokens = [-1, 1]
     assert saver.lost() == []

@@ -6,6 +6,7 @@ import random
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import TierEvent, TierOrders
+from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
     EngineExecution,
@@ -72,7 +73,7 @@ def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
         request_id=7,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("donor-1", 0, 4, 16),),
-        prompt_token_ids=tuple(range(30)),
+        prompt_token_ids=np.arange(30, dtype=np.int32),
         num_computed_tokens=4,
         matched_tokens=16,
         block_size=BLOCK,
@@ -251,7 +252,7 @@ def test_a_second_pool_is_refused(worker, args):
 def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
-    step(worker, orders=TierOrders(drops=("donor-1", "donor-unknown")))
+    step(worker, commands=OffloadCommands(drops=["donor-1", "donor-unknown"]))
     assert len(worker.store) == 0
 
 
@@ -286,9 +287,11 @@ def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
 def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
     """The catalog keeps a lifted donor where it is, and its room on the card taken, until it hears of it."""
     with pytest.raises(DonorUnavailableError):
-        step(two_tiers, plans=(reuse(EngineMode.STOCK),), orders=TierOrders(lifts=("donor-2",)))
+        step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
     two_tiers.saver.drain()
-    assert [(news.event, news.donor_id) for news in runtime_for(args).tier_news] == [(TierEvent.LIFT_FAILED, "donor-2")]
+    assert [(news.kind, news.donor_id) for news in runtime_for(args).offload_events] == [
+        (OffloadEventKind.PROMOTE_FAILED, "donor-2")
+    ]
 
 
 def test_foreign_metadata_is_ignored(worker):
@@ -334,7 +337,7 @@ def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
         two_tiers,
-        orders=TierOrders(demotions=("donor-1", "donor-unknown")),
+        commands=OffloadCommands(offloads=["donor-1", "donor-unknown"]),
         intents=(SaveIntent(2, "donor-2", 100, Tier.DEVICE),),
         progress=(RequestProgress(2, (6, 7, 8), 24, True),),
     )
@@ -352,7 +355,7 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
 
 def test_what_is_dropped_is_not_demoted(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
-    step(two_tiers, orders=TierOrders(drops=("donor-1",), demotions=("donor-1",)))
+    step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.saver.drain()
     assert len(two_tiers.store) == 0
 
@@ -363,7 +366,7 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     worker = SemBlendKvConnectorWorker(args)
     worker.register_kv_caches(pool())
     keep_on_device(worker, 1, (3, 5), 16)
-    step(worker, orders=TierOrders(demotions=("donor-1",)))
+    step(worker, commands=OffloadCommands(offloads=["donor-1"]))
     worker.saver.drain()
     worker.get_finished([], [])
     news = runtime_for(args).saved[-1]

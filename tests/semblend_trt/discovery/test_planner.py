@@ -99,7 +99,7 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
     assert (plan.execution.mode, plan.execution.num_layers) == (WRAPPER, NUM_LAYERS)
     assert plan.execution.recompute_boundary_layer == 0
     assert (plan.request_id, plan.block_size) == (7, 32)
-    assert plan.prompt_token_ids == tuple(PROMPT.tolist())
+    assert plan.prompt_token_ids is PROMPT
     assert plan.diagnostics == {
         "runs_found": 2,
         "donors_considered": 2,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from semblend_trt.donors.block_kind import DEFAULT_WEIGHTS, BlockKind, main_kind
-from semblend_trt.donors.catalog import DonorCatalog, DonorState
-from semblend_trt.donors.donor_table import Placement, Tier
+from semblend_trt.donors.donor_table import Tier, TierMoves
 from semblend_trt.donors.eviction import (
     FIRST_SECONDS,
     HIT_FACTOR,
@@ -30,6 +29,7 @@ from semblend_trt.donors.eviction import (
     eviction_factory,
 )
 from semblend_trt.errors import CapacityError
+from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
 KINDS = st.dictionaries(st.sampled_from(BlockKind), st.integers(1, 9), min_size=1, max_size=3).map(
     lambda shares: {kind: share / sum(shares.values()) for kind, share in shares.items()}
@@ -205,14 +205,8 @@ def test_kind_weights_stay_within_their_bounds():
     assert (weights.factor(BlockKind.CODE), weights.factor(BlockKind.OTHER)) == (MOST, LEAST)
 
 
-def catalog_of(name: Eviction) -> DonorCatalog:
-    return DonorCatalog(100, 1, 50, eviction_factory(name, lambda: 0.0))
-
-
-def keep(catalog: DonorCatalog, donor_id: str, size: int) -> tuple[str, ...]:
-    dropped = catalog.reserve(donor_id, "space", size, donor_id.encode()).dropped
-    catalog.commit(donor_id, range(size))
-    return dropped
+def catalog_under(name):
+    return catalog_of(100, 50, eviction_factory(name, lambda: 0.0))
 
 
 @pytest.mark.known_defect(20)
@@ -221,28 +215,28 @@ def keep(catalog: DonorCatalog, donor_id: str, size: int) -> tuple[str, ...]:
     [(name, name is not Eviction.FIFO) for name in Eviction if name is not Eviction.STATIC_SEMANTIC],
 )
 def test_hit_then_overflow_keeps_the_hot_donor(name, stays):
-    catalog = catalog_of(name)
+    catalog = catalog_under(name)
     for donor_id in "abcd":
         keep(catalog, donor_id, 25)
     for _ in range(3):
         catalog.lease("a").release()
-    assert ("a" not in keep(catalog, "e", 25)) == stays
+    assert ("a" not in keep(catalog, "e", 25).dropped) == stays
 
 
 def test_semantic_policies_keep_a_system_prompt_over_a_question():
     for name in (Eviction.STATIC_SEMANTIC, Eviction.ADAPTIVE_SEMANTIC):
-        catalog = catalog_of(name)
+        catalog = catalog_under(name)
         for donor_id, kind in (("a", BlockKind.SYSTEM_PROMPT), ("b", BlockKind.USER_QUERY)):
             keep(catalog, donor_id, 50)
             catalog.describe(donor_id, {kind: 1.0})
-        assert keep(catalog, "c", 50) == ("b",)
+        assert keep(catalog, "c", 50).dropped == ("b",)
 
 
 def test_size_aware_lets_one_large_donor_go_for_many_small():
-    catalog = catalog_of(Eviction.SIZE_AWARE)
+    catalog = catalog_under(Eviction.SIZE_AWARE)
     for donor_id, size in (("a", 10), ("large", 60), ("b", 10), ("c", 10)):
         keep(catalog, donor_id, size)
-    assert keep(catalog, "d", 20) == ("large",)
+    assert keep(catalog, "d", 20).dropped == ("large",)
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -253,8 +247,8 @@ class PolicyMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.number = 0.0, 0
-        self.catalog = DonorCatalog(
-            60, 1, 8, eviction_factory(self.name, lambda: self.now),
+        self.catalog = catalog_of(
+            60, 8, eviction_factory(self.name, lambda: self.now),
             device_blocks=4, block_size=10, disk_bytes=20 * 4096, num_layers=1,
         )  # fmt: skip
         self.catalog.begin_writing()
@@ -267,7 +261,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def obey(self, placement) -> None:
         gone = set(placement.dropped)
         leased = {lease.donor_id for lease in self.leases}
-        assert not (gone | set(placement.released) | set(placement.demoted)) & leased
+        assert not (gone | set(placement.released) | set(placement.offloaded)) & leased
         assert not gone & (self.writing | set(self.moving) | set(self.saving))
         self.ready -= gone
         self.writing |= set(placement.written)
@@ -276,7 +270,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def reserve(self, size: int, text: bytes) -> None:
         self.number += 1
         try:
-            placement = self.catalog.reserve(str(self.number), "space", size, text)
+            placement = self.catalog.reserve(str(self.number), size, text)
         except CapacityError:
             return
         self.obey(placement)
@@ -285,10 +279,10 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 50), text=st.sampled_from([b"", b"x", b"y"]))
     def find(self, size: int, text: bytes) -> None:
         self.number += 1
-        dropped = self.catalog.adopt(str(self.number), "space", size, text)
+        dropped = self.catalog.adopt(str(self.number), size, text)
         if dropped is not None:
             assert set(dropped) <= self.ready - set(self.moving)
-            self.obey(Placement(Tier.DISK, dropped=dropped))
+            self.obey(TierMoves(Tier.DISK, dropped=dropped))
             self.ready.add(str(self.number))
 
     @precondition(lambda self: self.saving)
@@ -299,7 +293,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert self.catalog.cancel(donor_id)
             self.writing.discard(donor_id)
             return
-        self.catalog.commit(donor_id, range(1))
+        self.catalog.commit(donor_id, 1)
         self.catalog.describe(donor_id, kinds)
         self.ready.add(donor_id)
 
@@ -311,7 +305,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.catalog.written(donor_id, succeeded)
 
     @precondition(lambda self: self.ready)
-    @rule(data=st.data(), up=st.sampled_from(["fetch", "lift"]))
+    @rule(data=st.data(), up=st.sampled_from(["fetch", "promote"]))
     def move_up(self, data, up: str) -> None:
         donor_id = data.draw(st.sampled_from(sorted(self.ready)))
         placement = getattr(self.catalog, up)(donor_id)
@@ -323,8 +317,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(succeeded=st.booleans())
     def moved_up(self, succeeded: bool) -> None:
         donor_id, up = self.moving.popitem()
-        if up == "lift":
-            self.catalog.lifted(donor_id, succeeded)
+        if up == "promote":
+            self.catalog.promoted(donor_id, succeeded)
             assert self.catalog.tier(donor_id) is (Tier.DEVICE if succeeded else Tier.HOST)
             return
         assert self.catalog.fetched(donor_id, succeeded)
@@ -350,7 +344,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def budgets_hold(self) -> None:
         stats = self.catalog.stats()
-        assert stats.used_bytes <= 60
+        assert stats.used_bytes <= 60 * BYTES_PER_TOKEN
         assert stats.device_blocks_used <= 4
         assert stats.disk_bytes_used <= 20 * 4096
         assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
@@ -359,7 +353,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def everybody_is_where_the_catalog_says(self) -> None:
         for donor_id in self.ready:
             fetching = self.moving.get(donor_id) == "fetch"
-            assert self.catalog.state(donor_id) is (DonorState.FETCHING if fetching else DonorState.READY)
+            assert self.catalog._table.entries[donor_id].state.value == ("fetching" if fetching else "ready")
         for lease in self.leases:
             assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
 

@@ -12,7 +12,7 @@ import torch
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.library import Library
+from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, Silence, announcer_for
@@ -42,12 +42,12 @@ class Notebook(Silence):
         self.told.append(("gone", donor_id))
 
 
-def library(news: Any, host_tokens: int = 500, **overrides: Any) -> Library:
+def library(news: Any, host_tokens: int = 500, **overrides: Any) -> DonorIndex:
     settings = load_settings(policy="position_fix", host_bytes=host_tokens * TOKEN_BYTES, **overrides)
-    return Library(settings, PoolFacts(GEOMETRY, 64, torch.float32), news)
+    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), news, None, lambda kind: None, None)
 
 
-def keep(books: Library, donor_id: str, tokens: Any, error: str | None = None) -> None:
+def keep(books: DonorIndex, donor_id: str, tokens: Any, error: str | None = None) -> None:
     intent = books.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
     assert intent is not None
     assert books.begin_save(intent, "namespace", tokens)
@@ -147,7 +147,7 @@ def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
         news.intended("next", salted, "acme")
 
     def tells_all(reader) -> bool:
-        return any(len(view.donors) == 41 for view in reader.observer.workers.values())
+        return any(each.donors == 41 for each in reader.directory.workers())
 
     assert reader.wait_for(tells_all)
     events = [decode(payload).data for payload in reader.payloads]

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.connector.requests import ReuseReport, TrackedRequest
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import Outcome
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
 WAIT = 60.0

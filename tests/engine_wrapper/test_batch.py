@@ -1,4 +1,5 @@
-"""Plans that need more rows than one forward may have decide, write and answer what they do in one forward."""
+"""Plans that need more rows than one forward may have decide, write and answer what they do in one forward; what is
+divided stays within its rows, in order, and what has to be decided at once stays together."""
 
 from __future__ import annotations
 
@@ -11,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import SequenceSlice, works_of
-from engine_wrapper.lowest_layers import settled
-from engine_wrapper.portions import portions
+from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.sequence_work import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.checked_bench import BLOCK_SIZE, NUM_LAYERS, Bench, PlanMaker, close, load, tokens_of
@@ -58,7 +58,7 @@ def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: 
 
 def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
     """Places spans in a NaN pool whose KV deviates in some tokens only; returns the logits of a cold run."""
-    tokens = tuple(plan.prompt_token_ids)
+    tokens = tuple(plan.prompt_token_ids.tolist())
     logits, kv = bench.cold(tokens, plan.request_id)
     other = bench.cold(tokens_of(LENGTH, seed=50), plan.request_id)[1]
     for start, end in SPANS:
@@ -123,7 +123,7 @@ def test_an_exact_prefix_and_exact_spans_are_not_written_by_parts(bench: Bench, 
 
 def test_chunks_and_decode_steps_follow_a_plan_in_parts(bench: Bench, make_plan: PlanMaker) -> None:
     plan = long_plan(make_plan, "threshold")
-    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids)
+    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids.tolist())
     parts = bench.run(bench.planned(plan, end=83), max_rows=MAX_ROWS)
     parts += bench.run(bench.slice(1, tokens, 83, 88))
     parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in (88, 89)]
@@ -175,13 +175,13 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
         return torch.from_numpy(by_position[checked_positions(part)])
 
     evidence: list[CheckEvidence] = []
-    left = settled(work, NUM_LAYERS, max_rows, run, evidence.append)
-    assert all(part.num_rows <= max_rows for part in portions([left], NUM_LAYERS, max_rows))
+    left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
+    assert all(part.num_rows <= max_rows for part in micro_batches([left], NUM_LAYERS, max_rows))
     if not passes:
         assert left is work
         return
     decided, told = work, []
-    if work.open_check is not None:
+    if work.pending is not None:
         decided, of_all = work.decide(by_position[checked_positions(work)])
         told.append(of_all)
     assert evidence == told
@@ -193,10 +193,72 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
         source = decided.beyond(layer, NUM_LAYERS)
     for name in ("positions", "token_ids", "drops_at"):
         assert getattr(left, name).tolist() == getattr(source, name).tolist()
-    assert (left.outputs, left.open_check) == (work.outputs, None)
+    assert (left.outputs, left.pending) == (work.outputs, None)
     assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
 
 
 def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
-    rows = () if work.open_check is None else work.open_check.rows
-    return np.concatenate([np.empty(0, dtype=np.int64), *(work.positions[each.start : each.stop] for each in rows)])
+    none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    return none if work.pending is None else work.positions[work.pending.checked]
+
+
+def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
+    """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
+    tokens = tuple(range(begin + length))
+    blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
+    piece = SequenceSlice(request_id, begin, tokens[begin:], blocks)
+    if begin < 12:
+        return piece
+    spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
+    options = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE, **TERMS[terms]}
+    return replace(piece, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(list(TERMS)), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4
+    ),
+    slack=st.integers(0, 30),
+)
+def test_every_row_runs_once_in_order_within_the_bound(
+    make_plan: PlanMaker, parts: list[tuple[str, int, int]], slack: int
+) -> None:
+    pieces = [piece_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
+    works = works_of(pieces, NUM_LAYERS)
+    # What must stay together, and one row behind it.
+    max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
+    found = micro_batches(works, NUM_LAYERS, max_rows)
+    assert all(0 < part.num_rows <= max_rows for part in found)
+    owners = [owner for part in found for owner in part.owners]
+    assert owners == sorted(owners)
+    for owner, work in enumerate(works):
+        own = [
+            (each, scheduled)
+            for part in found
+            for each, of, scheduled in zip(part.works, part.owners, part.scheduled, strict=True)
+            if of == owner
+        ]
+        for name in ("token_ids", "positions", "drops_at"):
+            joined = np.concatenate([getattr(each, name) for each, _ in own])
+            assert joined.tolist() == getattr(work, name).tolist()
+        assert sum(scheduled for _, scheduled in own) == work.outputs
+        assert all(each.outputs == max(1, scheduled) for each, scheduled in own)
+        # What is put out has passed every layer.
+        assert all((each.drops_at[-each.outputs :] == NUM_LAYERS).all() for each, _ in own)
+        checks = [checked_positions(each).tolist() for each, _ in own if each.pending is not None]
+        assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
+
+
+@pytest.mark.parametrize("max_rows", [None, 1000])
+def test_what_fits_is_one_forward_of_the_same_works(make_plan: PlanMaker, max_rows: int | None) -> None:
+    works = works_of([piece_of(make_plan, 0, "threshold", 40, 5), piece_of(make_plan, 1, "boundary", 0, 9)], NUM_LAYERS)
+    (part,) = micro_batches(works, NUM_LAYERS, max_rows)
+    assert part.works == works
+    assert (part.owners, part.scheduled) == ([0, 1], [5, 9])
+
+
+def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: PlanMaker) -> None:
+    """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
+    works = works_of([piece_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
+    assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55

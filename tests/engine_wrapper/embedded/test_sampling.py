@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.sampling import Sampler, SamplingParams, candidates
+from engine_wrapper.embedded.sampling import SamplingParams, candidates, largest_of, sample
 from semblend_trt.errors import ConfigurationError
 
 
@@ -18,8 +19,8 @@ def logits_of(seed: int, size: int = 50) -> torch.Tensor:
 
 
 def draw(params: SamplingParams, rows: list[torch.Tensor]) -> list[int]:
-    sampler, generator = Sampler(), Sampler.generator(params)
-    return [sampler.sample(row, params, generator) for row in rows]
+    generator = params.generator()
+    return [sample(row, params, generator) for row in rows]
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -65,10 +66,34 @@ def test_the_bounds_themselves_are_allowed() -> None:
 
 
 @given(seed=st.integers(0, 1000))
-def test_greedy_takes_the_largest(seed: int) -> None:
+def test_a_tiny_temperature_takes_the_largest(seed: int) -> None:
     logits = logits_of(seed)
-    for params in (SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=5e-324)):
+    for params in (SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=5e-324)):
         assert draw(params, [logits]) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_the_first_of_equal_logits_is_taken_in_every_row(device: str) -> None:
+    logits = torch.randn(7, 50_257, generator=torch.Generator().manual_seed(0))
+    for row in range(7):
+        logits[row, [100 * row + 5, 40_000, 50_256]] = 9.5
+    assert largest_of(logits.to(device)) == [(9.5, 100 * row + 5) for row in range(7)]
+
+
+def test_a_row_that_is_not_finite_leaves_its_neighbours_alone() -> None:
+    logits = torch.zeros(3, 10)
+    logits[0, 4], logits[1, 3], logits[2, 7] = 1.0, math.nan, 2.0
+    first, (broken, _), last = largest_of(logits)
+    assert (first, last) == ((1.0, 4), (2.0, 7))
+    assert math.isnan(broken)
+
+
+def test_the_batch_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[torch.Size] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
+    assert [token for _, token in largest_of(torch.eye(4))] == [0, 1, 2, 3]
+    assert len(fetched) == 1
 
 
 @given(seed=st.integers(0, 2**63 - 1), temperature=st.floats(0.1, 3.0), top_p=st.floats(0.1, 1.0))
@@ -86,22 +111,16 @@ def test_seeds_differ_and_no_seed_is_a_new_one() -> None:
 
 
 def test_neighbours_in_the_batch_change_nothing() -> None:
-    """Two requests sampled in turn draw what each draws alone."""
-    sampler = Sampler()
+    """Requests sampled in turn draw what each draws alone."""
     settings = [
         SamplingParams(temperature=1.0, seed=1),
         SamplingParams(temperature=0.7, top_p=0.9, seed=2),
-        SamplingParams(),
         SamplingParams(temperature=1.3, top_k=5, seed=1),
     ]
-    alone = [draw(params, [logits_of(step) for step in range(10)]) for params in settings]
-    generators = [Sampler.generator(params) for params in settings]
-    together: list[list[int]] = [[] for _ in settings]
-    for step in range(10):
-        batch = torch.stack([logits_of(step)] * len(settings))
-        for row, (params, generator) in enumerate(zip(settings, generators, strict=True)):
-            together[row].append(sampler.sample(batch[row], params, generator))
-    assert together == alone
+    rows = [logits_of(step) for step in range(10)]
+    generators = [params.generator() for params in settings]
+    together = [[sample(row, *each) for each in zip(settings, generators, strict=True)] for row in rows]
+    assert [list(tokens) for tokens in zip(*together, strict=True)] == [draw(params, rows) for params in settings]
 
 
 def test_draws_follow_the_softmax() -> None:

@@ -1,4 +1,4 @@
-"""What a check decides, against a decision written token by token."""
+"""What a check decides, against a decision written token by token; which rows of gaps are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.span_choice import choose, closed
+from engine_wrapper.sequence_work import choose, closed
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])

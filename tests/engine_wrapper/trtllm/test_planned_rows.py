@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.trtllm.rope_angles import RopeAngles
+from engine_wrapper.trtllm.planned_rows import RopeAngles
 from kernels.rope import RopeRotation, rotate_keys
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
+from engine_wrapper.trtllm.attachment import ExecutorParts, execution_refusal
+from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
@@ -210,7 +213,7 @@ def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site) -
 
 
 class Unreadable:
-    """Somebody's caller, or what it holds."""
+    """A caller that cannot be looked at, and what it holds."""
 
     def __init__(self) -> None:
         self.kv_connector_manager = self
@@ -257,3 +260,43 @@ def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(site: Site, make_plan:
     with pytest.raises(SemBlendError, match="without asking for its plans"):
         site.worker.wait_for_save(None)
     assert site.runtime.refusal == "plan_not_executed"
+
+
+def parts_of(executor: PyExecutor) -> ExecutorParts:
+    return ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
+
+
+def refusal(path: Path, *, fused: bool = True, rope: str = "default", **settings: Any) -> str | None:
+    facts = model_facts(path)
+    facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
+    return execution_refusal(parts_of(executor_of(path, None, fused=fused)), LlmArgs(path, **settings), facts)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
+def test_known_rotations_are_done_here_where_the_engine_fuses_them(tiny_llama_path: Path, rope: str) -> None:
+    assert refusal(tiny_llama_path, rope=rope) is None
+
+
+def test_a_rotation_that_also_scales_is_left_to_the_engine(tiny_llama_path: Path) -> None:
+    assert refusal(tiny_llama_path, rope="yarn") == "rope_fused"
+    assert refusal(tiny_llama_path, rope="yarn", fused=False) is None
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "pipeline_parallel"])
+def test_one_rank_must_hold_all_layers_and_tokens(tiny_llama_path: Path, name: str) -> None:
+    assert refusal(tiny_llama_path, **{f"{name}_size": 2}) == name
+
+
+def test_a_rank_must_hold_its_share_of_the_heads(tiny_llama_path: Path) -> None:
+    assert refusal(tiny_llama_path, tensor_parallel_size=2) == "model_layout"
+
+
+def test_a_manager_that_does_not_tell_its_blocks_is_refused(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = executor_of(tiny_llama_path, None)
+    monkeypatch.setattr(executor.kv_cache_manager, "get_batch_cache_indices", None, raising=False)
+    assert (
+        execution_refusal(parts_of(executor), LlmArgs(tiny_llama_path), model_facts(tiny_llama_path))
+        == "cache_manager_unknown"
+    )
