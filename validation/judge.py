@@ -136,7 +136,8 @@ def judged(
         if not is_reusing(sample.arm):
             done.append(sample)
             continue
-        score, problem = None, _NOT_ASKED
+        score: float | None = None
+        problem: str | None = _NOT_ASKED
         if timeouts < MAX_TIMEOUTS:
             comparison = {
                 "id": sample.case_id,
