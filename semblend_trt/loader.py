@@ -173,7 +173,7 @@ def _moves_of_span(span: PlanSpan, donor: PagedKv | HostKv) -> list[Move]:
     if not isinstance(donor, HostKv):
         return [Move(donor, span.donor_start, span.target_start, span.length)]
     moves, target = [], span.target_start
-    for part, start, length in donor.pieces(span.donor_start, span.length):
+    for part, start, length in donor.slices(span.donor_start, span.length):
         moves.append(Move(part, start, target, length, turn=span.shift))
         target += length
     return moves

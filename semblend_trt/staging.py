@@ -157,14 +157,14 @@ class HostWriter:
     def pieces(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
         """Queues what `copy` does, on the stream that is current, a piece a step; nothing waits for it."""
         done = 0
-        for part, _, length in held.pieces(0, tokens):
+        for part, _, length in held.slices(0, tokens):
             yield from self._pieces_of_part(source, done, length, part.tensor)
             done += length
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copies all of `held` to the first positions of `target`; done when it returns."""
         moves, done = [], 0
-        for part, start, length in held.pieces(0, held.capacity):
+        for part, start, length in held.slices(0, held.capacity):
             moves.append(Move(part, start, done, length, turn=0))
             done += length
         if self._staging is None:

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 from semblend_trt.donors.block_kind import kinds_of
 from semblend_trt.transformers_version import imported
 
