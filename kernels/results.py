@@ -21,7 +21,7 @@ import torch
 from kernels.files import write_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Better = Literal["higher", "lower"]
 
@@ -175,6 +175,38 @@ def parser_of(description: str | None, default: Path | None = None) -> argparse.
     told = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
     parser.add_argument("--json", type=Path, metavar="DIR", help=told)
     return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
+
+    name: str
+    full: int
+    told: str
+    least: int = 1
+
+
+def run_counted(
+    benchmark: str,
+    description: str | None,
+    counts: Sequence[Count],
+    run: Callable[..., None],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, calls `run` with the counts and the rows, prints the rows, and writes them to the folder
+    of this machine, for a benchmark that needs no card."""
+    parser = parser_of(description)
+    for each in counts:
+        told = f"{each.told}; fewer than {each.full} are a dry run"
+        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=told)
+    options = vars(parser.parse_args(arguments))
+    for each in counts:
+        if options[each.name] < each.least:
+            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
+    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
+    run(*(options[each.name] for each in counts), rows)
+    rows.write(options["json"], benchmark, rows.own_folder)
 
 
 def command(arguments: Sequence[str] | None = None) -> str:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
 from semblend_trt.donors.donor_table import Tier
 from tests.engine_wrapper.prompts import text
@@ -148,7 +148,7 @@ def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     assert library.catalog.tier(donor_id) is Tier.HOST
     for _ in range(2):
         assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
-        llm.connector_scheduler._drain()  # hears what became of it
+        llm.connector_scheduler.take_events()  # hears what became of it
         assert library.catalog.tier(donor_id) is Tier.DEVICE
         assert library.catalog.stats().promoted == 1
         assert held(llm) == (1, 1)

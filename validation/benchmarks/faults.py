@@ -25,7 +25,7 @@ from prometheus_client import REGISTRY
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
@@ -378,15 +378,8 @@ def run(rounds: int, rows: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, injects, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault; fewer than {ROUNDS} are a dry run")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} injects nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.rounds < ROUNDS)
-    run(options.rounds, rows)
-    rows.write(options.json, "faults", rows.own_folder)
+    """Parses the command line, measures, prints and writes."""
+    run_counted("faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run, arguments)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.contract import contract_version
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
@@ -277,7 +277,7 @@ class Life:
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
-        scheduler._drain()  # otherwise it hears of ended saves with the next request
+        scheduler.take_events()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
         if scheduler.donor_index is not None:
             stats = scheduler.donor_index.catalog.stats()
@@ -456,16 +456,9 @@ def run(steps: int, rows: Results) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"steps of engines without habits; fewer than {STEPS} are a dry run"
+    run_counted(
+        "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run, arguments
     )
-    options = parser.parse_args(arguments)
-    if options.steps < len(CASES):
-        parser.error(f"--steps {options.steps} is too few; each of {len(CASES)} engines takes one at least")
-    rows = Results(arguments, "cpu", dry=options.steps < STEPS)
-    run(options.steps, rows)
-    rows.write(options.json, "stateful", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from validation.benchmarks import verified
-from validation.benchmarks.measure import CHECKED_PARTS
+from validation.benchmarks.bench_model import CHECKED_PARTS
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
