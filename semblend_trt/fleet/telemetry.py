@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.prompts import PromptError, completion_prompt
