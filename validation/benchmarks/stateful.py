@@ -385,7 +385,8 @@ class Life:
         for thread in filter(None, (worker.saver, worker.transfers)):
             thread.drain()
         for donor_id in list(store.host._slots):
-            self._check_donor(donor_id, store.host.get(donor_id).tensor)
+            with store.host.reading(donor_id) as held:
+                self._check_donor(donor_id, held.tensor)
         for donor_id in [] if store.device is None else list(store.device._donors):
             with store.device.reading(donor_id) as kv:
                 blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)
