@@ -33,9 +33,7 @@ from semblend_trt.ranks import Ranks, joined_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import FrameType, TracebackType
-
-    from engine_wrapper.embedded.block_manager import BlockManager
+    from types import FrameType
 
 __all__ = [
     "LLM",
@@ -47,7 +45,7 @@ __all__ = [
     "SamplingParams",
 ]
 
-_IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
 
 
 class _Hold:
@@ -90,16 +88,10 @@ class RequestStream:
     """Iterator over one request's outputs. `request_id` may be given to `LLM.abort`."""
 
     def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
-        self._llm = llm
-        self._request = request
-        self._prompt = prompt
-        self._streaming = streaming
+        self.request_id = request.request_id
+        self._llm, self._request, self._prompt, self._streaming = llm, request, prompt, streaming
         self._given = 0
         self._ended = False
-
-    @property
-    def request_id(self) -> int:
-        return self._request.request_id
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
@@ -107,13 +99,12 @@ class RequestStream:
     def __next__(self) -> RequestOutput:
         if self._ended:
             raise StopIteration
-        request = self._request
         self._llm.run_until(self.has_news)
-        if self._streaming and request.num_generated > self._given:
+        if self._has_token():
             self._given += 1
-            output = output_of(request, self._llm.tokenizer, self._prompt, self._given)
+            output = output_of(self._request, self._llm.tokenizer, self._prompt, self._given)
         else:
-            output = output_of(request, self._llm.tokenizer, self._prompt)
+            output = output_of(self._request, self._llm.tokenizer, self._prompt)
         if output.finished:
             self.close()
         return output
@@ -129,14 +120,18 @@ class RequestStream:
 
     def has_news(self) -> bool:
         """True when the next output is there and taking it runs nothing."""
-        return self._request.is_finished or (self._streaming and self._request.num_generated > self._given)
+        return self._request.is_finished or self._has_token()
+
+    def _has_token(self) -> bool:
+        return self._streaming and self._request.num_generated > self._given
 
 
 class LLM:
     """One engine and its requests.
 
     Takes every field of `LlmArgs` by name. `runner` lends the weights of `model`, loaded before and left as they were,
-    so that several engines share them. Use it as a context manager, or call `shutdown`.
+    so that several engines share them. Use it as a context manager, or call `shutdown`. `connector_scheduler` and
+    `connector_worker` are the connector's halves, None where there is none.
 
     With `tensor_parallel_size` N, N processes that have joined one `torch.distributed` group build it alike and make
     the same calls in the same order; each holds its part of the model and of the KV, and all have the same outputs.
@@ -163,11 +158,16 @@ class LLM:
         # The connector binds KV to what runs, whatever "auto" or a lent runner made of what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
-        self._runner = runner
-        self._executor = Executor(args, runner)
+        self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
+        self.tokenizer = runner.tokenizer
+        self.executor = Executor(args, runner)
+        self.block_manager = self.executor.block_manager
+        connector = self.executor.connector
+        self.connector_scheduler: Any = None if connector is None else connector.scheduler
+        self.connector_worker: Any = None if connector is None else connector.worker
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
-        self._finalizer = weakref.finalize(self, self._executor.shutdown)
+        self._finalizer = weakref.finalize(self, self.executor.shutdown)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class LLM:
                 for request in requests:
                     self.forget(request)
         return [
-            output_of(request, self._runner.tokenizer, prompt if isinstance(prompt, str) else None)
+            output_of(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
             for request, prompt in zip(requests, texts, strict=True)
         ]
 
@@ -230,13 +230,13 @@ class LLM:
         Prompts of other lengths are served as well, up to a tenth slower. Call it from the thread that will run the
         requests; on the CPU it does nothing.
         """
-        self._executor.model_runner.warm_up(prompt_lengths, self._executor.check_layers)
+        self.executor.model_runner.warm_up(prompt_lengths, self.executor.check_layers)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)
         with interrupts_held():
-            return request is not None and self._executor.abort(request)
+            return request is not None and self.executor.abort(request)
 
     def settle(self) -> None:
         """Waits until the connector has ended every transfer, so that what was served is a donor.
@@ -244,10 +244,12 @@ class LLM:
         Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
         """
         deadline = time.monotonic() + self.llm_args.transfer_timeout
-        self._poll_transfers()
-        while self._executor.pending_transfers:
+        while True:
+            with interrupts_held():
+                self.executor.poll_transfers()
+            if not self.executor.pending_transfers:
+                return
             self._pause(deadline)
-            self._poll_transfers()
 
     def shutdown(self) -> None:
         """Aborts what is running and closes the connector; the engine takes no more requests."""
@@ -256,34 +258,8 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    # -- parts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._runner.tokenizer
-
-    @property
-    def executor(self) -> Executor:
-        return self._executor
-
-    @property
-    def block_manager(self) -> BlockManager:
-        return self._executor.block_manager
-
-    @property
-    def connector_scheduler(self) -> Any:
-        """The connector's scheduler half, None without a connector."""
-        return None if self._executor.connector is None else self._executor.connector.scheduler
-
-    @property
-    def connector_worker(self) -> Any:
-        """The connector's worker half, None without a connector."""
-        return None if self._executor.connector is None else self._executor.connector.worker
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -292,14 +268,13 @@ class LLM:
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
-            params = replace(params, seed=self._runner.ranks.broadcast(secrets.randbits(63)))
-        vocabulary = int(self._runner.config.vocab_size)
-        forced = params.forced_token_ids
+            params = replace(params, seed=self._ranks.broadcast(secrets.randbits(63)))
+        forced, vocabulary = params.forced_token_ids, self._vocabulary
         if forced is not None and max(forced) >= vocabulary:
             raise ConfigurationError(
                 f"forced_token_ids holds {max(forced)}; the model's token ids end at {vocabulary - 1}"
             )
-        token_ids, token_array = token_ids_of(prompt, self._runner.tokenizer, vocabulary)
+        token_ids, token_array = token_ids_of(prompt, self.tokenizer, vocabulary)
         return LlmRequest(
             next(self._ids),
             token_ids,
@@ -313,33 +288,31 @@ class LLM:
         )
 
     def _lora_task_id(self, lora_request: str | None) -> int | None:
+        adapters = self.llm_args.lora_config or {}
         if lora_request is None:
             return None
-        adapters = self.llm_args.lora_config or {}
         if not isinstance(lora_request, str) or lora_request not in adapters:
-            raise ConfigurationError(
-                f"lora_request {lora_request!r} is not in lora_config, which names "
-                f"{', '.join(adapters) or 'no adapter'}"
-            )
+            names = ", ".join(adapters) or "no adapter"
+            raise ConfigurationError(f"lora_request {lora_request!r} is not in lora_config, which names {names}")
         return adapters[lora_request]
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         with interrupts_held():
-            self._executor.enqueue(requests)
+            self.executor.enqueue(requests)
             self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
-        """Drops a request that nobody will ask about again, ending it where it still runs."""
+        """Drops a request for good, ending it where it still runs."""
         with interrupts_held():
             if self._live.pop(request.request_id, None) is not None:
-                self._executor.abort(request)
+                self.executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Runs iterations until `done`; waits for the connector where nothing else can run."""
         deadline: float | None = None
         while not done():
             with interrupts_held():
-                has_run = self._executor.step()
+                has_run = self.executor.step()
             if has_run:
                 deadline = None
                 continue
@@ -347,18 +320,14 @@ class LLM:
             if not done():
                 self._pause(deadline)
 
-    def _poll_transfers(self) -> None:
-        with interrupts_held():
-            self._executor.poll_transfers()
-
     def _pause(self, deadline: float) -> None:
         if time.monotonic() > deadline:
-            pending = ", ".join(map(str, self._executor.pending_transfers))
+            pending = ", ".join(map(str, self.executor.pending_transfers))
             raise SemBlendError(
                 f"the connector has not ended the transfers of requests {pending or 'none'} within "
                 f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
             )
-        time.sleep(_IDLE_PAUSE)
+        time.sleep(IDLE_PAUSE)
 
 
 def _ranks(size: int) -> Ranks:

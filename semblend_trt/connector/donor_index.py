@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.kind_reader import KindReader
     from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.donors.block_kind import KindReader
     from semblend_trt.donors.donor_table import TierMoves
     from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.runtime import PoolFacts, SavedDonor

@@ -46,15 +46,15 @@ _RUNS, _NOTHING_LOST = -1, 1
 class _Save:
     """A donor on its way from the engine's pool into `tier`, and from there to disk.
 
-    Each step of `pieces` queues a piece of its copy into `room`, which is the donor's once it is left. `error` is what
-    kept a piece from being queued.
+    Each step of `chunks` queues a chunk of its copy into `room`, which is the donor's once it is left. `error` is what
+    kept a chunk from being queued.
     """
 
     donor_id: str
     tier: Tier
     tokens: int
     is_written: bool
-    pieces: Iterator[None]
+    chunks: Iterator[None]
     room: ExitStack
     error: Exception | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -84,7 +84,7 @@ class DonorSaver:
     ) -> None:
         """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` learns what became
         of the donors that were promoted, and `transfers` is given those that go on to disk. `ranks` save the same
-        donors, each its own heads of them. `start` itself queues up to `at_once` pieces of a copy to the host. Without
+        donors, each its own heads of them. `start` itself queues up to `at_once` chunks of a copy to the host. Without
         `snapshots` the engine holds what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
@@ -124,8 +124,8 @@ class DonorSaver:
                 return
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        pieces = self._pieces(donor_id, tier, source, tokens, written, room)
-        save = _Save(donor_id, tier, tokens, is_written, pieces, room)
+        chunks = self._chunks(donor_id, tier, source, tokens, written, room)
+        save = _Save(donor_id, tier, tokens, is_written, chunks, room)
         # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
         # to wait for room.
         if tier is Tier.HOST and self._newest.done():
@@ -235,18 +235,18 @@ class DonorSaver:
             yield
 
     def _queue(self, save: _Save, most: int | None = None) -> None:
-        """Queues the save's next pieces, at most so many."""
+        """Queues the save's next chunks, at most so many."""
         try:
             with self._queueing():
-                for _ in islice(save.pieces, most):
+                for _ in islice(save.chunks, most):
                     pass
         except Exception as error:
             save.error = error
 
-    def _pieces(
+    def _chunks(
         self, donor_id: str, tier: Tier, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
     ) -> Iterator[None]:
-        """Takes `room` in the tier and queues the copy to it on the current stream, a piece a step."""
+        """Takes `room` in the tier and queues the copy to it on the current stream, a chunk a step."""
         wait(self._stream, [written])
         if tier is Tier.DEVICE:
             target = room.enter_context(self._store.device_tier().writing(donor_id, tokens))
@@ -256,7 +256,7 @@ class DonorSaver:
             sizes = self._geometry
             shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
             held = room.enter_context(self._store.host.writing(donor_id, shape, self._pool.dtype, self._stream))
-            yield from self._writer.pieces(source, tokens, held)
+            yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:
         began, moved = time.perf_counter(), 0

@@ -24,7 +24,6 @@ from semblend_trt.connector.eligibility import (
     tokens_of,
 )
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
-from semblend_trt.connector.kind_reader import kind_reader_for
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.requests import (
@@ -36,6 +35,7 @@ from semblend_trt.connector.requests import (
     savable_tokens,
 )
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.block_kind import kind_reader_for
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for

@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 # Of the staging memory: enough slots for loads that copying never waits for the kernels behind it, one for saves.
 _LOAD_SLOTS = 3
 _SAVE_SLOTS = 1
-# Of a save on a card, what the engine's own thread queues, each piece in about 0.1 ms. Another thread would take the
+# Of a save on a card, what the engine's own thread queues, each chunk in about 0.1 ms. Another thread would take the
 # interpreter from the engine at every launch, which costs it several times as much. On the CPU queueing is copying.
-_PIECES_AT_ONCE = 16
+_CHUNKS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -253,7 +253,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.offload_events,
             self.transfers,
             self._runtime.ranks,
-            at_once=_PIECES_AT_ONCE if pool.is_cuda else 0,
+            at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
             snapshots=snapshots,
         )
 

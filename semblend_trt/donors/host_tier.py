@@ -44,7 +44,7 @@ class HostKv:
         tensors = [part.tensor for part in self.parts]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=3)
 
-    def pieces(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
+    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
         """Where positions `start .. start + length - 1` lie: each part of them, its first index there, and how many."""
         first, end = 0, start + length
         for part in self.parts:

@@ -89,7 +89,7 @@ def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
 class Card:
     """A rank on the card: the arena holds donor "near", the host "far"."""
 
-    def __init__(self, staged: bool = True, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
+    def __init__(self, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
         self.pool = engine_pool()
         device = self.pool.device
         self.store = DonorStore(
@@ -99,7 +99,7 @@ class Card:
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE)
         self.readiness = LayerReadiness()
         self.readiness.is_awaited = awaited
-        reader = HostReader(device, ROTATION, staging(3) if staged else None)
+        reader = HostReader(device, ROTATION, staging(3))
         self.loader = PlanLoader(self.store, self.pool, GEOMETRY, ROTATION, self.readiness, reader)
         self.keep("near", Tier.DEVICE, 1)
         self.keep("far", Tier.HOST, 2)
@@ -148,10 +148,9 @@ def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
+def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     half = TOKENS // 2
-    card = Card(staged, host_tokens=3 * half)
+    card = Card(host_tokens=3 * half)
     expected = expected_pool(card.pool)
     host = card.store.host
     assert host.get("far").tensor.is_pinned()
@@ -170,9 +169,8 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
     assert torch.equal(host.get("far").tensor, random_kv(2))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     torch.cuda._sleep(A_WHILE)
     card.pool[:50].fill_(float("nan"))
@@ -183,10 +181,9 @@ def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(st
     assert_equal(card.pool[:50], expected[:50])
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_what_follows_on_the_stream_sees_the_whole_load(staged, own_stream):
-    card = Card(staged)
+def test_what_follows_on_the_stream_sees_the_whole_load(own_stream):
+    card = Card()
     expected = expected_pool(card.pool)
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -257,9 +254,8 @@ def test_beginning_a_save_does_not_wait_for_the_card(card):
     assert torch.equal(card.read("next"), random_kv(3))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     put(card.pool, range(60, 92), random_kv(3))
     torch.cuda.synchronize()

@@ -333,7 +333,7 @@ def test_pieces_and_the_whole_hold_the_same_tokens(sizes, data):
     assert torch.equal(held.tensor, whole)
     start = data.draw(st.integers(0, held.capacity - 1))
     length = data.draw(st.integers(1, held.capacity - start))
-    pieces = [part.tensor[:, :, :, first : first + count] for part, first, count in held.pieces(start, length)]
+    pieces = [part.tensor[:, :, :, first : first + count] for part, first, count in held.parts_of(start, length)]
     assert torch.equal(torch.cat(pieces, dim=3), whole[:, :, :, start : start + length])
 
 

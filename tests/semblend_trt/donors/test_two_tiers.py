@@ -244,7 +244,7 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
+def test_a_chunk_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
     rank = Rank(at_once=2)
     rank.keep("first", Tier.HOST, 1, 4)
 
@@ -252,7 +252,7 @@ def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_b
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     rank.save(1, "a", Tier.HOST, pattern(2, 8))
     rank.saver.drain()
     ((_, news),) = rank.saver.finished()
@@ -271,7 +271,7 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
     rank.saver.offload("a")
     rank.saver.drain()
