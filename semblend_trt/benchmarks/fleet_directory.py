@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say
+from kernels.results import Results, parser_of, say, seconds
 from semblend_trt.benchmarks.fleet_server import (
     NAMESPACE,
     SUBJECT,
@@ -73,9 +73,7 @@ class Fleet:
             self.sketches.append(sketch)
             announced = Announcement(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
             message = writers[number % WORKERS].registered(announced)
-            began = time.perf_counter()
-            self.directory.observe(message)
-            self.event_us += (time.perf_counter() - began) / donors * 1e6
+            self.event_us += seconds(self.directory.observe, message) / donors * 1e6
 
     def prompt(self) -> _Tokens:
         """A prompt of several documents, int32 [PROMPT_TOKENS]."""
@@ -109,10 +107,8 @@ def loop_over_sketches(fleet: Fleet) -> float:
     """Milliseconds to estimate one prompt's overlap with every donor's sketch, one after the other."""
     (_, prompt), *_ = fleet.directory._fingerprints(fleet.prompt(), None, None)
     sketches = [Sketch.from_bytes(each) for each in fleet.sketches[:2000]]
-    began = time.perf_counter()
-    for sketch in sketches:
-        overlap(sketch, prompt)
-    return (time.perf_counter() - began) / len(sketches) * len(fleet.sketches) * 1e3
+    mean = sum(seconds(overlap, sketch, prompt) for sketch in sketches) / len(sketches)
+    return mean * len(fleet.sketches) * 1e3
 
 
 class LossyDirectory(Directory):

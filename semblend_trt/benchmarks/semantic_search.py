@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from kernels.results import Results, parser_of
+from kernels.results import Results, parser_of, seconds
 from semblend_trt.benchmarks.span_corpus import EXCERPT, TOKENIZER, chained
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
@@ -202,10 +202,7 @@ def measure(collection: Collection, results: Results) -> None:
     nearest = nearest_products(collection)
     shares, near = (recall(collection, nearest, found, least) for least in (-2.0, NEAR))
     numbers = range(0, entries, max(1, entries // REMOVED))
-    start = time.perf_counter()
-    for number in numbers:
-        index.remove(str(number))
-    removed = (time.perf_counter() - start) / len(numbers) * 1e3
+    removed = sum(seconds(index.remove, str(number)) for number in numbers) / len(numbers) * 1e3
     size = f"{entries // 1000}k" if entries < 1_000_000 else f"{entries // 1_000_000}m"
     baseline = (
         f"recall@10 {shares.mean():.4f} of an exact search; p50 {np.median(times):.3f} ms; {collection.source}; "
