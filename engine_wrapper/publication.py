@@ -38,12 +38,12 @@ class PublicationGuard:
     def released(self, request_id: int) -> None:
         """To be called once the blocks of the request are freed: the id may then be used again. A plan that no forward
         has run, because one failed before it came to that, is forgotten with them."""
-        self._active_plans.discard(request_id)
-        self._active_plans.released(request_id)
+        self._active_plans.take(request_id)
+        self._active_plans.lift_limit(request_id)
 
 
 def note_evidence(runtime: Runtime, evidence: CheckEvidence) -> None:
     """Keeps evidence for the scheduler. What a dropped plan had placed is written over: nothing approximate is left."""
     runtime.evidence.append(evidence)
     if evidence.is_dropped:
-        runtime.active_plans.computed_whole(evidence.request_id)
+        runtime.active_plans.lift_limit(evidence.request_id)

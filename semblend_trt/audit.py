@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry

@@ -243,8 +243,11 @@ class KvCacheConnectorManager:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Tells the connector that the request is over; True when its blocks must be held for a save."""
+        """Tells the connector that the request is over; True when its blocks must be held for a save. Of one that
+        failed or was cancelled some versions do not tell: it just disappears."""
         self.forget(request.request_id)
+        if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
+            return False
         if self._num_groups:
             groups = self._by_group(block_ids)
             saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
@@ -254,23 +257,13 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
             )
-        if saving:
-            self._saves.begin(request)
-        return saving
-
-    def request_ended_paused(self, request: LlmRequest) -> None:
-        """Tells of the end of a request that has no blocks left, so that nothing can be saved from them."""
-        if self.request_cut_short(request, []):
+        if saving and not block_ids:
             raise ConnectorContractError(
                 "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
             )
-
-    def request_cut_short(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """The end of a request that failed or was cancelled: some versions tell the connector, others just drop it."""
-        if self.version.tells_cut_short:
-            return self.request_finished(request, block_ids)
-        self.forget(request.request_id)
-        return False
+        if saving:
+            self._saves.begin(request)
+        return saving
 
     def is_loading(self, request_id: int) -> bool:
         return request_id in self._loads.ids

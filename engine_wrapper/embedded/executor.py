@@ -129,9 +129,9 @@ class Executor:
         with self._guarded():
             if request in self._waiting:
                 self._waiting.remove(request)
-                if request.is_paused and self.connector is not None:
-                    self.connector.request_ended_paused(request)
                 request.complete("cancelled")
+                if request.is_paused and self.connector is not None:
+                    self.connector.request_finished(request, [])
             else:
                 self._cut_short(request, "cancelled")
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
@@ -345,7 +345,8 @@ class Executor:
             written = request.num_written_tokens
             end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
             self.block_manager.publish(request_id, request.tokens(0, end))
-        if not self._is_saved(request):
+        block_ids = self.block_manager.block_ids(request_id)
+        if self.connector is None or not self.connector.request_finished(request, block_ids):
             self.block_manager.release(request_id)
             request.complete(reason)
             return
@@ -356,14 +357,6 @@ class Executor:
             self.block_manager.pin(request_id)
         else:
             self.block_manager.release(request_id)
-
-    def _is_saved(self, request: LlmRequest) -> bool:
-        """Tells the connector that the request has ended; True when it saves from the request's blocks."""
-        if self.connector is None:
-            return False
-        is_whole = request.finish_reason in ("length", "stop")
-        tell = self.connector.request_finished if is_whole else self.connector.request_cut_short
-        return tell(request, self.block_manager.block_ids(request.request_id))
 
     def _cut_short(self, request: LlmRequest, reason: str) -> None:
         """Ends a running request before its time; one whose load is under way, as soon as the connector reports it,

@@ -11,7 +11,7 @@ import torch
 from engine_wrapper.batch import Batch
 from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
-from engine_wrapper.vllm.rows import KEYS_PER_ROW, VllmRows
+from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class PlannedForward:
         self._failed, self._max_rows, self._sink = failed, max_rows, sink
         self._stock = runner.model.forward
         self._is_proven = False
+        self._graphs: StepGraphs  # those of the step that is proven
         # What the scheduler told of the running step, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         runner.model.forward = self._forward
@@ -129,7 +130,7 @@ class PlannedForward:
         def run(schedule: LayerSchedule) -> torch.Tensor:
             with VllmRows(self._parts, schedule) as rows:
                 if schedule.check is None and len(schedule.stages) == 1:
-                    return rows.whole(self._stock)
+                    return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
@@ -170,6 +171,7 @@ class PlannedForward:
             _OrderCheck(options["positions"], batch).end()
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
+            self._graphs = StepGraphs(options["input_ids"], options["positions"])
             try:
                 self._check(batch.input_ids[rows], hidden[rows], self._blocks()[fits[0]])
             finally:

@@ -118,7 +118,7 @@ class VllmWorker:
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
-        self._runtime.active_plans.discard(plan.request_id)
+        self._runtime.active_plans.take(plan.request_id)
         self._runtime.failed_loads.append(plan.request_id)
         self._recovery.compute_again(blocks[first:last])
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.continuity import Verdict
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Verdict, Worker
 
     _Tokens = npt.NDArray[np.int32]
 

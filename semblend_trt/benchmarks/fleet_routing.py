@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.routing_policy import RoutingPolicy
 
     _Tokens = npt.NDArray[np.int32]

@@ -23,8 +23,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.own_files import open_file, open_folder, refuse_others
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import open_file, open_folder, refuse_others
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, TransferTiming
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError
 from semblend_trt.loader import block_vector
 from semblend_trt.ranks import Ranks
@@ -40,6 +40,17 @@ T = TypeVar("T")
 _TIMINGS_KEPT = 256
 # Tokens of what has not ended, below those of all that has; and of a move down that lost nothing, whatever its length.
 _RUNS, _NOTHING_LOST = -1, 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTiming:
+    """One transfer that succeeded; `seconds` to its last byte from its start in the background, or a save's in the
+    engine's thread."""
+
+    donor_id: str
+    what: str
+    tokens: int
+    seconds: float
 
 
 @dataclass(slots=True)

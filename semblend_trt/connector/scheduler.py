@@ -69,7 +69,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
-        self._runtime.read_by(self._drain, self.wait_for_initialization)
+        self._runtime.scheduler = self
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._audit.dropped)
@@ -143,7 +143,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if tracked is None:
             return False
         try:
-            self._drain()  # while it is tracked: what its check found may be among the news
+            self.take_events()  # while it is tracked: what its check found may be among the events
             return self._finish(tracked, request, cache_block_ids)
         except Exception:
             self._let_go(tracked)
@@ -177,14 +177,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """What reuse did for a request that is running or ended recently; None for an unknown one."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            self._drain()
+            self.take_events()
             return self._news.report(request_id, report_of(tracked))
         report = self.outcomes.of(request_id)
         return None if report is None else self._news.report(request_id, report)
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
-        self._drain()
+        self.take_events()
         while len(self._requests):
             self._end(self._requests.pop_oldest())
         self._news.close()
@@ -196,7 +196,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     # -- lookup ----------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
-        self._drain()
+        self.take_events()
         refusal = self._standing_refusal()
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
@@ -279,8 +279,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         for expired in self._requests.add(tracked):
             self._end(expired)
 
-    def _drain(self) -> None:
-        """Takes the worker's and the wrapper's news: donors that are held now, what checks found, loads that failed."""
+    def take_events(self) -> None:
+        """Takes what waits in the runtime: donors that are held now, what checks found, loads that failed."""
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:

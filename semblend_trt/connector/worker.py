@@ -162,7 +162,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._make_room(metadata.commands, self.store, self.saver)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
-            self._runtime.active_plans.discard(request_id)
+            self._runtime.active_plans.take(request_id)
         for intent in metadata.intents:
             self._followed[intent.request_id] = _FollowedRequest(intent)
         for progress in metadata.progress:
@@ -210,9 +210,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._ended_saves.extend(request_id for request_id, _ in ended)
             self._runtime.saved.extend(saved for _, saved in ended)
             self._runtime.saved.extend(self.saver.lost())
-            self._runtime.news_came()
-            if self._runtime.ranks.rank:
-                self._runtime.forget_news()
+            self._runtime.saves_ended()
         count = len(self._ended_saves) if self._holds_saved_blocks else min(1, len(self._ended_saves))
         return [self._ended_saves.popleft() for _ in range(count)], started_loading_req_ids
 

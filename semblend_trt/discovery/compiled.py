@@ -30,9 +30,7 @@ COMPILED_MODULES = (
     "discovery/span_search.py",
     "discovery/winnowing.py",
     "fleet/keyed_hash.py",
-    "fleet/overlap_tally.py",
-    "fleet/owner_sets.py",
-    "fleet/posting_table.py",
+    "fleet/sketch_index.py",
     "semantic/word_embedders.py",
 )
 # Any name is a function of this library, `__dict__` too, and vLLM 0.32 asks all that is loaded for it before it starts.

@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ _LONG_PARAGRAPH = 400
 def kinds_of(text: str) -> KindMix:
     """The share of each kind in `text`, by characters; they add up to 1."""
     counts: dict[BlockKind, int] = {}
-    for kind, length in _pieces(text):
+    for kind, length in _parts(text):
         if length:
             counts[kind] = counts.get(kind, 0) + length
     whole = sum(counts.values())
     return {kind: count / whole for kind, count in counts.items()} if whole else UNREAD
 
 
-def _pieces(text: str) -> Iterator[tuple[BlockKind, int]]:
-    """Kind and length of one piece after the other."""
+def _parts(text: str) -> Iterator[tuple[BlockKind, int]]:
+    """Kind and length of one part after the other."""
     turns = list(_TURN.finditer(text))
     yield from _paragraphs(text[: turns[0].start() if turns else len(text)], is_turn=False)
     ends = [*(turn.start() for turn in turns[1:]), len(text)]

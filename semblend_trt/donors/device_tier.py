@@ -1,8 +1,8 @@
 """The device tier: donors in an arena that we allocate once, a paged pool of the engine pool's shape and dtype.
 
-A donor is a list of blocks, so that nothing fragments. Blocks go back as soon as their donor is dropped and nobody
-is queueing work on it any more. The work that was queued may still run then, so whoever writes the blocks next waits
-for it on the device.
+A donor is a list of blocks, so that nothing fragments. Blocks go back as soon as their donor is dropped and no
+thread is queueing work on it. The work that was queued may still run then, so the next writer of the blocks waits for
+it on the device.
 """
 
 from __future__ import annotations
@@ -82,18 +82,6 @@ class DeviceTier:
         self._changed = threading.Condition()
 
     @property
-    def byte_budget(self) -> int:
-        """Bytes of the arena."""
-        return self._arena.numel() * self._arena.element_size()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the blocks that are not free."""
-        with self._changed:
-            blocks = self._arena.shape[0]
-            return (blocks - len(self._free)) * (self.byte_budget // blocks)
-
-    @property
     def free_tokens(self) -> int:
         """Positions that the free blocks hold."""
         with self._changed:
@@ -161,10 +149,6 @@ class DeviceTier:
         with self._changed:
             for donor_id in list(self._donors):
                 self.drop(donor_id)
-
-    def __len__(self) -> int:
-        with self._changed:
-            return sum(donor.is_ready for donor in self._donors.values())
 
     def __contains__(self, donor_id: object) -> bool:
         with self._changed:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.donors.donor_file import DonorFileError, KvForm, read_kv, read_text, write_donor
-from semblend_trt.donors.own_files import open_file, open_folder, refuse_others
 from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.files import open_file, open_folder, refuse_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from semblend_trt.donors.block_kind import UNREAD, BlockKind, KindMix, main_kind, mean_weight
 
@@ -33,31 +32,8 @@ class DonorHistory:
     kinds: KindMix = field(default_factory=lambda: UNREAD)
 
 
-class EvictionPolicy(Protocol):
-    """Names the donors of one tier in the order in which they should go. Few calls look at all of them.
-
-    Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`.
-    """
-
-    def added(self, donor_id: str, history: DonorHistory) -> None:
-        """The donor is ready in this tier from now on; it may have been in another before."""
-
-    def used(self, donor_id: str) -> None:
-        """The donor was leased, or its text was asked for again; its history says so already."""
-
-    def described(self, donor_id: str) -> None:
-        """The donor's kinds have become known; its history says so already."""
-
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
-        """The donor has left this tier; `evicted` when it had to make room."""
-
-    def candidates(self) -> Iterator[str]:
-        """Donors, the one to go first in front."""
-        ...
-
-
 Rank = tuple[float, ...]
-# Places that are no longer valid stay until they are most of the heap; below this many nobody minds.
+# Places that are no longer valid stay until they are most of the heap; below this many they do not matter.
 _STALE_FLOOR = 64
 
 
@@ -110,57 +86,47 @@ class Ranking:
             heapq.heapify(self._heap)
 
 
-class RankedEviction(ABC):
-    """Lowest rank first."""
+class EvictionPolicy:
+    """Names the donors of one tier in the order in which they should go: the lowest rank first.
 
-    def __init__(self) -> None:
+    Few calls look at all of them. Not thread safe: the catalog calls it under its own lock, and changes nothing while
+    it walks `candidates`. A donor's history is up to date when the policy is told of it.
+    """
+
+    def __init__(self, rank: Callable[[DonorHistory], Rank]) -> None:
+        """`rank` is taken when a donor is added, used or described."""
+        self._rank = rank
         self._histories: dict[str, DonorHistory] = {}
         self._ranking = Ranking()
 
-    @abstractmethod
-    def rank(self, history: DonorHistory) -> Rank:
-        """The donor's rank, taken when it is added, used or described."""
-
     def added(self, donor_id: str, history: DonorHistory) -> None:
+        """The donor is ready in this tier from now on; it may have been in another before."""
         self._histories[donor_id] = history
-        self._ranking.put(donor_id, self.rank(history))
+        self._put(donor_id)
 
     def used(self, donor_id: str) -> None:
-        self._ranking.put(donor_id, self.rank(self._histories[donor_id]))
+        """The donor was leased, or its text was asked for again."""
+        self._put(donor_id)
 
-    def described(self, donor_id: str) -> None:  # noqa: B027 - most policies have nothing to do
-        """Kinds do not count unless a policy says so."""
+    def described(self, donor_id: str) -> None:
+        """The kinds of the donor's text have become known."""
+        if donor_id in self._histories:
+            self._put(donor_id)
 
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:  # noqa: ARG002 - the interface names it
+    def removed(self, donor_id: str, *, evicted: bool = False) -> None:  # noqa: ARG002 - other policies read it
+        """The donor has left this tier; `evicted` when it had to make room."""
         self._histories.pop(donor_id, None)
         self._ranking.discard(donor_id)
 
     def candidates(self) -> Iterator[str]:
+        """Donors, the one to go first in front."""
         return iter(self._ranking)
 
-
-class FifoEviction(RankedEviction):
-    """First in, first out, whatever was used."""
-
-    def rank(self, history: DonorHistory) -> Rank:
-        return (history.added,)
+    def _put(self, donor_id: str) -> None:
+        self._ranking.put(donor_id, self._rank(self._histories[donor_id]))
 
 
-class LruEviction(RankedEviction):
-    """Least recently used first; a donor counts as used when it is added."""
-
-    def rank(self, history: DonorHistory) -> Rank:
-        return (history.last_use,)
-
-
-class LfuEviction(RankedEviction):
-    """Least often used first, of those the least recently used."""
-
-    def rank(self, history: DonorHistory) -> Rank:
-        return (history.uses, history.last_use)
-
-
-class SizeAwareEviction(RankedEviction):
+class SizeAwareEviction(EvictionPolicy):
     """Large and long unused first: GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997).
 
     A use is worth one over the donor's tokens on top of what the last donor that went was worth. Among donors of one
@@ -168,28 +134,17 @@ class SizeAwareEviction(RankedEviction):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda history: (self._floor + 1.0 / history.tokens, history.last_use))
         self._floor = 0.0
 
-    def rank(self, history: DonorHistory) -> Rank:
-        return (self._floor + 1.0 / history.tokens, history.last_use)
+    def described(self, donor_id: str) -> None:
+        """Kinds do not count, and this is no use."""
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         self._histories.pop(donor_id, None)
         rank = self._ranking.discard(donor_id)
         if evicted and rank is not None:
             self._floor = max(self._floor, rank[0])
-
-
-class StaticSemanticEviction(RankedEviction):
-    """Least weight first, by the kinds of the donor's text and fixed weights; of equal ones the least recently used."""
-
-    def rank(self, history: DonorHistory) -> Rank:
-        return (mean_weight(history.kinds), history.last_use)
-
-    def described(self, donor_id: str) -> None:
-        if donor_id in self._histories:
-            self.used(donor_id)
 
 
 # Before anything is seen: the SemanticKV system's fixed time. It is worth some gaps, so that no early one decides.
@@ -282,12 +237,7 @@ class KindWeights:
 _MOVED = math.log(1.1)
 
 
-def worth(history: DonorHistory) -> float:
-    """Logarithm of the score without its time and without the kinds' factors."""
-    return math.log(mean_weight(history.kinds) * (1.0 + math.log1p(history.uses) + 0.25 * history.uses))
-
-
-class AdaptiveSemanticEviction:
+class AdaptiveSemanticEviction(EvictionPolicy):
     """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
 
     Weights and the sum over n are the SemanticKV system's. Its time of 60 s and its least freshness are not: t is what
@@ -301,47 +251,41 @@ class AdaptiveSemanticEviction:
 
     def __init__(self, weights: KindWeights, clock: Callable[[], float]) -> None:
         """`clock` gives the seconds in which `DonorHistory.last_seconds` counts."""
+        super().__init__(lambda history: (self._logarithm(history), history.last_use))
         self._weights, self._clock = weights, clock
-        self._histories: dict[str, DonorHistory] = {}
         self._kind_of: dict[str, BlockKind] = {}
         self._last_seconds: dict[str, float] = {}
         self._rankings = {kind: Ranking() for kind in BlockKind}
         self._seconds = dict.fromkeys(BlockKind, FIRST_SECONDS)
 
     def added(self, donor_id: str, history: DonorHistory) -> None:
-        self._histories[donor_id] = history
         self._weights.came(donor_id, history.text, history.last_seconds)
-        self._enter(donor_id)
+        super().added(donor_id, history)
 
     def used(self, donor_id: str) -> None:
         history = self._histories[donor_id]
         self._weights.hit(history.kinds, history.last_seconds - self._last_seconds[donor_id])
-        self._enter(donor_id)
-
-    def described(self, donor_id: str) -> None:
-        if donor_id in self._histories:
-            self._enter(donor_id)
+        super().used(donor_id)
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         history = self._histories.pop(donor_id, None)
-        if history is None:
-            return
-        self._rankings[self._kind_of.pop(donor_id)].discard(donor_id)
-        del self._last_seconds[donor_id]
-        if evicted:
-            self._weights.evicted(donor_id, history)
+        if history is not None:
+            self._rankings[self._kind_of.pop(donor_id)].discard(donor_id)
+            del self._last_seconds[donor_id]
+            if evicted:
+                self._weights.evicted(donor_id, history)
 
     def candidates(self) -> Iterator[str]:
         now, orders = self._clock(), []
         for kind, ranking in self._rankings.items():
             self._follow(kind)
-            # A rank is worth + last use / t; less now / t it is the logarithm of what time leaves of the worth.
+            # Less now / t, a rank is the logarithm of the score without the kind's factor.
             seconds = self._seconds[kind]
             by = math.log(self._weights.factor(kind) / seconds) - now / seconds
             orders.append(_shifted(ranking, by))
         return (donor_id for _, _, donor_id in heapq.merge(*orders))
 
-    def _enter(self, donor_id: str) -> None:
+    def _put(self, donor_id: str) -> None:
         history = self._histories[donor_id]
         kind = main_kind(history.kinds)
         last_kind = self._kind_of.get(donor_id, kind)
@@ -349,20 +293,21 @@ class AdaptiveSemanticEviction:
             self._rankings[last_kind].discard(donor_id)
         self._kind_of[donor_id] = kind
         self._last_seconds[donor_id] = history.last_seconds
-        self._rank(donor_id, kind)
+        self._rankings[kind].put(donor_id, self._rank(history))
 
-    def _rank(self, donor_id: str, kind: BlockKind) -> None:
-        history = self._histories[donor_id]
-        self._rankings[kind].put(
-            donor_id, (worth(history) + history.last_seconds / self._seconds[kind], history.last_use)
-        )
+    def _logarithm(self, history: DonorHistory) -> float:
+        """Of the donor's score, less what is common to its kind at any moment."""
+        uses = 1.0 + math.log1p(history.uses) + 0.25 * history.uses
+        seconds = self._seconds[main_kind(history.kinds)]
+        return math.log(mean_weight(history.kinds) * uses) + history.last_seconds / seconds
 
     def _follow(self, kind: BlockKind) -> None:
+        """Ranks the kind's donors anew where its time has moved."""
         seconds = self._weights.returns.seconds(kind)
         if abs(math.log(seconds / self._seconds[kind])) > _MOVED:
             self._seconds[kind] = seconds
             for donor_id in list(self._rankings[kind]):
-                self._rank(donor_id, kind)
+                self._put(donor_id)
 
 
 def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:
@@ -386,15 +331,19 @@ class Eviction(str, Enum):
         return self in (Eviction.STATIC_SEMANTIC, Eviction.ADAPTIVE_SEMANTIC)
 
 
+_RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {
+    Eviction.FIFO: lambda history: (history.added,),
+    Eviction.LRU: lambda history: (history.last_use,),
+    Eviction.LFU: lambda history: (history.uses, history.last_use),
+    Eviction.STATIC_SEMANTIC: lambda history: (mean_weight(history.kinds), history.last_use),
+}
+
+
 def eviction_factory(name: Eviction, clock: Callable[[], float]) -> Callable[[], EvictionPolicy]:
     """What makes the order of one tier; the orders of one factory share what they learn."""
     if name is Eviction.ADAPTIVE_SEMANTIC:
         weights = KindWeights()
         return lambda: AdaptiveSemanticEviction(weights, clock)
-    return {
-        Eviction.FIFO: FifoEviction,
-        Eviction.LRU: LruEviction,
-        Eviction.LFU: LfuEviction,
-        Eviction.SIZE_AWARE: SizeAwareEviction,
-        Eviction.STATIC_SEMANTIC: StaticSemanticEviction,
-    }[name]
+    if name is Eviction.SIZE_AWARE:
+        return SizeAwareEviction
+    return lambda: EvictionPolicy(_RANKS[name])

@@ -85,7 +85,7 @@ class HostMemory:
         self._holes = [Range(0, size)] if size else []
         if lock and size:
             _lock_pages(self._bytes)
-            # The system takes the pages back when the process ends; before, nobody may free them locked.
+            # The system takes the pages back when the process ends; before, they must not be freed locked.
             weakref.finalize(self, _unlock_pages, self._bytes).atexit = False
 
     def take(self, rows: int, row_bytes: int) -> list[Range]:
@@ -162,26 +162,17 @@ class HostTier:
     In memory a donor is [layers, tokens, kv_factor, kv_heads, head_dim]: any run of tokens of one layer is then one
     copy to a device. With `pin` the whole budget is taken and page-locked at the start, so that a GPU can read it
     asynchronously; a donor may then lie in several parts. Who queues such reads says by `read_until` when they end, and
-    no other donor is written before. `memory` takes the place of memory that is made for each donor.
+    no other donor is written before. `memory` takes the place of memory that is made for each donor. `used_bytes` are
+    those of all donors held or being copied, a dropped one's until its copy has ended.
     """
 
     def __init__(self, byte_budget: int, pin: bool, memory: HostMemory | None = None) -> None:
-        self._byte_budget = byte_budget
+        self.byte_budget = byte_budget
         self._memory = HostMemory(byte_budget, lock=True) if pin else memory
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._reads: list[Event] = []
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all donors held or being copied, a dropped one's until its copy has ended."""
-        with self._lock:
-            return self._used_bytes
-
-    @property
-    def byte_budget(self) -> int:
-        return self._byte_budget
 
     @contextmanager
     def writing(
@@ -212,28 +203,23 @@ class HostTier:
         Raises DonorUnavailableError when the donor is not held.
         """
         with self._lock:
-            slot = self._held(donor_id)
+            slot = self._slots.get(donor_id)
+            if slot is None or slot.kv is None:
+                raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
             slot.readers += 1
-        assert slot.kv is not None
         try:
             yield slot.kv
         finally:
             with self._lock:
                 slot.readers -= 1
-                self._release_unread(slot)
+                if slot.is_dropped and not slot.readers:
+                    self._free(slot)
 
     def read_until(self, end: Event | None) -> None:
         """Reads of donors that were queued within `reading` end with `end`; None where they have ended."""
         if end is not None:
             with self._lock:
                 self._reads = [*(read for read in self._reads if not read.query()), end]
-
-    def get(self, donor_id: str) -> HostKv:
-        """Returns the donor's KV, valid until it is dropped; DonorUnavailableError when it is not held."""
-        with self._lock:
-            kv = self._held(donor_id).kv
-            assert kv is not None
-            return kv
 
     def drop(self, donor_id: str) -> bool:
         """Frees the donor, or stops a save of it, whose room is free when its copy has ended; False without one."""
@@ -242,8 +228,8 @@ class HostTier:
             if slot is None:
                 return False
             slot.is_dropped = True
-            if slot.kv is not None:
-                self._release_unread(slot)
+            if slot.kv is not None and not slot.readers:
+                self._free(slot)
             return True
 
     def clear(self) -> None:
@@ -251,34 +237,24 @@ class HostTier:
         for donor_id in list(self._slots):
             self.drop(donor_id)
 
-    def __len__(self) -> int:
-        with self._lock:
-            return sum(slot.kv is not None for slot in self._slots.values())
-
     def __contains__(self, donor_id: object) -> bool:
         with self._lock:
             slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
             return slot is not None and slot.kv is not None
-
-    def _held(self, donor_id: str) -> _Slot:
-        slot = self._slots.get(donor_id)
-        if slot is None or slot.kv is None:
-            raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
-        return slot
 
     def _claim(self, donor_id: str, tokens: int, token_bytes: int) -> _Slot:
         size = tokens * token_bytes
         with self._lock:
             if donor_id in self._slots:
                 raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
-            if self._used_bytes + size > self._byte_budget:
+            if self.used_bytes + size > self.byte_budget:
                 raise CapacityError(
-                    f"donor {donor_id} needs {size} bytes; {self._byte_budget - self._used_bytes} of "
-                    f"{self._byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
+                    f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
+                    f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
                 )
             ranges = [] if self._memory is None else self._memory.take(tokens, token_bytes)
             slot = self._slots[donor_id] = _Slot(size, ranges)
-            self._used_bytes += size
+            self.used_bytes += size
             return slot
 
     def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
@@ -294,8 +270,8 @@ class HostTier:
         return HostKv(tuple(parts))
 
     def _await_reads(self, stream: Stream | None) -> None:
-        """Has `stream`, or else the caller, wait until nobody reads memory that a donor had before; such copies end
-        within hundredths of a second."""
+        """Has `stream`, or else the caller, wait until all reads of former donors have ended, within hundredths of a
+        second."""
         with self._lock:
             self._reads = reads = [read for read in self._reads if not read.query()]
         wait(stream, reads)
@@ -303,13 +279,8 @@ class HostTier:
             for read in reads:
                 read.synchronize()
 
-    def _release_unread(self, slot: _Slot) -> None:
-        """Frees the room of a dropped donor that nobody reads."""
-        if slot.is_dropped and not slot.readers:
-            self._free(slot)
-
     def _free(self, slot: _Slot) -> None:
-        self._used_bytes -= slot.size
+        self.used_bytes -= slot.size
         if self._memory is not None:
             self._memory.give_back(slot.ranges)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 from semblend_trt.donors.donor_file import DonorFileError, DonorText
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ class DiskLink:
     found: deque[OffloadEvent] = field(default_factory=deque)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferTiming:
-    """One transfer that succeeded; `seconds` to its last byte from its start in the background, or a save's in the
-    engine's thread."""
-
-    donor_id: str
-    what: str
-    tokens: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class OffloadCommands:
     """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `offloads`
@@ -83,23 +72,21 @@ logger = logging.getLogger(__name__)
 # A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
 MAX_WAITING = 8
 _CLOSING_SECONDS = 60.0
-_TIMINGS_KEPT = 256
 
 
 class DiskTransfers:
-    """Obeys the scheduler: every `write` and `fetch` ends in one piece of news, whatever goes wrong.
+    """Writes donors' files and reads them back in the background, on one thread each.
 
-    A donor is readable only after all of its bytes have been read back and checked. `timings` are those of the last
-    transfers.
+    Every `write` and every `fetch` ends in one event, whatever goes wrong. A donor is readable only after all of its
+    bytes have been read back and checked.
     """
 
-    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, news: deque[OffloadEvent]) -> None:
+    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
         """Begins with finding the donors whose files are there."""
-        self._disk, self._host, self._link, self._news = disk, host, link, news
+        self._disk, self._host, self._link, self._events = disk, host, link, events
         self._waiting = 0
         self._lock = threading.Lock()
         self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
-        self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
         self._reader.submit(self._scan)
 
     def write(self, donor_id: str) -> None:
@@ -135,7 +122,6 @@ class DiskTransfers:
             logger.warning("the disk does not answer; donors that were being written are lost")
 
     def _write(self, donor_id: str) -> None:
-        began = time.perf_counter()
         try:
             text = self._link.texts.pop(donor_id, None)
             if text is None:
@@ -151,11 +137,9 @@ class DiskTransfers:
         finally:
             with self._lock:
                 self._waiting -= 1
-        self.timings.append(TransferTiming(donor_id, "file_write", len(text.tokens), time.perf_counter() - began))
         self._tell(OffloadEventKind.FILE_WRITTEN, donor_id)
 
     def _fetch(self, donor_id: str) -> None:
-        began = time.perf_counter()
         try:
             form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
             with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
@@ -164,7 +148,6 @@ class DiskTransfers:
             logger.warning("donor %s cannot be read back: %s", donor_id, error)
             self._tell(OffloadEventKind.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
             return
-        self.timings.append(TransferTiming(donor_id, "file_read", tokens, time.perf_counter() - began))
         self._tell(OffloadEventKind.FETCHED, donor_id)
 
     def _drop(self, donor_id: str) -> None:
@@ -188,4 +171,4 @@ class DiskTransfers:
         self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
 
     def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
-        self._news.append(OffloadEvent(event, donor_id, error))
+        self._events.append(OffloadEvent(event, donor_id, error))

@@ -29,7 +29,7 @@ class DonorStore:
     def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
         """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
 
-        Who queues reads of host memory tells its end by `HostTier.read_until`.
+        The caller tells the end of queued reads of host memory by `HostTier.read_until`.
 
         Raises DonorUnavailableError when neither tier holds it.
         """
@@ -47,7 +47,7 @@ class DonorStore:
         try:
             self._copy_down(self.device, donor_id, copy)
         except Exception:
-            # Dropped by the scheduler meanwhile: then nobody misses it.
+            # Dropped by the scheduler meanwhile: then it is not missed.
             if not self.device.drop(donor_id):
                 return False
             raise
@@ -86,12 +86,6 @@ class DonorStore:
         if self.device is not None:
             self.device.clear()
         self.host.clear()
-
-    def __len__(self) -> int:
-        return len(self.host) + (0 if self.device is None else len(self.device))
-
-    def __contains__(self, donor_id: object) -> bool:
-        return (self.device is not None and donor_id in self.device) or donor_id in self.host
 
     def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
         if self.device is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Worker
 
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 262_144

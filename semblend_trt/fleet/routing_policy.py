@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.holder import Holder, Worker
+    from semblend_trt.fleet.directory import Holder, Worker
 
 MAX_SESSIONS = 65536
 

@@ -16,7 +16,7 @@ from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.checked_bench import BLOCK_SIZE, NUM_LAYERS, Bench, PlanMaker, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
 
 def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: Any) -> SemanticKvPlan:
     tokens = tokens_of(LENGTH, request_id)
-    return make_plan(
-        tokens, SPANS, num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, request_id=request_id, **TERMS[terms], **options
-    )
+    return make_plan(tokens, SPANS, **SIZES, request_id=request_id, **TERMS[terms], **options)
 
 
 def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
@@ -77,7 +75,7 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
     plan, bystander = long_plan(make_plan, terms), bench.slice(2, tokens_of(25, seed=8))
     found = []
     for max_rows in (None, MAX_ROWS):
-        bench.pool.fill_(float("nan"))
+        bench.clear()
         place_donor(bench, plan)
         logits = bench.run(bench.planned(plan), bystander, max_rows=max_rows)
         found.append((logits, bench.kv(1)[:, :, :, :LENGTH], bench.evidence))
@@ -109,8 +107,7 @@ def test_an_exact_prefix_and_exact_spans_are_not_written_by_parts(bench: Bench, 
     plan = make_plan(
         tokens,
         [(8, 24), (26, 80)],
-        num_layers=NUM_LAYERS,
-        block_size=BLOCK_SIZE,
+        **SIZES,
         num_computed=8,
         exact={0},
         check=SpanCheck(1, 0.1),
@@ -163,7 +160,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
 ) -> None:
     """The decision is a function of the deviations alone, whatever the parts: the very same bits."""
     tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
-    options = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE, "exact": {0} if exact else (), **TERMS[terms]}
+    options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
     plan = make_plan(tokens, spans, prefix_end=85, **options)
     blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
     (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
@@ -210,7 +207,7 @@ def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, leng
     if begin < 12:
         return piece
     spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
-    options = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE, **TERMS[terms]}
+    options = {**SIZES, **TERMS[terms]}
     return replace(piece, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
 
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.donors import donor_file
 from semblend_trt.donors.disk_tier import FOLDER
 from semblend_trt.donors.donor_table import Tier
@@ -71,7 +71,7 @@ def serve(llm, prompt, params=GREEDY):
     llm.connector_worker.saver.drain()
     if llm.connector_worker.transfers is not None:
         llm.connector_worker.transfers.drain()
-    llm.connector_scheduler._drain()
+    llm.connector_scheduler.take_events()
     return output
 
 

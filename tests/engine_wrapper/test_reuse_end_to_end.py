@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, OTHER_INSTRUCTION, QUESTION, SHIFTED, text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)

@@ -8,7 +8,7 @@ import json
 import pytest
 from prometheus_client import REGISTRY
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text

@@ -13,14 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-)
-from semblend_trt.runtime import MAX_NEWS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.ranks import EngineRanks
+from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
 
 
 class LlmArgs:
@@ -40,110 +35,94 @@ class Engine:
 
 def test_same_arguments_share_a_runtime_and_equal_ones_do_not() -> None:
     first, second = LlmArgs(), LlmArgs()
-    assert runtime_for(first) is runtime_for(first)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: runtime_for(first), range(64)))
+    assert len({id(runtime) for runtime in found}) == 1
     assert runtime_for(first) is not runtime_for(second)
 
 
 def test_fresh_runtime_promises_only_what_a_stock_engine_can() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    assert runtime.mode is EngineMode.STOCK
-    assert not runtime.publication_guard
-    assert runtime.engine is None
-    assert runtime.pool is None
-    assert len(runtime.active_plans) == 0
-
-
-def test_news_that_nobody_reads_do_not_pile_up() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    for number in range(MAX_NEWS + 3):
-        runtime.saved.append(SavedDonor(str(number), 1))
-        runtime.failed_loads.append(number)
-    assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_NEWS
-    assert runtime.saved[-1].donor_id == str(MAX_NEWS + 2)
+    runtime = Runtime()
+    assert (runtime.mode, runtime.publication_guard, runtime.engine, runtime.pool, len(runtime.active_plans)) == (
+        EngineMode.STOCK,
+        False,
+        None,
+        None,
+        0,
+    )
 
 
 class Scheduler:
-    """Reads the news of a runtime, or fails."""
+    """Takes the events of a runtime, or fails."""
 
     def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
-        self.runtime, self.fails, self.read = runtime, fails, list[str]()
-        self.prepared = 0
+        self.runtime, self.fails, self.taken, self.prepared = runtime, fails, list[str](), 0
+        runtime.scheduler = self
 
-    def prepare(self) -> None:
+    def wait_for_initialization(self) -> None:
         self.prepared += 1
 
-    def drain(self) -> None:
+    def take_events(self) -> None:
         if self.fails:
-            raise KeyError("news")
+            raise KeyError("events")
         while self.runtime.saved:
-            self.read.append(self.runtime.saved.popleft().donor_id)
+            self.taken.append(self.runtime.saved.popleft().donor_id)
 
 
-def test_news_are_read_as_they_come_as_long_as_there_is_a_reader() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    runtime.saved.append(SavedDonor("before", 1))
-    runtime.news_came()
+def test_events_are_taken_as_long_as_there_is_a_scheduler_and_bounded_without() -> None:
+    runtime = Runtime()
+    for number in range(MAX_EVENTS + 3):
+        runtime.saved.append(SavedDonor(str(number), 1))
+        runtime.failed_loads.append(number)
+    runtime.saves_ended()
+    assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_EVENTS
     scheduler = Scheduler(runtime)
-    runtime.read_by(scheduler.drain)
-    runtime.saved.append(SavedDonor("behind", 1))
-    runtime.news_came()
-    assert scheduler.read == ["before", "behind"]
+    runtime.saves_ended()
+    assert (len(scheduler.taken), scheduler.taken[-1]) == (MAX_EVENTS, str(MAX_EVENTS + 2))
     del scheduler
-    runtime.saved.append(SavedDonor("unread", 1))
-    runtime.news_came()
-    assert [news.donor_id for news in runtime.saved] == ["unread"]
+    runtime.saved.append(SavedDonor("left", 1))
+    runtime.saves_ended()
+    assert [event.donor_id for event in runtime.saved] == ["left"]
+    runtime.ranks = EngineRanks(1, 2, lambda own: [own, own])  # where no scheduler ever stands
+    runtime.saves_ended()
+    assert not runtime.saved
+    assert not runtime.failed_loads
 
 
-def test_a_reader_that_fails_is_counted() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
+def test_a_scheduler_that_fails_is_counted() -> None:
+    runtime = Runtime()
     scheduler = Scheduler(runtime, fails=True)
-    runtime.read_by(scheduler.drain)
     runtime.saved.append(SavedDonor("unread", 1))
-    runtime.news_came()
-    assert runtime.faults == {"saved_news": 1}
+    runtime.saves_ended()
+    assert (runtime.faults, scheduler.taken) == ({"saved_news": 1}, [])
 
 
 def test_the_scheduler_prepares_when_the_caches_are_registered() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
+    runtime = Runtime()
     runtime.caches_registered()  # a rank without a scheduler
     scheduler = Scheduler(runtime)
-    runtime.read_by(scheduler.drain, scheduler.prepare)
     runtime.caches_registered()
     assert scheduler.prepared == 1
 
 
-def test_runtime_ends_with_its_arguments() -> None:
-    llm_args = LlmArgs()
-    gone = weakref.ref(runtime_for(llm_args).active_plans)
-    before = len(runtime_module._runtimes)
-    del llm_args
-    gc.collect()
-    assert gone() is None
-    assert len(runtime_module._runtimes) < before
-
-
-def test_engine_that_holds_its_arguments_does_not_keep_them() -> None:
+def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None:
     llm_args = LlmArgs()
     engine = Engine(llm_args)
     runtime_for(llm_args).engine = engine
     assert runtime_for(llm_args).engine is engine
-    gone = weakref.ref(llm_args)
+    gone, plans = weakref.ref(llm_args), weakref.ref(runtime_for(llm_args).active_plans)
+    before = len(runtime_module._runtimes)
     del llm_args, engine
     gc.collect()
-    assert gone() is None
+    assert gone() is plans() is None
+    assert len(runtime_module._runtimes) < before
 
 
 def test_engine_can_be_taken_away() -> None:
-    llm_args = LlmArgs()
-    engine = Engine(llm_args)
-    runtime_for(llm_args).engine = engine
-    runtime_for(llm_args).engine = None
-    assert runtime_for(llm_args).engine is None
+    runtime, engine = Runtime(), Engine(LlmArgs())
+    runtime.engine = engine
+    runtime.engine = None
+    assert runtime.engine is None
 
 
 def test_arguments_without_weak_references_are_refused() -> None:
@@ -153,107 +132,61 @@ def test_arguments_without_weak_references_are_refused() -> None:
     assert id(llm_args) not in runtime_module._runtimes
 
 
-def test_threads_meet_in_one_runtime() -> None:
-    llm_args = LlmArgs()
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: runtime_for(llm_args), range(64)))
-    assert len({id(runtime) for runtime in found}) == 1
-
-
 def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = False, start: int = 4) -> SemanticKvPlan:
-    fields: dict[str, Any] = {
-        "kind": PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
-    }
     return SemanticKvPlan(
         request_id=request_id,
+        kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("d", start, start, 8, exact=exact),),
         prompt_token_ids=np.arange(20, dtype=np.int32),
         num_computed_tokens=start,
         matched_tokens=8,
         block_size=4,
         execution=EngineExecution(mode, 2),
-        **fields,
     )
 
 
-def test_plan_is_taken_once() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1))
-    assert len(plans) == 1
-    assert plans.take(1) == plan(1)
-    assert plans.take(1) is None
-    assert plans.take(2) is None
-    assert len(plans) == 0
+def active(*plans: SemanticKvPlan) -> ActivePlans:
+    built = ActivePlans()
+    for each in plans:
+        built.put(each)
+    return built
 
 
-def test_plans_of_some_requests_are_taken_together_and_the_others_stay() -> None:
-    plans = ActivePlans()
-    assert plans.take_all([1, 2]) == {}
-    for number in (1, 2, 3):
-        plans.put(plan(number))
+def test_each_plan_is_taken_once() -> None:
+    plans = active(*map(plan, range(4)))
+    assert (len(plans), plans.take(0), plans.take(0), plans.take(9)) == (4, plan(0), None, None)
     assert plans.take_all([3, 7, 1]) == {3: plan(3), 1: plan(1)}
     assert plans.take_all([3, 1]) == {}
-    assert plans.take(2) == plan(2)
+    assert (plans.take(2), len(plans), plans.take_all([2])) == (plan(2), 0, {})
 
 
 def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1, start=6))
+    plans = active(plan(1, start=6), plan(2))
     plans.take(1)
-    plans.discard(1)
     assert plans.publishable_tokens(1) == 6
-    plans.released(1)
-    assert plans.publishable_tokens(1) is None
-
-
-def test_a_plan_of_which_nothing_was_kept_limits_nothing() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1))
-    plans.put(plan(2))
-    plans.computed_whole(1)
-    assert plans.publishable_tokens(1) is None
-    assert plans.publishable_tokens(2) == 4
+    plans.lift_limit(1)
+    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
 
 
 def test_exact_plan_has_no_limit_and_lifts_none() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1, exact=True))
-    assert plans.publishable_tokens(1) is None
-    plans.put(plan(2))
-    plans.put(plan(2, exact=True))
-    assert plans.publishable_tokens(2) == 4
+    plans = active(plan(1, exact=True), plan(2), plan(2, exact=True))
+    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
 
 
 def test_stock_plan_leaves_its_limit_but_waits_for_no_forward() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1, mode=EngineMode.STOCK))
-    assert plans.take(1) is None
-    assert plans.publishable_tokens(1) == 4
+    plans = active(plan(1, mode=EngineMode.STOCK))
+    assert (plans.take(1), plans.publishable_tokens(1)) == (None, 4)
 
 
 def test_second_put_replaces_the_first() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1))
     replacement = plan(1).without_spans("gone")
-    plans.put(replacement)
-    assert len(plans) == 1
-    assert plans.publishable_tokens(1) == replacement.prompt_length
+    plans = active(plan(1), replacement)
+    assert (len(plans), plans.publishable_tokens(1)) == (1, replacement.prompt_length)
     assert plans.take(1) == replacement
 
 
-def test_discard_drops_only_its_own_request() -> None:
-    plans = ActivePlans()
-    plans.put(plan(1))
-    plans.put(plan(2))
-    plans.discard(1)
-    assert plans.take(1) is None
-    assert plans.take(2) == plan(2)
-
-
 def test_each_plan_goes_to_one_of_many_threads() -> None:
-    plans = ActivePlans()
-    for request_id in range(200):
-        plans.put(plan(request_id))
+    plans = active(*map(plan, range(200)))
     with ThreadPoolExecutor(4) as pool:
         taken = list(pool.map(plans.take, [request_id for request_id in range(200) for _ in range(4)]))
     assert sorted(item.request_id for item in taken if item is not None) == list(range(200))

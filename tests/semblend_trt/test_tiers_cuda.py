@@ -29,7 +29,7 @@ from semblend_trt.plan import (
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, HostWriter, Staging
-from tests.semblend_trt.held_donors import save
+from tests.semblend_trt.held_donors import held_kv, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -153,20 +153,20 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     card = Card(host_tokens=3 * half)
     expected = expected_pool(card.pool)
     host = card.store.host
-    assert host.get("far").tensor.is_pinned()
+    assert held_kv(host, "far").tensor.is_pinned()
     assert host.drop("far")
     for name in ("first", "second", "third"):
         save(host, name, random_kv(5, half))
     assert host.drop("first")
     assert host.drop("third")
     card.keep("far", Tier.HOST, 2)
-    assert [part.capacity for part in host.get("far").parts] == [half, half]
-    assert all(part.tensor.is_pinned() for part in host.get("far").parts)
+    assert [part.capacity for part in held_kv(host, "far").parts] == [half, half]
+    assert all(part.tensor.is_pinned() for part in held_kv(host, "far").parts)
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
-    assert torch.equal(host.get("far").tensor, random_kv(2))
+    assert torch.equal(held_kv(host, "far").tensor, random_kv(2))
 
 
 def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run():
@@ -281,7 +281,7 @@ def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_a_demotion(card)
     card.saver.drain()
     assert card.saver.lost() == []
     assert "near" not in card.store.device
-    held = card.store.host.get("near").tensor
+    held = held_kv(card.store.host, "near").tensor
     assert held.is_pinned()
     assert torch.equal(held, random_kv(1))
 
@@ -304,7 +304,7 @@ def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
     put(card.pool, range(60, 92), random_kv(3))
     card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
     card.saver.drain()
-    assert torch.equal(card.store.host.get("near").tensor, random_kv(1))
+    assert torch.equal(held_kv(card.store.host, "near").tensor, random_kv(1))
     assert torch.equal(card.read("next").cpu(), random_kv(3))
 
 
@@ -362,7 +362,7 @@ def test_a_lifted_donor_is_loaded_from_the_card(card):
 def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
     card.saver.promote("far")  # "near" has 32 of the 40 blocks
     card.saver.drain()
-    assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
+    assert torch.equal(held_kv(card.store.host, "far").tensor, random_kv(2))
     assert "far" not in card.store.device
 
 
@@ -383,6 +383,6 @@ def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writ
     saver.drain()
     ((_, news),) = saver.finished()
     assert (news.tokens, news.error) == (TOKENS, None)
-    assert torch.equal(store.host.get("donor").tensor.cpu(), kv)
+    assert torch.equal(held_kv(store.host, "donor").tensor.cpu(), kv)
     assert snapshots.free_tokens == ARENA * 32
     saver.close()

@@ -277,7 +277,7 @@ class Life:
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
-        scheduler._drain()  # otherwise it hears of ended saves with the next request
+        scheduler.take_events()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
         if scheduler.donor_index is not None:
             stats = scheduler.donor_index.catalog.stats()
@@ -385,7 +385,8 @@ class Life:
         for thread in filter(None, (worker.saver, worker.transfers)):
             thread.drain()
         for donor_id in list(store.host._slots):
-            self._check_donor(donor_id, store.host.get(donor_id).tensor)
+            with store.host.reading(donor_id) as held:
+                self._check_donor(donor_id, held.tensor)
         for donor_id in [] if store.device is None else list(store.device._donors):
             with store.device.reading(donor_id) as kv:
                 blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import DonorHistory, Eviction, Ranking, eviction_factory
+from semblend_trt.donors.eviction import DonorHistory, Eviction, EvictionPolicy, eviction_factory
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.donors.eviction import EvictionPolicy
     from validation.replay.trace import Blocks, Trace
 
 
@@ -134,8 +133,8 @@ class BlockCache:
         self._policy.removed(donor_id, evicted=True)
 
 
-class Optimum:
-    """An `EvictionPolicy` for a `BlockCache` that looks ahead.
+class Optimum(EvictionPolicy):
+    """The policy of a `BlockCache` that looks ahead.
 
     No policy finds more blocks held where all are of one size. Where sizes differ it is a good order but no bound: the
     best choice is then a knapsack.
@@ -143,6 +142,7 @@ class Optimum:
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
         """`requests` are the blocks of each request in order; `request` says which of them is being served."""
+        super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, blocks in enumerate(requests):
             for block in dict.fromkeys(blocks):
@@ -150,28 +150,12 @@ class Optimum:
         for uses in self._uses.values():
             uses.reverse()
         self._request = request
-        self._block_of: dict[str, int] = {}
-        self._ranking = Ranking()
 
-    def added(self, donor_id: str, history: DonorHistory) -> None:
-        self._block_of[donor_id] = int.from_bytes(history.text, "little")
-        self.used(donor_id)
-
-    def used(self, donor_id: str) -> None:
-        later = self._uses[self._block_of[donor_id]]
+    def _next_use(self, history: DonorHistory) -> tuple[float]:
+        later = self._uses[int.from_bytes(history.text, "little")]
         while later and later[-1] <= self._request():
             later.pop()
-        self._ranking.put(donor_id, (-later[-1] if later else -math.inf,))
-
-    def described(self, donor_id: str) -> None:
-        """What kind a block is does not count."""
-
-    def removed(self, donor_id: str, *, evicted: bool = False) -> None:  # noqa: ARG002 - the interface names it
-        self._block_of.pop(donor_id, None)
-        self._ranking.discard(donor_id)
-
-    def candidates(self) -> Iterator[str]:
-        return iter(self._ranking)
+        return (-later[-1] if later else -math.inf,)
 
 
 OPTIMUM = "optimum"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.router.config import RouterConfig
     from semblend_trt.fleet.router.placement import ReadPrompt
     from semblend_trt.fleet.router.tenants import Caller

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from semblend_trt.fleet.directory import Directory
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Directory, Worker
     from semblend_trt.fleet.router.replicas import ReplicaSet
 
 # Why a request was placed by load alone.

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.directory import Directory
-    from semblend_trt.fleet.holder import Holder
+    from semblend_trt.fleet.directory import Directory, Holder
     from semblend_trt.fleet.router.counters import RouterCounters
     from semblend_trt.fleet.router.prompts import PromptReader, ReadingThreads
     from semblend_trt.fleet.router.tenants import Caller

@@ -15,7 +15,7 @@ from semblend_trt.fleet.routing_policy import Replica
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.router.config import ReplicaConfig
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.router.prompts import PromptError
 from semblend_trt.fleet.router.trace_blocks import BlockMaker

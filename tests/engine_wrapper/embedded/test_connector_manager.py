@@ -196,7 +196,7 @@ def test_a_save_is_pending_until_it_is_reported():
 @pytest.mark.parametrize("finished", [([1, 1], []), ([], [1]), ([2], [])])
 def test_only_ids_handed_in_may_be_reported_once_and_as_what_they_were(finished):
     manager = KvCacheConnectorManager(Worker(finished), Scheduler(saving=True))
-    manager.request_finished(request(), [])
+    manager.request_finished(request(), [1])
     with broken("finished_id_handed_in"):
         manager.get_finished()
 

@@ -123,11 +123,11 @@ def test_one_request_that_cannot_be_read_spoils_no_other(llm, blocks):
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     class Reader:
-        def take(self):
+        def take_events(self):
             told.extend(runtime.saved)
 
     worker, runtime, told, reader = llm.connector_worker, runtime_for(llm.llm_args), [], Reader()
-    runtime.read_by(reader.take)
+    runtime.scheduler = reader
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
             intents=(SaveIntent(9, "donor", 100),), progress=(RequestProgress(9, blocks, 8 * len(blocks), True),)

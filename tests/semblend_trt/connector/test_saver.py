@@ -18,6 +18,7 @@ from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.staging import HostWriter
+from tests.semblend_trt.held_donors import held_in, held_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,11 +80,11 @@ def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other
 
 def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, other: OtherRank) -> None:
     save(saver)
-    assert "donor" in saver._store
+    assert "donor" in held_in(saver._store)
     other.tokens = [0]
     news = finished(saver)
     assert (news.tokens, news.error) == (0, "another rank does not hold it")
-    assert "donor" not in saver._store
+    assert "donor" not in held_in(saver._store)
 
 
 def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: OtherRank) -> None:
@@ -112,7 +113,7 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
     other.tokens = [0, 1]
     (lost,) = saver.lost()
     assert (lost.donor_id, lost.tokens, lost.error) == ("donor", 0, "another rank does not hold it")
-    assert "donor" not in saver._store
+    assert "donor" not in held_in(saver._store)
     other.tokens = []
     assert saver.lost() == []
 
@@ -132,7 +133,7 @@ def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) ->
     snapshotting.start(1, "long", Tier.HOST, [2, 0, 1], 11)
     snapshotting.drain()
     assert finished(snapshotting).tokens == 8
-    kv = snapshotting._store.host.get("long").tensor
+    kv = held_kv(snapshotting._store.host, "long").tensor
     assert torch.equal(kv[:, :, :, 4:], snapshotting._pool[0].view(2, 2, 1, 4, 8))
 
 

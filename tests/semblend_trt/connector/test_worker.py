@@ -24,6 +24,7 @@ from semblend_trt.plan import (
     SemanticKvPlan,
 )
 from semblend_trt.runtime import runtime_for
+from tests.semblend_trt.held_donors import held_in, held_kv
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
 
@@ -111,7 +112,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     step(worker, progress=(RequestProgress(1, (9,), 20, False),))
     step(worker, grown=(1, 99))  # nobody follows 99
     assert saved(worker, 1) == [1]
-    kv = worker.store.host.get("donor-1").tensor
+    kv = held_kv(worker.store.host, "donor-1").tensor
     assert kv.shape == (LAYERS, 2, KV_HEADS, 21, HEAD_DIM)
     blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
     assert torch.equal(kv[:, :, :, 16:21], blocks[9, :, :, :, :5])
@@ -123,7 +124,7 @@ def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
 def test_save_stops_at_the_exact_part(worker):
     follow(worker, 1, (3, 5), 16, max_tokens=10)
     saved(worker, 1)
-    assert worker.store.host.get("donor-1").capacity == 10
+    assert held_kv(worker.store.host, "donor-1").capacity == 10
 
 
 def test_failed_save_still_gives_the_blocks_back(worker, args):
@@ -161,7 +162,7 @@ def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
     assert saved(early, 99) == [99]
     early.saver.drain()
     assert early.get_finished([], []) == ([1], [])
-    kv = early.store.host.get("donor-1").tensor
+    kv = held_kv(early.store.host, "donor-1").tensor
     assert torch.equal(kv[:, :, :, :8], blocks[3])
     assert torch.equal(kv[:, :, :, 8:], blocks[5, :, :, :, :4])
 
@@ -200,14 +201,14 @@ def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, arg
     assert not runtime_for(args).is_forward_open
     saved(worker, 1)
     assert "has failed" in runtime_for(args).saved[0].error
-    assert len(worker.store) == 0
+    assert len(held_in(worker.store)) == 0
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
     follow(worker, 1, (3,), 8)
     step(worker, forgotten=(1,))
     assert worker.get_finished([1, 99], [5]) == ([1, 99], [5])
-    assert len(worker.store) == 0
+    assert len(held_in(worker.store)) == 0
 
 
 def test_replayed_request_starts_its_blocks_anew(worker):
@@ -215,7 +216,7 @@ def test_replayed_request_starts_its_blocks_anew(worker):
     follow(worker, 1, (6, 7), 16)
     saved(worker, 1)
     assert torch.equal(
-        worker.store.host.get("donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
+        held_kv(worker.store.host, "donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
     )
 
 
@@ -226,7 +227,7 @@ def test_metadata_is_applied_once(worker):
     worker.start_load_kv(None)
     step(worker, progress=(RequestProgress(1, (5,), 24, False),))
     saved(worker, 1)
-    kv, blocks = worker.store.host.get("donor-1").tensor, pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    kv, blocks = held_kv(worker.store.host, "donor-1").tensor, pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
     assert kv.shape[3] == 24
     assert torch.equal(kv[:, :, :, 16:], blocks[5])
 
@@ -246,14 +247,14 @@ def test_a_second_pool_is_refused(worker, args):
     worker.register_kv_caches(pool())
     assert runtime_for(args).refusal == "pool_layout"
     assert worker.get_finished([1], []) == ([1], [])
-    assert len(worker.store) == 0
+    assert len(held_in(worker.store)) == 0
 
 
 def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
     step(worker, commands=OffloadCommands(drops=["donor-1", "donor-unknown"]))
-    assert len(worker.store) == 0
+    assert len(held_in(worker.store)) == 0
 
 
 def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
@@ -350,14 +351,14 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
     keep_on_device(two_tiers, 1, (3, 5), 16)
     keep_on_device(two_tiers, 2, (6, 7), 16)
     assert "CapacityError" in runtime_for(args).saved[-1].error
-    assert len(two_tiers.store) == 1
+    assert len(held_in(two_tiers.store)) == 1
 
 
 def test_what_is_dropped_is_not_demoted(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.saver.drain()
-    assert len(two_tiers.store) == 0
+    assert len(held_in(two_tiers.store)) == 0
 
 
 def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.donors.donor_table import CatalogStats, Tier, TierMoves
-from semblend_trt.donors.eviction import LruEviction
+from semblend_trt.donors.eviction import EvictionPolicy
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
@@ -100,11 +100,7 @@ def test_releasing_twice_releases_once_and_no_donor_of_the_same_name():
 
 
 def test_another_policy_decides_which_donor_goes():
-    class NewestFirst(LruEviction):
-        def candidates(self):
-            return reversed(list(super().candidates()))
-
-    catalog = catalog_of(max_donors=2, eviction=NewestFirst)
+    catalog = catalog_of(max_donors=2, eviction=lambda: EvictionPolicy(lambda history: (-history.added,)))
     for donor_id in ("a", "b"):
         keep(catalog, donor_id, 10)
     assert catalog.reserve("c", 10).dropped == ("b",)

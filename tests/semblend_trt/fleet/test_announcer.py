@@ -147,7 +147,7 @@ def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
         news.intended("next", salted, "acme")
 
     def tells_all(reader) -> bool:
-        return any(len(view.donors) == 41 for view in reader.observer.workers.values())
+        return any(each.donors == 41 for each in reader.directory.workers())
 
     assert reader.wait_for(tells_all)
     events = [decode(payload).data for payload in reader.payloads]

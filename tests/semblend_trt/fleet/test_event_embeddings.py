@@ -59,9 +59,8 @@ def test_embeddings_reach_readers_only_when_they_are_to(
             (expected,) = embedder_for(settings.embedder).embed([text_decoder(MODEL)(tokens)])
             np.testing.assert_array_equal(vector, expected)
         else:
-            view = reader.observer.workers
-            assert reader.wait_for(lambda _: STREAM in view and view[STREAM].checked_heartbeats > 2 and sent())
+            assert reader.wait_for(lambda reader: reader.directory.compared(STREAM) > 2 and sent())
             assert not any(sent())
-        assert not reader.observer.problem_counts
+        assert not reader.directory.problems
     finally:
         neighbourhood.close()

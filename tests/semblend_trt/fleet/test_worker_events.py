@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
 from semblend_trt.namespace import CacheNamespace
@@ -47,12 +47,11 @@ def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_read
     engine.generate(text(9, 40), PREFILL)  # the scheduler hears of the last save at its next call
 
     def holds_the_last_two(reader) -> bool:
-        view = reader.observer.workers.get((4, 0))
-        return view is not None and len(view.donors) == 2 and view.checked_heartbeats > 0
+        return len(reader.directory.donors_of((4, 0))) == 2 and reader.directory.compared((4, 0)) > 0
 
     assert reader.wait_for(holds_the_last_two)
-    assert not reader.observer.problem_counts
-    held = reader.observer.workers[(4, 0)].donors
+    assert not reader.directory.problems
+    held = reader.directory.donors_of((4, 0))
     shares = {}
     for data in (decode(payload).data for payload in reader.payloads):
         if data.kind == "donor_registered" and data.donor_id in held:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from semblend_trt.donors.background import Background
+from semblend_trt.background import Background
 
 
 @pytest.fixture
