@@ -18,20 +18,19 @@ PACKAGE = Path(semblend_trt.__file__).parent
 FLOORS = [PACKAGE.parent / name for name in ("validation", "engine_wrapper", "semblend_trt", "kernels")]
 DECORATORS = {"entry", "inner", "intrinsic"}
 
-# One entry of each folder that takes in what other files say, called so that these files decide what comes out.
+# One entry of each kind that takes in what other files say, called so that these files decide what comes out.
 LOOKUP = """
 import numpy as np
-from semblend_trt.discovery.index_writing import stamp_donor
+from semblend_trt.fleet.keyed_hash import sampled
 from semblend_trt.fleet.overlap_tally import add_up
 from semblend_trt.fleet.owner_sets import sets_of
 
-memory, chunks = np.zeros(64, dtype=np.int64), np.zeros((6, 1), dtype=np.int64)
-chunks[:] = memory.ctypes.data
-stamp_donor(chunks, 1, 0, 7)
+tokens = np.arange(200, dtype=np.int32)
+_, anchors, _, _ = sampled(tokens, np.array([200]), np.zeros((1, 2), dtype=np.uint64), 9)
 found, matches = np.zeros(1), np.zeros(1, dtype=np.int64)
 add_up(sets_of(8), np.zeros(2, dtype=np.int64), np.array([1 << 32]), np.ones(1), found, matches)
-hits = [sum(each.stats.cache_hits.values()) for each in (stamp_donor, add_up)]
-print(*np.flatnonzero(memory), *matches, *hits)
+hits = [sum(each.stats.cache_hits.values()) for each in (sampled, add_up)]
+print(*(anchors > 9), *matches, *hits)
 """
 
 
@@ -88,22 +87,22 @@ def test_a_changed_constant_reaches_the_compiled_code_that_takes_it_in(tmp_path:
     told = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")} | told
 
-    def look_up() -> list[int]:
+    def look_up() -> list[str]:
         run = subprocess.run(
             [sys.executable, "-c", LOOKUP], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )
-        return [int(word) for word in run.stdout.split()]
+        return run.stdout.split()
 
     def change(name: str, before: str, after: str) -> None:
         source = (copy / name).read_text(encoding="utf-8")
         assert source.count(before) == 1
         (copy / name).write_text(source.replace(before, after), encoding="utf-8")
 
-    assert look_up() == [8, 1, 0, 0]
-    assert look_up() == [8, 1, 1, 1]
-    change("discovery/index_memory.py", "_RECORD_BITS = (9, 4, 6,", "_RECORD_BITS = (9, 4, 5,")
+    assert look_up() == ["True", "1", "0", "0"]
+    assert look_up() == ["True", "1", "1", "1"]
+    change("discovery/winnowing.py", "WINDOW_GRAMS = 17", "WINDOW_GRAMS = 170")
     change("fleet/owner_sets.py", "SHARED = 1 << 30", "SHARED = 1")
-    assert look_up() == [4, 0, 0, 0]
+    assert look_up() == ["False", "0", "0", "0"]
 
 
 def test_who_looks_at_all_that_is_loaded_finds_a_dictionary() -> None:
