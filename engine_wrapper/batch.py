@@ -1,25 +1,120 @@
-"""The sequences of one forward as an engine scheduled them, and its forwards once plans add rows to them."""
+"""The sequences of one forward as an engine scheduled them, and the forwards that run them once plans add rows.
+
+A plan may compute more tokens than the engine has scheduled, so an iteration is divided into micro-batches of bounded
+size. Rows of one sequence are divided in the order of their positions: each part attends to what the parts before it
+have left in the pool.
+
+Rows that are compared, or that leave before the last layer, stay in one micro-batch. Where they are too many for one,
+their lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done.
+The others enter layer 0 again, because the hidden rows of all parts are not kept.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from engine_wrapper.layer_schedule import LayerSchedule, SequenceSlice, lowest_schedule, schedule_of, works_of
-from engine_wrapper.lowest_layers import settled
-from engine_wrapper.portions import Portion, portions
+from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
+from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
+
+# Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
+# tokens, float32 [tokens].
+RunLowest = Callable[[SequenceWork, int], torch.Tensor]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one forward runs.
+
+    `owners`: of each of `works`, which work of the iteration it is a part of. `scheduled`: how many of its rows the
+    engine has scheduled. Every work puts out at least its last row; where `scheduled` is 0, that output is not used.
+    """
+
+    works: list[SequenceWork] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    scheduled: list[int] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(work.positions) for work in self.works)
+
+    def add(self, work: SequenceWork, owner: int, scheduled: int) -> None:
+        self.works.append(work)
+        self.owners.append(owner)
+        self.scheduled.append(scheduled)
+
+
+def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[MicroBatch]:
+    """`works` in as few forwards as have at most `max_rows` rows each, None for one forward.
+
+    A forward is larger only where rows that stay together, with one row behind them, are more than `max_rows`;
+    `with_lowest_layers_run` leaves no such work.
+    """
+    found = [MicroBatch()]
+    for owner, work in enumerate(works):
+        rest: SequenceWork | None = work
+        while rest is not None:
+            room = len(rest.positions) if max_rows is None else max_rows - found[-1].num_rows
+            end = _end(rest, num_layers, room)
+            if end is None and found[-1].works:
+                found.append(MicroBatch())
+                continue
+            part, scheduled, rest = _divide(rest, end or len(rest.positions))
+            found[-1].add(part, owner, scheduled)
+    return found
+
+
+def _end(work: SequenceWork, num_layers: int, room: int) -> int | None:
+    """How many of the first rows of `work` go into `room` rows; None when it cannot be divided so."""
+    if len(work.positions) <= room:
+        return len(work.positions)
+    together = work.together(num_layers)
+    if not together or room > together.stop or room <= together.start:
+        return room if room > 0 else None
+    return together.start or None
+
+
+def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWork | None]:
+    """The first `end` rows of `work`, how many of them were scheduled, and the other rows."""
+    rows = len(work.positions)
+    if end == rows:
+        return work, work.outputs, None
+    scheduled = max(0, end - (rows - work.outputs))
+    return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)
+
+
+def with_lowest_layers_run(
+    work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
+) -> SequenceWork:
+    """What is left of `work` once `micro_batches` can divide it into forwards of at most `max_rows` rows, None for any.
+
+    Most works can be divided as they are, and nothing runs. Otherwise `run` gets their parts, and `evidence_sink` is
+    told what the check found; the host waits for the device there.
+    """
+    # Rows of cold requests and of decode steps are counted only: this runs in every iteration.
+    while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
+        # The layer in which rows are compared, else the last one that the first rows to leave are computed in.
+        layer = int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
+        starts = range(0, rows.stop, max_rows)
+        parts = [work.part(start, min(start + max_rows, rows.stop), 0) for start in starts]
+        deviations = [run(part, layer) for part in parts]
+        if work.pending is not None:
+            work, evidence = work.decide(torch.cat(deviations).cpu().numpy())
+            if evidence_sink is not None:
+                evidence_sink(evidence)
+        work = work.beyond(layer, num_layers)
+    return work
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,70 +144,46 @@ class Batch:
         """The hidden rows that the engine scheduled, [tokens, hidden], in its order, in as many forwards as they need.
 
         `plans` by request id; `blocks`: every request's block ids. `run` gives the output rows of one schedule, and
-        `lowest` runs one up to its checkpoint and gives the deviations found there; both get schedules on the engine's
-        device. No forward has more than `max_rows` rows; `keys_per_row` as for
-        `engine_wrapper.layer_schedule.works_of`. Raises PlanError when a plan does not fit its request, ValueError when
-        a block is missing.
+        `lowest` runs one up to its check and gives the deviations found there; both get schedules on the engine's
+        device. No forward has more than `max_rows` rows; `keys_per_row` as for `works_of`. Raises PlanError when a plan
+        does not fit its request, ValueError when a block is missing.
         """
         num_layers, device = geometry.num_layers, self.input_ids.device
 
         def below(work: SequenceWork, layer: int) -> torch.Tensor:
             return lowest(lowest_schedule(work, layer, num_layers).to(device))
 
-        works = self.works(plans, blocks, geometry, keys_per_row)
-        works = [settled(work, num_layers, max_rows, below, evidence_sink) for work in works]
-        hidden = []
-        for schedule, wanted in self.schedules(works, num_layers, max_rows):
-            own = run(schedule)
-            hidden.append(own if wanted is None else own.index_select(0, wanted))
-        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
-
-    def works(
-        self, plans: Mapping[int, SemanticKvPlan], blocks: list[list[int]], geometry: KvGeometry, keys_per_row: int = 0
-    ) -> list[SequenceWork]:
-        """What each sequence computes; its newest tokens, where no plan knows them, are 0.
-
-        `plans` by request id; `blocks`: every request's block ids. `keys_per_row` as for `works_of`. Raises PlanError
-        when a plan does not fit its request.
-        """
         slices = [
             self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
             for index, request_id in enumerate(self.request_ids)
         ]
-        return works_of(slices, geometry.num_layers, keys_per_row)
-
-    def schedules(
-        self, works: list[SequenceWork], num_layers: int, max_rows: int | None = None
-    ) -> list[tuple[LayerSchedule, torch.Tensor | None]]:
-        """The layer schedules of forwards of at most `max_rows` rows (see `engine_wrapper.portions`), to be run in
-        order, and which of each one's outputs the engine has asked for, int64, None for all. Both on the engine's
-        device.
-
-        `works` are the batch's, or what is left of them. Raises ValueError when a block is missing.
-        """
-        found, done = [], 0
-        for part in portions(works, num_layers, max_rows):
-            scheduled = sum(part.scheduled)
-            found.append(self._schedule(part, self.input_ids[done : done + scheduled], num_layers))
-            done += scheduled
-        return found
-
-    def _schedule(
-        self, part: Portion, input_ids: torch.Tensor, num_layers: int
-    ) -> tuple[LayerSchedule, torch.Tensor | None]:
-        """`input_ids`: the engine's tokens of the part, which stand behind the plans' rows of each sequence."""
-        device = input_ids.device
-        ends = np.cumsum([len(work.positions) for work in part.works])
-        own = [np.arange(end - count, end) for end, count in zip(ends, part.scheduled, strict=True)]
-        schedule = schedule_of(part.works, num_layers).to(device)
-        tokens = schedule.token_ids.to(input_ids.dtype)
-        tokens[to_device(torch.from_numpy(np.concatenate(own)), device)] = input_ids
-        asked = np.repeat([count > 0 for count in part.scheduled], [work.outputs for work in part.works])
-        wanted = None if asked.all() else to_device(torch.from_numpy(np.flatnonzero(asked)), device)
-        return replace(schedule, token_ids=tokens), wanted
+        works = [
+            with_lowest_layers_run(work, num_layers, max_rows, below, evidence_sink)
+            for work in works_of(slices, num_layers, keys_per_row)
+        ]
+        hidden, done = [], 0
+        for part in micro_batches(works, num_layers, max_rows):
+            end = done + sum(part.scheduled)
+            own = run(self._schedule(part, self.input_ids[done:end], num_layers))
+            asked = np.repeat([count > 0 for count in part.scheduled], [work.outputs for work in part.works])
+            if not asked.all():
+                own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), device))
+            hidden.append(own)
+            done = end
+        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
+        """One sequence; its newest tokens, where no plan knows them, are 0."""
         begin, length = self.begins[index], self.lengths[index]
         needed = -(-(begin + length) // block_size)
-        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length])
+        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length].tolist())
         return SequenceSlice(self.request_ids[index], begin, tokens, tuple(blocks[:needed]), plan)
+
+    def _schedule(self, part: MicroBatch, input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
+        """`input_ids`: the engine's tokens of the part, which stand behind the plans' rows of each sequence."""
+        ends = np.cumsum([len(work.positions) for work in part.works])
+        own = [np.arange(end - count, end) for end, count in zip(ends, part.scheduled, strict=True)]
+        schedule = schedule_of(part.works, num_layers).to(input_ids.device)
+        tokens = schedule.token_ids.to(input_ids.dtype)
+        tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
+        return replace(schedule, token_ids=tokens)

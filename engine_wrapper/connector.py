@@ -1,28 +1,46 @@
 """The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
 
 With it attached, blocks that hold approximate KV are never published, and where the engine's decoder can be hooked it
-computes only holes and suffix. Where the engine offers no place to attach, the connector stays as it is on a stock
-engine.
+computes only holes and suffix. Where nothing can be attached, the connector stays as it is on a stock engine.
 """
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.attach import Attachment, attach, attach_to_caller
+from engine_wrapper.publication import PublicationGuard, note_evidence
+from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
-from semblend_trt.connector.guarded_calls import never_raises
+from semblend_trt.connector.contract import never_raises
 from semblend_trt.errors import SemBlendError
-from semblend_trt.runtime import EngineMode
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+    from semblend_trt.runtime import Runtime
 
-__all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker", "attach"]
+
+__all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
+
+
+def attach_to_embedded(runtime: Runtime) -> None:
+    """Attaches plan execution and the publication guard to the embedded engine, unless the worker refused its caches.
+
+    Its runner waits for loads layer by layer, and tells what its checks found.
+    """
+    if runtime.pool is None:
+        return
+    runner, blocks = runtime.engine.model_runner, runtime.engine.block_manager
+    runner.plan_source = runtime.active_plans.take
+    runner.readiness = runtime.readiness
+    runtime.readiness.is_awaited = True
+    runner.evidence_sink = partial(note_evidence, runtime)
+    blocks.publication = PublicationGuard(runtime.active_plans)
+    runtime.publication_guard = True
+    runtime.mode = EngineMode.WRAPPER
 
 
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
@@ -59,9 +77,9 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         self._register(kv_cache_tensor)
         if self._runtime.engine is not None:
-            attach(self._runtime)
+            attach_to_embedded(self._runtime)
         else:
-            self.attachment = attach_to_caller(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
+            self.attachment = attach_to_executor(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
         self._runtime.caches_registered()
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:

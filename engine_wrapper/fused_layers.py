@@ -1,7 +1,8 @@
-"""Decoder layers of four known families with few launches: joined projections, and one pass between two products.
+"""Decoder layers of four known families with few launches, and the active rows of a forward through them.
 
-A layer is six launches beside its attention: norm, QKV product, rotation and pool write, output product, norm, gate
-and up product, SwiGLU, down product. Whatever is not recognised keeps Transformers' own layers.
+Joined projections, and one pass between two products: a layer is six launches beside its attention. They are norm, QKV
+product, rotation and pool write, output product, norm, gate and up product, SwiGLU, down product. Whatever is not
+recognised keeps Transformers' own layers.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from engine_wrapper.shared_linear import SharedLinear
-from engine_wrapper.whole_attention import WholeAttention
 from kernels.layer_ops import HeadNorms, add_rms_norm, rotate_rows, silu_mul, slots_of
-from kernels.sparse_prefill import SequenceRows, sparse_prefill
+from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
+from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
 
@@ -31,6 +34,27 @@ KNOWN_LAYERS = (Qwen2DecoderLayer, Qwen3DecoderLayer, LlamaDecoderLayer, Mistral
 
 # From a layer and its rotated rows [rows, heads + 2 * kv_heads, head_dim] to [rows, heads, head_dim].
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
+# Lengths of whole prompts are padded to so many buckets between one power of two and the next.
+BUCKETS_AN_OCTAVE = 16
+SMALLEST_BUCKET = 64
+
+
+class SharedLinear(nn.Linear):
+    """This rank's inputs of a linear layer; what the ranks get for theirs is added up, so that all have the outputs.
+
+    The bias stays on rank 0.
+    """
+
+    def __init__(self, linear: nn.Linear, inputs: slice, ranks: Ranks) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(linear.weight[:, inputs].clone(), requires_grad=False)
+        self.bias = linear.bias if ranks.rank == 0 else None  # type: ignore[assignment]
+        self.out_features, self.in_features = self.weight.shape
+        self.ranks = ranks
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [..., this rank's inputs]; returns [..., outputs] of all ranks."""
+        return self.ranks.add_up(super().forward(input))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +100,54 @@ class RowTables:
     def without_slots(self) -> RowTables:
         """The same tables, of rows whose K and V stay out of the pool."""
         return replace(self, slots=torch.full_like(self.slots, -1))
+
+
+def bucket_rows(rows: int) -> int:
+    """The smallest bucket that holds `rows`: at most a sixteenth more."""
+    octave = 1 << max(rows - 1, SMALLEST_BUCKET - 1).bit_length() - 1
+    step = max(octave // BUCKETS_AN_OCTAVE, 1)
+    return max(-(-rows // step) * step, SMALLEST_BUCKET)
+
+
+class WholeAttention:
+    """Causal attention of whole prompts to their own fresh K and V, through torch's SDPA.
+
+    On Hopper torch takes cuDNN, the fastest there is, which builds a plan for every length it has not seen: about a
+    third of a second, more than many a prefill. So lengths are padded to buckets, and only prepared buckets are served;
+    the kernel over the paged pool, which is a little slower, takes all others. Rows are [rows, heads + 2 * kv_heads,
+    head_dim]: query heads, then key and value heads.
+    """
+
+    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
+        self._shape = num_heads + 2 * kv_heads, head_dim
+        self._split = [num_heads, kv_heads, kv_heads]
+        self._scale = scale
+        self._prepared: set[int] = set()
+
+    def prepare(self, lengths: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Has plans built for prompts of these lengths. The library keeps them for the calling thread only."""
+        for bucket in sorted({bucket_rows(length) for length in lengths} - self._prepared):
+            self._attend(torch.zeros((bucket, *self._shape), dtype=dtype, device=device))
+            self._prepared.add(bucket)
+
+    def serves(self, rows: int, device: torch.device) -> bool:
+        """True where no plan is needed or one has been built."""
+        return device.type != "cuda" or bucket_rows(rows) in self._prepared
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """`heads`: [rows, heads + 2 * kv_heads, head_dim], rotated; returns [rows, heads, head_dim]."""
+        rows = heads.shape[0]
+        if heads.is_cuda and bucket_rows(rows) > rows:
+            # Padded rows stand behind all others, which therefore do not see them.
+            return self._attend(pad(heads, (0, 0, 0, 0, 0, bucket_rows(rows) - rows)))[:rows]
+        return self._attend(heads)
+
+    def _attend(self, heads: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.transpose(0, 1)[None] for part in heads.split(self._split, 1))
+        attended = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self._scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return attended[0].transpose(0, 1)
 
 
 class FusedDecoder:
@@ -165,6 +237,91 @@ class PagedAttend:
             return sparse_prefill(query, decoder.pool, layer, self._sequences, decoder.geometry, decoder.scale)
         parts = [decoder.whole(heads[each.first_row : each.first_row + each.count]) for each in self._sequences]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BegunLayer:
+    """Rows within a layer, before its attention: `residual` [rows, hidden] and `heads`, the projected rows
+    [rows, heads + 2 * kv_heads, head_dim], whose K and V are in the pool."""
+
+    layer: int
+    residual: torch.Tensor
+    heads: torch.Tensor
+
+    def keep(self, rows: torch.Tensor | None) -> BegunLayer:
+        """Some of the rows, int64 on the host or on their device; None keeps all."""
+        if rows is None:
+            return self
+        rows = to_device(rows, self.residual.device)
+        return BegunLayer(self.layer, self.residual.index_select(0, rows), self.heads.index_select(0, rows))
+
+    def room_for(self, rows: int) -> BegunLayer:
+        """Zeros for so many rows like these."""
+        return BegunLayer(
+            self.layer,
+            self.residual.new_zeros(rows, *self.residual.shape[1:]),
+            self.heads.new_zeros(rows, *self.heads.shape[1:]),
+        )
+
+    def fill(self, rows: BegunLayer) -> None:
+        """Copies rows to the beginning."""
+        self.residual[: len(rows.residual)] = rows.residual
+        self.heads[: len(rows.heads)] = rows.heads
+
+
+class FusedRows:
+    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
+
+    A check's layer goes no further than the projections before the check has decided, so that dropped rows never attend
+    there.
+    """
+
+    def __init__(self, decoder: FusedDecoder, schedule: LayerSchedule) -> None:
+        self._decoder = decoder
+        self._positions = schedule.positions
+        # The hidden rows are residual + delta; while heads are set, a layer's projected rows, residual alone.
+        self._residual = decoder.embed(schedule.token_ids)
+        self._delta: torch.Tensor | None = None
+        self._heads: torch.Tensor | None = None
+        self._tables: RowTables | None = None
+
+    def enter(self, stage: Stage) -> None:
+        self._stage = stage
+        self._attend = PagedAttend(self._decoder, stage.sequences)
+        if self._tables is None:
+            self._tables = self._decoder.tables(self._positions, self._attend.slots())
+        if stage.keep is None:
+            return
+        self._tables = self._tables.keep(stage.keep)
+        self._residual = self._residual.index_select(0, stage.keep)
+        self._delta = None if self._delta is None else self._delta.index_select(0, stage.keep)
+        self._heads = None if self._heads is None else self._heads.index_select(0, stage.keep)
+
+    def run(self, layer: int) -> None:
+        assert self._tables is not None
+        heads, self._heads = self._heads, None
+        if heads is None:
+            heads = self._decoder.project(layer, self._delta, self._residual, self._tables)
+        self._delta = self._decoder.mix(layer, self._attend(layer, heads), self._residual)
+
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        assert self._tables is not None
+        decoder, layer = self._decoder, check.layer
+        self._heads = decoder.project(layer, self._delta, self._residual, self._tables.without_slots())
+        self._delta = None
+        keys, values = decoder.keys_and_values(self._heads)
+        deviations = check.deviations(keys, values, decoder.pool, decoder.geometry, ranks)
+        write_rows(keys, values, decoder.pool, layer, self._stage.sequences, decoder.geometry)
+        return deviations
+
+    def begun(self, layer: int, keep: torch.Tensor | None) -> BegunLayer:
+        """Some of the rows, or all, behind `compare` at `layer`."""
+        assert self._heads is not None
+        return BegunLayer(layer, self._residual, self._heads).keep(keep)
+
+    def output(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._delta is not None
+        return self._decoder.finish(self._delta, self._residual, rows)
 
 
 def fuse(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> FusedDecoder | None:

@@ -14,17 +14,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_wrapper.begun_layer import BegunLayer
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.static_inputs import StaticInputs
-from kernels.sparse_prefill.captured import LaunchShape, launch_shape, sparse_prefill
+from engine_wrapper.fused_layers import BegunLayer
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
+from kernels.layer_ops import slots_of
+from kernels.sparse_prefill.captured import (
+    ITEM_FIELDS,
+    TILE_FIELDS,
+    LaunchShape,
+    LaunchTables,
+    fill_tables,
+    launch_shape,
+    sparse_prefill,
+)
+from kernels.sparse_prefill.rows import check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from engine_wrapper.course import Course
     from engine_wrapper.fused_layers import Attend, FusedDecoder
     from engine_wrapper.layer_schedule import LayerSchedule
+    from kernels.layout import KvGeometry
 
 MAX_ROWS = 256
 # Captures beyond these run eagerly: each takes time once, and host memory for good.
@@ -40,6 +50,70 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+class StaticInputs:
+    """The inputs of a captured forward, at fixed addresses: one buffer on the device, one like it on the host.
+
+    They are token ids, positions and slots [rows], output rows [sequences], launch tables and block ids.
+
+    Rows beyond those of a batch hold token 0 at position 0 and write no slot. `block_room` is the most block ids of all
+    sequences together. On a card the host's buffer is pinned and a copy out of it does not wait.
+    """
+
+    def __init__(self, shape: LaunchShape, block_room: int, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        self._shape = shape
+        self._pool = pool
+        self._geometry = geometry
+        self._sizes = sizes = _sizes(shape, block_room)
+        cuda = pool.is_cuda
+        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=cuda)
+        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=pool.device)
+        self._copied = torch.cuda.Event() if cuda else None
+        self.token_ids, positions, self.slots, self.output_rows, items, tiles, block_ids = self._device.split(sizes)
+        self.launch = LaunchTables(
+            _table(items, shape.items, ITEM_FIELDS), _table(tiles, shape.tiles, TILE_FIELDS), positions, block_ids
+        )
+
+    def upload(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
+        """Fills the buffer on the device, in the order of its current stream, from a schedule on the host.
+
+        Without `writes` the rows write no slot, as a warm-up needs it. Raises ValueError, before anything is copied,
+        when the schedule does not fit the shape or the pool.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before has long ended; the buffer may not change under it
+        sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
+        check_rows({}, 0, self._pool, 0, sequences, self._geometry)
+        tokens, positions, slots, outputs, items, tiles, block_ids = self._host.split(self._sizes)
+        known = len(schedule.token_ids)
+        tokens[:known], tokens[known:] = schedule.token_ids, 0
+        positions[:rows], positions[rows:] = torch.cat([each.host_positions for each in sequences]), 0
+        slots[:rows], slots[rows:] = slots_of(sequences, self._geometry.block_size) if writes else -1, -1
+        outputs[: len(sequences)], outputs[len(sequences) :] = schedule.output_rows, 0
+        used = torch.cat([sequence.block_ids for sequence in sequences])
+        block_ids[: len(used)] = used
+        fill_tables(
+            self._shape,
+            sequences,
+            _table(items, self._shape.items, ITEM_FIELDS).numpy(),
+            _table(tiles, self._shape.tiles, TILE_FIELDS).numpy(),
+        )
+        end = sum(self._sizes[:-1]) + len(used)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def _sizes(shape: LaunchShape, block_room: int) -> list[int]:
+    """Elements (int64) of token ids, positions, slots, output rows, items, tiles and block ids."""
+    items, tiles = (-(-count // 2) for count in (shape.items * ITEM_FIELDS, shape.tiles * TILE_FIELDS))
+    return [shape.rows, shape.rows, shape.rows, shape.sequences, items, tiles, block_room]
+
+
+def _table(words: torch.Tensor, count: int, fields: int) -> torch.Tensor:
+    """int64 words read as int32 [count, fields]."""
+    return words.view(torch.int32)[: count * fields].view(count, fields)
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """A graph, what it reads and what it writes: logits, float32 [sequences, vocabulary], or normed hidden rows,
@@ -52,7 +126,7 @@ class _Captured:
 
 
 class GraphForward:
-    """Runs courses of one stage and at most MAX_ROWS rows by replaying graphs.
+    """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
 
     The first iteration of a bucket captures its graph, which takes some hundredths of a second, unless `prepare` has.
     All graphs share one memory pool: their outputs are copied before the next one runs.
@@ -67,17 +141,17 @@ class GraphForward:
         """Graphs captured so far."""
         return len(self._graphs)
 
-    def fits(self, course: Course, layer: int | None = None) -> bool:
-        """True when the course, which begins within `layer` or at the lowest, has one output row a sequence and a
+    def fits(self, schedule: LayerSchedule, layer: int | None = None) -> bool:
+        """True when the schedule, which begins within `layer` or at the lowest, has one output row a sequence and a
         graph, or there is room for one."""
-        is_whole = len(course.stages) == 1 and course.checkpoint is None
-        if not is_whole or course.stages[0].num_rows > MAX_ROWS:
+        is_whole = len(schedule.stages) == 1 and schedule.check is None
+        if not is_whole or schedule.stages[0].num_rows > MAX_ROWS:
             return False
-        sequences = course.stages[0].sequences
+        sequences = schedule.stages[0].sequences
         blocks = sum(len(sequence.block_ids) for sequence in sequences)
-        if len(course.output_rows) != len(sequences) or blocks > self._block_room:
+        if len(schedule.output_rows) != len(sequences) or blocks > self._block_room:
             return False
-        return len(self._graphs) < MAX_GRAPHS or (shape_of(course, self._decoder), layer) in self._graphs
+        return len(self._graphs) < MAX_GRAPHS or (shape_of(schedule, self._decoder), layer) in self._graphs
 
     @torch.inference_mode()
     def __call__(self, schedule: LayerSchedule) -> torch.Tensor:
@@ -88,12 +162,12 @@ class GraphForward:
         return self._replay(schedule, None)
 
     @torch.inference_mode()
-    def rest(self, course: Course, begun: BegunLayer) -> torch.Tensor:
-        """Runs what is left of a forward: a course that fits, its tensors on the host, of rows within a layer.
+    def rest(self, schedule: LayerSchedule, begun: BegunLayer) -> torch.Tensor:
+        """Runs what is left of a forward: a schedule that fits, its tensors on the host, of rows within a layer.
 
         Returns the normed hidden rows, [sequences, hidden]. Raises as a call does.
         """
-        return self._replay(course, begun)
+        return self._replay(schedule, begun)
 
     @torch.inference_mode()
     def prepare(self, reaches: Iterable[int], check_layers: Iterable[int] = ()) -> None:
@@ -125,19 +199,21 @@ class GraphForward:
         heads = decoder.num_heads + 2 * geometry.kv_heads
         return BegunLayer(layer, residual, residual.new_zeros(1, heads, geometry.head_dim))
 
-    def _replay(self, course: Course, begun: BegunLayer | None) -> torch.Tensor:
-        captured = self._captured(shape_of(course, self._decoder), course, begun, writes=True)
-        captured.inputs.upload(course)
+    def _replay(self, schedule: LayerSchedule, begun: BegunLayer | None) -> torch.Tensor:
+        captured = self._captured(shape_of(schedule, self._decoder), schedule, begun, writes=True)
+        captured.inputs.upload(schedule)
         if captured.begun is not None and begun is not None:
             captured.begun.fill(begun)
         captured.graph.replay()
-        return captured.output[: len(course.output_rows)].clone()
+        return captured.output[: len(schedule.output_rows)].clone()
 
-    def _captured(self, shape: LaunchShape, course: Course, begun: BegunLayer | None, *, writes: bool) -> _Captured:
+    def _captured(
+        self, shape: LaunchShape, schedule: LayerSchedule, begun: BegunLayer | None, *, writes: bool
+    ) -> _Captured:
         key = shape, None if begun is None else begun.layer
         if key not in self._graphs:
             inputs = StaticInputs(shape, self._block_room, self._decoder.pool, self._decoder.geometry)
-            inputs.upload(course, writes=writes)
+            inputs.upload(schedule, writes=writes)
             room = None if begun is None else begun.room_for(shape.rows)
             if room is not None and begun is not None:
                 room.fill(begun)
@@ -176,11 +252,11 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def shape_of(course: Course, decoder: FusedDecoder) -> LaunchShape:
-    """The launch for a course of one stage: its rows and sequences rounded up to buckets."""
-    sequences, pool = course.stages[0].sequences, decoder.pool
+def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
+    """The launch for a schedule of one stage: its rows and sequences rounded up to buckets."""
+    sequences, pool = schedule.stages[0].sequences, decoder.pool
     return launch_shape(
-        bucket(course.stages[0].num_rows),
+        bucket(schedule.stages[0].num_rows),
         bucket(len(sequences)),
         bucket(max(sequence.count for sequence in sequences)),
         max(sequence.last_position for sequence in sequences) + 1,

@@ -1,73 +1,167 @@
-"""Which positions are computed in which layer, for every request of one iteration: the rows of layer 0 and a course."""
+"""Which positions are computed in which layer, for every request of one iteration, and the loop that runs them.
+
+Active sets only shrink: a row's input to a layer is its output of the layer below, so a row that was dropped cannot
+come back. A schedule ends where a deviation check decides which rows are dropped; the check's decision begins the next
+one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from engine_wrapper.course import Course, Stage, course_of, lowest_course
-from engine_wrapper.sequence_work import work_of
+from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
+from kernels.deviation import FreshRows, Move, deviation, relative, squares
+from kernels.layout import KvGeometry, PagedKv
+from kernels.rope import RopeRotation
+from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.rows import to_device
-from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from engine_wrapper.sequence_work import SequenceWork
-    from semblend_trt.plan import SemanticKvPlan
+    import numpy.typing as npt
 
-__all__ = [
-    "LayerSchedule",
-    "SequenceSlice",
-    "Stage",
-    "build_schedule",
-    "lowest_schedule",
-    "schedule_of",
-    "works_of",
-]
+    from semblend_trt.plan import CheckEvidence
+    from semblend_trt.ranks import Ranks
+
+LayerHook = Callable[[int], None]
+EvidenceSink = Callable[["CheckEvidence"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSlice:
-    """What the executor schedules of one request in one iteration: positions begin .. begin + len(token_ids) - 1.
+class Stage:
+    """Layers from `first_layer` to the next stage's: the same rows are active in all of them.
 
-    `block_ids` are all blocks of the request so far. `plan` is executed by this slice, so only the first slice of a
-    request carries one.
+    `keep`: int64 [rows], sorted, the rows of the stage before that stay active; None keeps all of them. `sequences`
+    cover the active rows in order.
     """
 
-    request_id: int
-    begin: int
-    token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    plan: SemanticKvPlan | None = None
+    first_layer: int
+    keep: torch.Tensor | None
+    sequences: tuple[SequenceRows, ...]
 
     @property
-    def end(self) -> int:
-        return self.begin + len(self.token_ids)
+    def num_rows(self) -> int:
+        """Active rows."""
+        return sum(sequence.count for sequence in self.sequences)
+
+    def to(self, device: torch.device | str) -> Stage:
+        """The same stage with its tensors on `device`, copied without waiting."""
+        keep = None if self.keep is None else to_device(self.keep, device)
+        return Stage(self.first_layer, keep, tuple(sequence.to(device) for sequence in self.sequences))
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSchedule(Course):
-    """One forward, up to its first checkpoint where it has one.
+class LayerSchedule:
+    """The stages up to the next deviation check, or to the last layer where there is none.
 
-    `token_ids` and `positions`: int64 [rows of stages[0]], the rows that enter layer 0.
+    `output_rows`: int64 [executor rows], into the last stage's rows, in the order in which the executor scheduled them.
+    `token_ids`: int64 [rows of stages[0]]; empty in a schedule that goes on behind a check, within a layer.
     """
 
+    stages: tuple[Stage, ...]
+    output_rows: torch.Tensor
+    check: DeviationCheck | None
     token_ids: torch.Tensor
-    positions: torch.Tensor
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the first stage's rows, int64 [rows]."""
+        return torch.cat([sequence.positions for sequence in self.stages[0].sequences])
+
+    def layers_of_stages(self, num_layers: int) -> Iterator[tuple[Stage, range]]:
+        """Each stage with its layers below the check; the last stage may have none of them."""
+        end = num_layers if self.check is None else self.check.layer
+        bounds = [*(stage.first_layer for stage in self.stages), end]
+        for stage, (first, last) in zip(self.stages, pairwise(bounds), strict=True):
+            yield stage, range(first, last)
 
     def to(self, device: torch.device | str) -> LayerSchedule:
         """The same schedule with its tensors on `device`, copied without waiting."""
-        token_ids, positions = to_device(self.token_ids, device), to_device(self.positions, device)
-        return replace(Course.to(self, device), token_ids=token_ids, positions=positions)
+        stages = tuple(stage.to(device) for stage in self.stages)
+        outputs, tokens = to_device(self.output_rows, device), to_device(self.token_ids, device)
+        return replace(self, stages=stages, output_rows=outputs, token_ids=tokens)
 
     def last_rows(self, lengths: Sequence[int]) -> LayerSchedule:
         """The same schedule with the last output row of each slice only; `lengths` are the slices' tokens."""
-        checkpoint = None if self.checkpoint is None else self.checkpoint.last_rows()
-        return replace(self, output_rows=self.output_rows[np.cumsum(lengths) - 1], checkpoint=checkpoint)
+        check = None if self.check is None else self.check.last_rows()
+        return replace(self, output_rows=self.output_rows[np.cumsum(lengths) - 1], check=check)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviationCheck:
+    """The layer in which fresh K and V of some rows are compared with what lies in the pool at their positions.
+
+    All active rows have K and V of that layer computed and written. Which of them go on to its attention and to the
+    layers above is decided once for all requests that are checked in this layer, from one small read off the device.
+    `works` are the batch's.
+    """
+
+    layer: int
+    num_layers: int
+    works: tuple[SequenceWork, ...]
+
+    def deviations(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        ranks: Ranks | None = None,
+    ) -> torch.Tensor:
+        """Deviation of each checked token, float32 [tokens], on the pool's device; nothing waits for it.
+
+        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Where `ranks`
+        share the KV heads it is the deviation over the heads of all, with the same bits on each, so that every rank
+        decides alike. Raises ValueError when a position lies beyond its request's blocks.
+        """
+        moves, first_row = [], 0
+        for work in self.works:
+            active = work.active(self.layer)
+            places = first_row + np.cumsum(active) - active
+            first_row += int(np.count_nonzero(active))
+            if work.pending is None or work.pending.check.layer != self.layer:
+                continue
+            donor = PagedKv(pool, work.block_ids, geometry)
+            moves += [
+                Move(donor, int(work.positions[rows.start]), int(places[rows.start]), len(rows), turn=0)
+                for rows in work.pending.rows
+            ]
+        if not moves:
+            return torch.empty(0, dtype=torch.float32, device=pool.device)
+        # What lies in the pool was rotated when it was placed there: nothing turns.
+        planes = geometry.head_dim // 2
+        still = RopeRotation((0.0,) * planes, 2 * planes)
+        fresh = FreshRows(keys, values)
+        if ranks is None or ranks.size == 1:
+            return deviation(moves, fresh, self.layer, still).amax(0)
+        return relative(ranks.total(squares(moves, fresh, self.layer, still))).amax(0)
+
+    def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
+        """The schedule from this layer on, its tensors on the host, and what the checks leave as evidence.
+
+        Waits for `deviations` of this check. The first stage's `keep` are the active rows that go on.
+        """
+        read = deviations.cpu().numpy()
+        works, evidence = [], []
+        for work in self.works:
+            if work.pending is not None and work.pending.check.layer == self.layer:
+                own, read = np.split(read, [len(work.pending.checked)])
+                work, found = work.decide(own)
+                evidence.append(found)
+            works.append(work)
+        before = [work.active(self.layer) for work in self.works]
+        return _schedule(works, self.layer, self.num_layers, before, torch.empty(0, dtype=torch.int64)), tuple(evidence)
+
+    def last_rows(self) -> DeviationCheck:
+        """The same check, whose schedules put out the last row of each request only."""
+        return replace(self, works=tuple(replace(work, outputs=1) for work in self.works))
 
 
 def build_schedule(
@@ -77,41 +171,135 @@ def build_schedule(
 
     A slice without a plan computes its own positions in every layer. With a plan, the layers below the recompute
     boundary and below the check's layer run on all positions from `num_computed_tokens` on, and the others on holes,
-    heads of spans, slice and what the check finds. Exact spans are computed in no layer.
-
-    Raises PlanError when there is nothing to run, when a slice is empty, or when a plan does not fit the model or its
-    slice.
+    heads of spans, slice and what the check finds. Exact spans are computed in no layer. Raises PlanError when a plan
+    does not fit its slice.
     """
     schedule = schedule_of(works_of(slices, num_layers), num_layers)
     return schedule if torch.device(device).type == "cpu" else schedule.to(device)
 
 
-def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
-    """What each slice computes. Raises PlanError as `build_schedule` does.
-
-    For attention that reads all keys before a run of neighbouring rows once for the run, `keys_per_row` of them in the
-    time of one more row: a gap between two runs whose rows are cheaper computed than skipped is computed. 0: none is.
-    """
-    if not slices:
-        raise PlanError("no_slices", "an iteration without a slice has nothing to run")
-    return [work_of(piece, num_layers, keys_per_row) for piece in slices]
-
-
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `works`, its index tensors on the host."""
-    return _entering(course_of(works, 0, num_layers), works)
+    """The schedule of one forward over `works`, its tensors on the host."""
+    return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 
 def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
-    """The schedule of `lowest_course`, its index tensors on the host."""
-    return _entering(lowest_course(work, layer, num_layers), [work])
+    """All rows of `work` up to K and V of `layer`, where those that its check names are compared; it puts nothing out,
+    and its tensors are on the host."""
+    stage = Stage(0, None, _sequence_rows([work.positions], [work]))
+    check = DeviationCheck(layer, num_layers, (work,))
+    return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
 
 
-def _entering(course: Course, works: Sequence[SequenceWork]) -> LayerSchedule:
-    return LayerSchedule(
-        course.stages,
-        course.output_rows,
-        course.checkpoint,
-        token_ids=torch.from_numpy(np.concatenate([work.token_ids for work in works])),
-        positions=torch.from_numpy(np.concatenate([work.positions for work in works])),
+def _tokens(works: Sequence[SequenceWork]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([work.token_ids for work in works]))
+
+
+def _schedule(
+    works: Sequence[SequenceWork],
+    first_layer: int,
+    num_layers: int,
+    before: list[npt.NDArray[np.bool_]],
+    token_ids: torch.Tensor,
+) -> LayerSchedule:
+    """The schedule from `first_layer` on. `before`: of each work, which rows were active up to there."""
+    checks = [work.pending.check.layer for work in works if work.pending is not None]
+    end = min(checks, default=num_layers - 1)
+    drops = {int(layer) for work in works for layer in np.unique(work.drops_at)}
+    stages = []
+    for layer in (first_layer, *sorted(layer for layer in drops if first_layer < layer <= end)):
+        active = [work.active(layer) for work in works]
+        stays = np.concatenate([now[was] for now, was in zip(active, before, strict=True)])
+        keep = None if stays.all() else torch.from_numpy(np.flatnonzero(stays))
+        positions = [work.positions[rows] for work, rows in zip(works, active, strict=True)]
+        stages.append(Stage(layer, keep, _sequence_rows(positions, works)))
+        before = active
+    ends = np.cumsum([np.count_nonzero(rows) for rows in before])
+    outputs = [np.arange(end - work.outputs, end) for end, work in zip(ends, works, strict=True)]
+    check = DeviationCheck(min(checks), num_layers, tuple(works)) if checks else None
+    return LayerSchedule(tuple(stages), torch.from_numpy(np.concatenate(outputs)), check, token_ids)
+
+
+def _sequence_rows(
+    positions: Sequence[npt.NDArray[np.int64]], works: Sequence[SequenceWork]
+) -> tuple[SequenceRows, ...]:
+    first_rows = np.cumsum([0, *map(len, positions)])
+    return tuple(
+        SequenceRows(int(first_row), torch.from_numpy(own), work.block_ids)
+        for first_row, own, work in zip(first_rows, positions, works, strict=False)
     )
+
+
+class LayerRows(Protocol):
+    """Rows between two layers of a decoder, over one pool."""
+
+    def enter(self, stage: Stage) -> None:
+        """Drops the rows that the stage does not keep."""
+
+    def run(self, layer: int) -> None:
+        """Runs a layer, or what is left of it behind a check."""
+
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        """Begins the check's layer; returns deviations, as `DeviationCheck.deviations`. All K and V are written."""
+
+    def output(self, rows: torch.Tensor) -> torch.Tensor:
+        """The final norm of some rows, int64; returns [len(rows), hidden]."""
+
+
+def no_hook(layer: int) -> None:
+    """Stands where no hook is set."""
+
+
+def follow(
+    rows: LayerRows,
+    schedule: LayerSchedule,
+    num_layers: int,
+    ranks: Ranks,
+    begun: int | None = None,
+    before: LayerHook = no_hook,
+    after: LayerHook = no_hook,
+) -> torch.Tensor | None:
+    """Runs a schedule that begins within layer `begun`, or at the lowest; returns the deviations that its check finds,
+    None without a check."""
+    for stage, layers in schedule.layers_of_stages(num_layers):
+        rows.enter(stage)
+        for layer in layers:
+            if layer != begun:
+                before(layer)
+            rows.run(layer)
+            after(layer)
+    if schedule.check is None:
+        return None
+    before(schedule.check.layer)
+    return rows.compare(schedule.check, ranks)
+
+
+def follow_all(
+    rows: LayerRows,
+    schedule: LayerSchedule,
+    num_layers: int,
+    ranks: Ranks,
+    sink: EvidenceSink | None = None,
+    rest: Callable[[LayerSchedule, int], torch.Tensor | None] | None = None,
+    before: LayerHook = no_hook,
+    after: LayerHook = no_hook,
+) -> torch.Tensor:
+    """Runs all layers, from check to check, and tells `sink` what each found; returns the output rows.
+
+    `rest` may run what a check leaves: it gets the schedule, on the host, and the layer within which it begins, and
+    returns output rows, or None to leave it to this loop.
+    """
+    begun: int | None = None
+    while True:
+        found = follow(rows, schedule, num_layers, ranks, begun, before, after)
+        if schedule.check is None or found is None:
+            return rows.output(schedule.output_rows)
+        begun = schedule.check.layer
+        schedule, evidence = schedule.check.decide(found)
+        if sink is not None:
+            for each in evidence:
+                sink(each)
+        output = None if rest is None else rest(schedule, begun)
+        if output is not None:
+            return output
+        schedule = schedule.to(found.device)

@@ -4,42 +4,51 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-    SpanCheck,
-)
+from semblend_trt.errors import SemBlendError
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kernels.layout import KvGeometry
 
 # Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
 MIN_TOKENS, MAX_TOKENS = 64, 512
+# Above every deviation, and finite as a threshold must be.
+KEEP_ALL = 1e30
 # Of ||ours - engine's|| / ||engine's||: above what rounding in another order gives, below what a wrong rotation does.
 _BOUNDS = {torch.float32: 1e-3}
 _HALF_BOUND = 0.05
-_KEEP_ALL = 1e30
 
 
-def check_plan(tokens: list[int], geometry: KvGeometry) -> SemanticKvPlan:
-    """A checked plan: a hole, a span that keeps its place, of which nothing deviates, and a suffix."""
-    start, end, layers = len(tokens) // 4, 3 * len(tokens) // 4, geometry.num_layers
-    check = SpanCheck(0, _KEEP_ALL)  # the lowest layer, so that every other one runs on some of the rows
-    execution = EngineExecution(EngineMode.WRAPPER, layers, check=check)
+class LayoutError(SemBlendError):
+    """Plans cannot be executed on this engine; `reason` is the short name under which that is counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def check_plan(
+    tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL
+) -> SemanticKvPlan:
+    """A plan checked in `layer`: a hole, a span that keeps its place, and a suffix.
+
+    In the lowest layer every other one runs on some of the rows; by default nothing of the span deviates.
+    """
+    start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(PlanSpan("", start, start, end - start),),
-        prompt_token_ids=tokens,
+        prompt_token_ids=np.array(tokens, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=end,
         block_size=geometry.block_size,
-        execution=execution,
+        execution=EngineExecution(EngineMode.WRAPPER, geometry.num_layers, check=SpanCheck(layer, threshold)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What one request computes in one iteration: its rows, and how many layers of each of them."""
+"""What one request computes in one iteration: its rows, how many layers of each, and the check that decides on them."""
 
 from __future__ import annotations
 
@@ -8,47 +8,157 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine_wrapper.span_choice import choose, closed
 from semblend_trt.errors import PlanError
-from semblend_trt.evidence import CheckEvidence
-from semblend_trt.plan import PlanKind, SemanticKvPlan
+from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
 
-    from engine_wrapper.layer_schedule import SequenceSlice
-    from engine_wrapper.span_choice import SpanChoice
-    from semblend_trt.span_check import SpanCheck
+    from semblend_trt.plan import SpanCheck
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """What the executor schedules of one request in one iteration: positions begin .. begin + len(token_ids) - 1.
+
+    `block_ids` are all blocks of the request so far. `plan` is executed by this slice, so only the first slice of a
+    request carries one.
+    """
+
+    request_id: int
+    begin: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    plan: SemanticKvPlan | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenCheck:
-    """A plan whose check has not decided yet. `rows`: of each checked span, the rows of the request that are compared;
-    until then all of them are computed. `keys_per_row` as for `works_of`."""
+class SpanChoice:
+    """What a SpanCheck decides from deviations alone.
+
+    `computed`: bool [checked tokens], those that all layers above compute; the others keep the donor's KV.
+    `is_dropped`: the plan would have saved too little, or nothing, and every token is computed. `largest_kept`: the
+    largest deviation of a token that keeps the donor's KV, 0.0 without one.
+    """
+
+    computed: npt.NDArray[np.bool_]
+    is_dropped: bool
+    largest_kept: float
+
+    @property
+    def kept_tokens(self) -> int:
+        """Checked tokens that keep the donor's KV."""
+        return int(self.computed.size - np.count_nonzero(self.computed))
+
+
+def choose(
+    check: SpanCheck,
+    deviations: npt.NDArray[np.float32],
+    lengths: Sequence[int],
+    exact_tokens: int,
+    promised: int,
+    widened: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.bool_]] | None = None,
+) -> SpanChoice:
+    """Decides one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
+
+    Of the `promised` tokens `exact_tokens` are saved in any case. A deviation that is not a number exceeds every
+    threshold. `widened` takes the tokens to compute, bool [checked tokens], and adds those that are cheaper computed
+    than skipped.
+    """
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    deviating = _deviating(check, deviations)
+    if check.window_threshold is not None:
+        deviating |= _deviating_windows(deviations, tokens, check.window_threshold)
+    counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
+    computed = deviating | np.repeat(counts > check.max_span_share * tokens, tokens)
+    if widened is not None:
+        computed = widened(computed)
+    saved = exact_tokens + computed.size - np.count_nonzero(computed)
+    is_dropped = bool(saved == 0 or saved < check.min_saved_share * promised)
+    if is_dropped:
+        computed = np.ones_like(computed)
+    return SpanChoice(computed, is_dropped, float(deviations[~computed].max(initial=0.0)))
+
+
+def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    if check.threshold is not None:
+        return deviations.astype(np.float64) > check.threshold
+    assert check.largest_share is not None
+    deviating = np.zeros(deviations.size, dtype=bool)
+    # Of equal deviations the earlier token is computed: what follows depends on it.
+    deviating[np.argsort(-deviations, kind="stable")[: round(check.largest_share * deviations.size)]] = True
+    return deviating
+
+
+def _deviating_windows(
+    deviations: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], threshold: float
+) -> npt.NDArray[np.bool_]:
+    """Every token of the windows whose mean deviation is above the threshold. `tokens`: int64 [spans]."""
+    within = np.arange(deviations.size) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+    starts = np.flatnonzero(within % WINDOW_TOKENS == 0)
+    sizes = np.diff(starts, append=deviations.size)
+    above = np.add.reduceat(deviations, starts, dtype=np.float64) > threshold * sizes
+    return np.repeat(above, sizes)
+
+
+def closed(
+    computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
+) -> npt.NDArray[np.bool_]:
+    """`computed`, bool [rows], with the rows of short gaps between two computed rows added; unchanged for 0.
+
+    Skipping a gap makes attention read all keys before its end once more, which costs one row for `keys_per_row` keys.
+    A gap is short when computing its rows costs no more than that. `positions`: int64 [rows], rising. A gap in which
+    some positions have no row stays open.
+    """
+    found = np.flatnonzero(computed)
+    if not keys_per_row:
+        return computed
+    rows, gaps = np.diff(found) - 1, np.diff(positions[found]) - 1
+    closes = (gaps > 0) & (gaps * keys_per_row <= positions[found[1:]]) & (rows == gaps)
+    # Every row's gap is that of the computed row before it.
+    inside = np.zeros(len(computed), dtype=bool)
+    inside[found[:-1][closes]] = True
+    before = np.maximum.accumulate(np.where(computed, np.arange(len(computed)), 0))
+    return computed | inside[before]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCheck:
+    """A plan whose check has not decided yet.
+
+    `rows`: of each checked span, the request's rows that are compared; all of them are computed until the check has
+    decided. `keys_per_row` as for `works_of`.
+    """
 
     plan: SemanticKvPlan
-    check: SpanCheck
     rows: tuple[range, ...]
     keys_per_row: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.rows))
+    def check(self) -> SpanCheck:
+        assert self.plan.execution.check is not None
+        return self.plan.execution.check
 
     @property
     def checked(self) -> npt.NDArray[np.int64]:
-        """The rows that are compared, one span after another, int64 [num_tokens]."""
+        """The rows that are compared, span after span, int64 [checked tokens]."""
         return np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in self.rows])
 
-    def within(self, start: int, stop: int) -> OpenCheck | None:
+    def within(self, start: int, stop: int) -> PendingCheck | None:
         """What is compared of the rows start..stop-1, counted from the first of them; None for nothing."""
         cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
         kept = tuple(rows for rows in cut if rows)
         return replace(self, rows=kept) if kept else None
 
     def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
-        """Decides from the deviations of the checked tokens, float32 [num_tokens]. `positions`: of the request's rows,
-        int64 [rows]."""
+        """Decides from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
 
         def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
             checked, stays = self.checked, np.ones(len(positions), dtype=bool)
@@ -57,21 +167,15 @@ class OpenCheck:
             return found
 
         lengths = [len(rows) for rows in self.rows]
-        return choose(
-            self.check,
-            deviations,
-            lengths,
-            self._exact_tokens,
-            self.plan.matched_tokens,
-            widened if self.keys_per_row else None,
-        )
+        wider = widened if self.keys_per_row else None
+        return choose(self.check, deviations, lengths, self._exact_tokens, self.plan.matched_tokens, wider)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         offered, reused = self.plan.reused_tokens, self._exact_tokens + choice.kept_tokens
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
-            checked_tokens=self.num_tokens,
+            checked_tokens=choice.computed.size,
             reused_tokens=reused,
             recomputed_tokens=offered - reused,
             largest_kept=choice.largest_kept,
@@ -87,9 +191,9 @@ class OpenCheck:
 class SequenceWork:
     """The rows of one request that enter layer 0, and how far up each one goes.
 
-    `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows]; the layers below are computed,
-    the number of layers means all. `outputs`: rows at the end whose output is asked for. `block_ids`: int64, the
-    request's blocks, on the host. `open_check` is set until its check has decided.
+    `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows], how many of the lowest layers
+    compute the row. `outputs`: rows at the end whose output is asked for. `block_ids`: int64, the request's blocks, on
+    the host. `pending` is set until its check has decided.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -97,7 +201,7 @@ class SequenceWork:
     drops_at: npt.NDArray[np.int64]
     outputs: int
     block_ids: torch.Tensor
-    open_check: OpenCheck | None = None
+    pending: PendingCheck | None = None
 
     def active(self, layer: int) -> npt.NDArray[np.bool_]:
         """Which rows are computed in `layer`, bool [rows]."""
@@ -106,8 +210,8 @@ class SequenceWork:
     def together(self, num_layers: int) -> range:
         """The rows from the first to the last of those that are compared, or that leave before the last layer."""
         found = np.flatnonzero(self.drops_at < num_layers)
-        if self.open_check is not None:
-            found = np.concatenate([found, *(np.arange(rows.start, rows.stop) for rows in self.open_check.rows)])
+        if self.pending is not None:
+            found = np.concatenate([found, self.pending.checked])
         return range(int(found.min()), int(found.max()) + 1) if len(found) else range(0)
 
     def part(self, start: int, stop: int, outputs: int) -> SequenceWork:
@@ -118,12 +222,12 @@ class SequenceWork:
             positions=self.positions[start:stop],
             drops_at=self.drops_at[start:stop],
             outputs=outputs,
-            open_check=None if self.open_check is None else self.open_check.within(start, stop),
+            pending=None if self.pending is None else self.pending.within(start, stop),
         )
 
     def beyond(self, layer: int, num_layers: int) -> SequenceWork:
         """The rows that go on above `layer`, or to the end. Only for a work whose check has decided."""
-        assert self.open_check is None
+        assert self.pending is None
         stays = self.active(min(layer + 1, num_layers - 1))
         return replace(
             self, token_ids=self.token_ids[stays], positions=self.positions[stays], drops_at=self.drops_at[stays]
@@ -131,22 +235,26 @@ class SequenceWork:
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """The work after its check, which found these deviations, and what it leaves as evidence."""
-        pending = self.open_check
+        pending = self.pending
         assert pending is not None
         choice = pending.choose(deviations, self.positions)
         drops_at = self.drops_at.copy()
         kept = pending.checked[~choice.computed]
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
-        return replace(self, drops_at=drops_at, open_check=None), pending.evidence(choice)
+        return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
 
 
-def work_of(piece: SequenceSlice, num_layers: int, keys_per_row: int = 0) -> SequenceWork:
-    """The work of one slice; `keys_per_row` as for `works_of`.
+def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
+    """What each slice computes.
 
-    Raises PlanError when the slice is empty, or when its plan fits neither it nor the model.
+    Where attention reads all keys before a run of neighbouring rows once for the run, and `keys_per_row` keys take as
+    long as one more row, a gap between two runs is computed when that is cheaper than skipping it; 0 skips all gaps.
+    Raises PlanError when a plan does not fit its slice.
     """
-    if not piece.token_ids:
-        raise PlanError("slice_empty", f"request {piece.request_id}: a slice at {piece.begin} has no tokens")
+    return [_work_of(piece, num_layers, keys_per_row) for piece in slices]
+
+
+def _work_of(piece: SequenceSlice, num_layers: int, keys_per_row: int) -> SequenceWork:
     own_tokens = np.array(piece.token_ids, dtype=np.int64)
     own = SequenceWork(
         own_tokens,
@@ -159,12 +267,12 @@ def work_of(piece: SequenceSlice, num_layers: int, keys_per_row: int = 0) -> Seq
     # A discovery-only plan promises nothing and moves nothing, whatever spans it reports.
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
-    _check_plan(plan, piece, num_layers)
+    _check_plan(plan, piece)
     return _with_promise(own, plan, num_layers, keys_per_row)
 
 
 def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys_per_row: int) -> SequenceWork:
-    """`own` behind the rows that the plan promised and that somebody has to compute."""
+    """`own` behind the rows that the plan promised and that are computed in some layer at least."""
     begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
     drops_at = np.full(end - begin, num_layers, dtype=np.int64)
     for span in plan.spans:
@@ -181,18 +289,17 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         drops_at[rows[stays[:-1]]] = num_layers
     entering = drops_at > 0
     positions = begin + np.flatnonzero(entering)
-    # A long prompt costs a millisecond to convert, and few of its tokens may be needed.
-    tokens = np.fromiter(map(plan.prompt_token_ids.__getitem__, positions.tolist()), np.int64, len(positions))
+    tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
         own,
         token_ids=np.concatenate([tokens, own.token_ids]),
         positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
-        open_check=_open_check(plan, entering, keys_per_row),
+        pending=_pending(plan, entering, keys_per_row),
     )
 
 
-def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> OpenCheck | None:
+def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> PendingCheck | None:
     """`entering`: bool [promised tokens], those that have a row."""
     check, head = plan.execution.check, plan.execution.head_tokens
     if check is None or not plan.is_checked:
@@ -204,27 +311,17 @@ def _open_check(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_
         for span in plan.spans
         if not span.exact and span.length > head
     ]
-    return OpenCheck(plan, check, tuple(range(start + head, start + length) for start, length in starts), keys_per_row)
+    return PendingCheck(plan, tuple(range(start + head, start + length) for start, length in starts), keys_per_row)
 
 
-def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice, num_layers: int) -> None:
-    if plan.request_id != piece.request_id:
-        raise PlanError(
-            "plan_of_another_request", f"the plan of request {plan.request_id} came with request {piece.request_id}"
-        )
-    if plan.execution.num_layers != num_layers:
-        raise PlanError(
-            "plan_of_another_model",
-            f"request {plan.request_id}: the plan was made for {plan.execution.num_layers} layers; "
-            f"this model has {num_layers}",
-        )
+def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice) -> None:
     if piece.begin != plan.prefix_end:
         raise PlanError(
             "slice_not_at_prefix",
             f"request {plan.request_id}: the slice begins at {piece.begin}, but the plan promised the positions up to "
             f"{plan.prefix_end}; a plan is executed by the first slice of its request",
         )
-    if plan.prompt_token_ids[piece.begin : piece.end] != piece.token_ids:
+    if tuple(plan.prompt_token_ids[piece.begin : piece.end].tolist()) != piece.token_ids:
         raise PlanError(
             "plan_of_another_prompt",
             f"request {plan.request_id}: the scheduled tokens {piece.begin}..{piece.end - 1} differ from the prompt "

@@ -1,35 +1,133 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
-The model's own layers are used as they are (`engine_wrapper.plain_rows`), but for families that
-`engine_wrapper.fused_layers` knows on a card (`engine_wrapper.fused_rows`).
+The model's own layers are used as they are, with an attention over the pool in the place of theirs: K and V of the
+active rows are written to the pool, then the queries attend to all of their sequence that lies there. Families that
+`engine_wrapper.fused_layers` knows run fused on a card.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from engine_wrapper.fused_layers import fuse
-from engine_wrapper.fused_rows import FusedRows
-from engine_wrapper.layer_loop import follow, follow_all, no_hook
-from engine_wrapper.plain_rows import ATTENTION_NAME, PlainRows
-from engine_wrapper.rehearsal import rehearsal
-from kernels.layer_ops import has_kernels
-from semblend_trt.errors import ConfigurationError
+from engine_wrapper.fused_layers import FusedRows, fuse
+from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
+from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
+from engine_wrapper.sequence_work import SequenceSlice
+from kernels.dispatch import has_kernels
+from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine_wrapper.course import Course
     from engine_wrapper.graph_forward import GraphForward
-    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
-# Above every deviation, and finite as a threshold must be.
-_KEEP_ALL = 1e30
+ATTENTION_NAME = "semblend_paged"
+
+# Sees K and V, each [rows, kv_heads, head_dim], before they are written.
+Watch = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """What the attention of one stage needs: the pool, the active rows of each sequence, and who watches."""
+
+    pool: torch.Tensor
+    geometry: KvGeometry
+    sequences: tuple[SequenceRows, ...]
+    watch: Watch | None = None
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    paged: PagedAttention | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface over a paged pool.
+
+    `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated. Returns
+    [1, rows, heads, head_dim]. Without `paged`, where the model itself is called, it is Transformers' SDPA.
+    """
+    if paged is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return output, None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if paged.watch is not None:
+        paged.watch(keys, values)
+    write_rows(keys, values, paged.pool, layer, paged.sequences, paged.geometry)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return sparse_prefill(queries, paged.pool, layer, paged.sequences, paged.geometry, scale)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+class PlainRows:
+    """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
+
+    A check's layer runs for all rows when they are compared; those that it drops leave behind it.
+    """
+
+    def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._geometry = geometry
+        self._hidden = decoder.embed_tokens(schedule.token_ids[None])
+        self._positions = schedule.positions[None]
+        # cos, sin: [1, rows, rotary_dim]
+        self._cos, self._sin = decoder.rotary_emb(self._hidden, position_ids=self._positions)
+        self._compared: int | None = None
+
+    def enter(self, stage: Stage) -> None:
+        self._sequences = stage.sequences
+        if stage.keep is not None:
+            self._hidden, self._positions, self._cos, self._sin = (
+                tensor.index_select(1, stage.keep) for tensor in (self._hidden, self._positions, self._cos, self._sin)
+            )
+
+    def run(self, layer: int) -> None:
+        if layer != self._compared:
+            self._run(layer, None)
+
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def watch(keys: torch.Tensor, values: torch.Tensor) -> None:
+            found.append(check.deviations(keys, values, self._pool, self._geometry, ranks))
+
+        self._run(check.layer, watch)
+        self._compared = check.layer
+        return found[0]
+
+    def output(self, rows: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self._decoder.norm(self._hidden[0].index_select(0, rows))
+        return normed
+
+    def _run(self, layer: int, watch: Watch | None) -> None:
+        self._hidden = self._decoder.layers[layer](
+            self._hidden,
+            attention_mask=None,
+            position_ids=self._positions,
+            position_embeddings=(self._cos, self._sin),
+            use_cache=False,
+            paged=PagedAttention(self._pool, self._geometry, self._sequences, watch),
+        )
 
 
 class SparseForward:
@@ -41,7 +139,7 @@ class SparseForward:
 
     With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
     `engine_wrapper.fused_layers`); otherwise they are the model's own. `ranks` run the same forward, each with its part
-    of the model's heads. Raises ConfigurationError when the pool does not fit the model.
+    of the model's heads.
     """
 
     def __init__(
@@ -52,7 +150,6 @@ class SparseForward:
         fused: bool | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        _check_pool(model, pool, geometry)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._pool = pool
@@ -73,7 +170,7 @@ class SparseForward:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checkpoints only. Without hooks, `graphs` run what a check
+        each check found. The host waits for the device at checks only. Without hooks, `graphs` run what a check
         leaves, where they can. Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
         """
         if before_layer is not None or after_layer is not None:
@@ -81,10 +178,10 @@ class SparseForward:
         hooks = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
 
-        def replayed(course: Course, begun: int) -> torch.Tensor | None:
-            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(course, begun):
+        def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
+            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
                 return None
-            return graphs.rest(course, rows.begun(begun, course.stages[0].keep))
+            return graphs.rest(left, rows.begun(begun, left.stages[0].keep))
 
         layers = self._geometry.num_layers
         return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)
@@ -93,16 +190,16 @@ class SparseForward:
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Runs a schedule up to its checkpoint, in whose layer and below K and V of all its rows are then in the pool.
+        """Runs a schedule up to its check, in whose layer and below K and V of all its rows are then in the pool.
 
         Returns the deviations of the checked tokens, float32, for which nothing has waited. Hooks and errors are as in
         a call.
         """
-        assert schedule.checkpoint is not None
+        assert schedule.check is not None
         before, after = before_layer or no_hook, after_layer or no_hook
         deviations = follow(self._rows(schedule), schedule, self._geometry.num_layers, self._ranks, None, before, after)
         assert deviations is not None
-        after(schedule.checkpoint.layer)
+        after(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()
@@ -113,45 +210,26 @@ class SparseForward:
 
     @torch.inference_mode()
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Prepares the card for prompts of these lengths (see `engine_wrapper.whole_attention`) and for checks."""
+        """Prepares the card for prompts of these lengths (see `WholeAttention`) and for checks."""
         if self.fused is not None and self._pool.is_cuda:
             self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
-            self.rehearse()
+            self.compile_kernels()
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Runs checked plans of 512 tokens over a pool of their own, so that every kernel is compiled."""
-        layers, block_size = self._geometry.num_layers, self._geometry.block_size
+    def compile_kernels(self) -> None:
+        """Runs checked plans over a pool of their own, so that no request waits for a kernel to be compiled."""
+        geometry, tokens = self._geometry, (0,) * MAX_TOKENS
+        blocks = tuple(range(geometry.blocks_for(len(tokens))))
+        pool = self._pool.new_zeros(len(blocks), *self._pool.shape[1:])
+        forward = SparseForward(self._model, pool, geometry, self.fused is not None, self._ranks)
         # The first one leaves its own KV behind, from which the second one does not deviate.
-        schedules = [rehearsal(layers, block_size, min(1, layers - 1), threshold) for threshold in (0.0, _KEEP_ALL)]
-        pool = self._pool.new_zeros(schedules[0][1], *self._pool.shape[1:])
-        forward = SparseForward(self._model, pool, self._geometry, self.fused is not None, self._ranks)
-        for schedule, _ in schedules:
-            forward(schedule.to(pool.device))
+        for threshold in (0.0, KEEP_ALL):
+            plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
+            piece = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
+            schedule = build_schedule([piece], geometry.num_layers, pool.device)
+            forward(schedule.last_rows([len(piece.token_ids)]))
 
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:
             return FusedRows(self.fused, schedule)
         return PlainRows(self._model.model, schedule, self._pool, self._geometry)
-
-
-def _check_pool(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> None:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    wanted = (config.num_hidden_layers, config.num_key_value_heads, head_dim)
-    given = (geometry.num_layers, geometry.kv_heads, geometry.head_dim)
-    if given != wanted:
-        raise ConfigurationError(
-            f"the pool is laid out for {given[0]} layers, {given[1]} KV heads and head dimension {given[2]}; "
-            f"the model has {wanted[0]}, {wanted[1]} and {wanted[2]}"
-        )
-    expected = (geometry.num_layers, 2, geometry.row_elements)
-    if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
-        raise ConfigurationError(
-            f"the pool has shape {list(pool.shape)}; [blocks, {expected[0]}, 2, {expected[2]}] is needed"
-        )
-    weight = model.get_input_embeddings().weight
-    if pool.dtype != weight.dtype or pool.device != weight.device:
-        raise ConfigurationError(
-            f"the pool is {pool.dtype} on {pool.device}; it must be {weight.dtype} on {weight.device} like the model"
-        )

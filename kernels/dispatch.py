@@ -1,11 +1,11 @@
-"""Says where a Triton kernel can serve; torch serves elsewhere."""
+"""Where a Triton kernel can serve, and how one is launched; torch serves elsewhere."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,23 +15,33 @@ if TYPE_CHECKING:
 _FP8_CAPABILITY = (8, 9)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """True where Triton is installed and runs: on CUDA, and with TRITON_INTERPRET=1 on the CPU, for tests."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and has_triton()
+
+
 def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool:
     """True when a kernel launched on `target`'s device can read and write all tensors, their channels side by side.
 
-    CUDA tensors of one device, and sources in pinned host memory, which the card reads in place. With
-    TRITON_INTERPRET=1, tensors on the CPU, for tests. Never without Triton.
+    The tensors lie on one device that `has_kernels`; sources may also lie in pinned host memory, which a card reads in
+    place.
     """
-    if not has_triton():
+    if not has_kernels(target.device):
         return False
-    if target.is_cuda:
-        if target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
-            return False
-    elif target.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+    # No fp8 cache comes here today: the connector refuses it.
+    if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
         return False
     return target.stride(-1) == 1 and all(
         source.stride(-1) == 1 and (source.device == target.device or (target.is_cuda and source.is_pinned()))
         for source in sources
     )
+
+
+def launch(kernel: Any, grid: tuple[int, ...], near: torch.Tensor, *arguments: object, **constants: object) -> None:
+    """Launches a Triton kernel on the current stream of the device of `near`; where it is interpreted, runs it."""
+    with torch.cuda.device_of(near):
+        kernel[grid](*arguments, **constants)
 
 
 @cache

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kernels.files import write_bytes
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Better = Literal["higher", "lower"]
 
@@ -157,9 +159,8 @@ class Results:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes the rows of one run to `path`, replacing what an earlier run left there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_bytes(path, (text + "\n").encode())
 
 
 def say(line: str) -> None:
@@ -176,10 +177,36 @@ def parser_of(description: str | None, default: Path | None = None) -> argparse.
     return parser
 
 
-def require_cuda() -> None:
-    """Ends the program with one sentence when there is no CUDA device."""
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs a CUDA device, and torch sees none.")
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
+
+    name: str
+    full: int
+    told: str
+    least: int = 1
+
+
+def run_counted(
+    benchmark: str,
+    description: str | None,
+    counts: Sequence[Count],
+    run: Callable[..., None],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, calls `run` with the counts and the rows, prints the rows, and writes them to the folder
+    of this machine, for a benchmark that needs no card."""
+    parser = parser_of(description)
+    for each in counts:
+        told = f"{each.told}; fewer than {each.full} are a dry run"
+        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=told)
+    options = vars(parser.parse_args(arguments))
+    for each in counts:
+        if options[each.name] < each.least:
+            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
+    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
+    run(*(options[each.name] for each in counts), rows)
+    rows.write(options["json"], benchmark, rows.own_folder)
 
 
 def command(arguments: Sequence[str] | None = None) -> str:

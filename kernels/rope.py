@@ -63,8 +63,8 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
     cos, sin = rotation_factors(shift, rotation, math_dtype, keys.device)
     source = keys.to(math_dtype)
     rotated = source.clone(memory_format=torch.contiguous_format)
-    first, second = _planes(source, rotation)
-    rotated_first, rotated_second = _planes(rotated, rotation)
+    first, second = planes_of(source, rotation)
+    rotated_first, rotated_second = planes_of(rotated, rotation)
     rotated_first.mul_(cos).addcmul_(second, sin, value=-1)
     rotated_second.mul_(cos).addcmul_(first, sin)
     return saturated(rotated, keys.dtype)
@@ -85,7 +85,7 @@ def check_head_dim(head_dim: int, rotation: RopeRotation, name: str) -> None:
         raise ValueError(f"{name} has head_dim {head_dim}, below the rotary_dim {rotation.rotary_dim}{behind}")
 
 
-def _planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
+def planes_of(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the planes' first and second channels, each [..., tokens, rotary_dim / 2]."""
     rotary = keys[..., rotation.first_channel : rotation.end_channel]
     if rotation.interleaved:

@@ -1,4 +1,7 @@
-"""Files whose places users name: regular ones appear whole or not at all, anything else there is written in place."""
+"""Whether a file whose place a user names can be written (`kernels.files` writes it), and files of this user alone.
+
+The latter are opened by descriptor: never through a link, and never waiting for another side.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import errno
 import os
 import stat
 import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kernels.files import TEMPORARY_PREFIX, target_of
 from semblend_trt.errors import ConfigurationError
 
-_PREFIX = ".semblend-"
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # Written to find a full disk: more than a file system may keep beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
+_NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def check_writable(path: Path) -> None:
@@ -23,7 +30,7 @@ def check_writable(path: Path) -> None:
     file nor a folder is only asked for its permissions.
     """
     try:
-        target, status = _found(path)
+        target, status = target_of(path)
         if status is None or stat.S_ISREG(status.st_mode):
             _try(target)
         elif stat.S_ISDIR(status.st_mode):
@@ -38,33 +45,46 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content`. Symlinks are followed; a regular file is replaced by a new one with a rename in its own folder,
-    folders are made, and a device or a pipe is written to as it is. Raises OSError."""
-    target, status = _found(path)
-    if status is not None and not stat.S_ISREG(status.st_mode):
-        path.write_bytes(content)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_PREFIX)
+def open_file(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Descriptor of a regular file that this user owns; one that `flags` make has mode 600.
+
+    `folder` is the descriptor of a folder, and `path` a name in it. Raises OSError.
+    """
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        descriptor = os.open(path, flags | _NO_LINK_NO_WAIT, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(f"{path} is a symbolic link; only a file itself is used") from error
         raise
-
-
-def _found(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Where `path` leads, and what is there; None when nothing is."""
-    target = Path(os.path.realpath(path))
     try:
-        return target, path.stat()
-    except FileNotFoundError:
-        return target, None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no regular file")
+        refuse_others(descriptor, path, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_folder(path: str | Path, folder: int | None = None) -> int:
+    """Descriptor of a folder, in another one where `folder` is that one's. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
+    except NotADirectoryError as error:  # said of a link too
+        raise NotADirectoryError(f"{path} is a symbolic link or no folder; name a folder itself") from error
+
+
+def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
+    """Raises OSError where another user owns it, or its mode has one of `rights`."""
+    about, user = os.fstat(descriptor), os.geteuid()
+    if about.st_uid != user:
+        raise PermissionError(
+            f"{path} belongs to user {about.st_uid}, and this process is user {user}: take one of its own"
+        )
+    if about.st_mode & rights:
+        raise PermissionError(
+            f"{path} has mode {stat.S_IMODE(about.st_mode):03o}, open to others; make it anew for its owner alone"
+        )
 
 
 def _try(target: Path) -> None:
@@ -72,12 +92,6 @@ def _try(target: Path) -> None:
     longest = os.pathconf(folder, "PC_NAME_MAX")
     if any(len(os.fsencode(part)) > longest for part in target.relative_to(folder).parts):
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=_PREFIX, buffering=0) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, buffering=0) as file:
         if file.write(_TRIAL) < len(_TRIAL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -12,7 +12,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.layer_readiness import LayerReadiness
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
+    from semblend_trt.runtime import LayerReadiness
     from semblend_trt.staging import HostReader
 
 # Enough groups that little is left to compute behind the last, few enough that launching them takes no longer than the
@@ -123,7 +123,7 @@ class PlanLoader:
         groups: list[tuple[int, Event | None]] = []
         num_layers = self._geometry.num_layers
         tokens = sum(move.length for load in distant for move in load.far)
-        step = self._layers_at_once(self._reader, tokens)
+        step = self._reader.layers_at_once(-(-num_layers // LAYER_GROUPS), tokens)
         for first in range(0, num_layers, step):
             end = min(first + step, num_layers)
             for load in distant:
@@ -134,21 +134,11 @@ class PlanLoader:
         if not self._readiness.is_awaited or tokens * self._token_bytes < OVERLAP_FROM_BYTES:
             self._readiness.join(current_stream(self._pool.device))
 
-    def _layers_at_once(self, reader: HostReader, tokens: int) -> int:
-        share = -(-self._geometry.num_layers // LAYER_GROUPS)
-        return max(1, min(share, reader.capacity // tokens)) if reader.capacity else share
-
 
 def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:
-    """The request's blocks in `pool`. Raises PlanError when the plan has none or counts in another block size."""
+    """The request's blocks in `pool`. Raises PlanError when the plan has none."""
     if plan.target_block_ids is None:
         raise PlanError("blocks_unknown", f"request {plan.request_id}: the plan has spans but no target blocks yet")
-    if plan.block_size != geometry.block_size:
-        raise PlanError(
-            "block_size_differs",
-            f"request {plan.request_id}: the plan counts blocks of {plan.block_size} tokens, the pool has blocks of "
-            f"{geometry.block_size}",
-        )
     return PagedKv(pool, block_vector(plan.target_block_ids), geometry)
 
 
@@ -173,7 +163,7 @@ def _moves_of_span(span: PlanSpan, donor: PagedKv | HostKv) -> list[Move]:
     if not isinstance(donor, HostKv):
         return [Move(donor, span.donor_start, span.target_start, span.length)]
     moves, target = [], span.target_start
-    for part, start, length in donor.pieces(span.donor_start, span.length):
+    for part, start, length in donor.parts_of(span.donor_start, span.length):
         moves.append(Move(part, start, target, length, turn=span.shift))
         target += length
     return moves

@@ -3,36 +3,74 @@
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
 are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
 sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults and the audit log's losses are missing: only the engine's own process can count them.
-"""
+and the faults and the audit log's losses are missing: only the engine's own process can count them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend_trt.donors.news import TierEvent
-from semblend_trt.engine_counts import EngineCounts
-from semblend_trt.outcome import OTHER_REASON, Outcome
+from semblend_trt.donors.offload import OffloadEventKind
+from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
 from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.connector.report import ReuseReport
+    from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)
 
+
+class EngineCounts:
+    """A Prometheus collector that adds up what engines have counted, and what ended ones had; `label` says what the
+    names of their counts are."""
+
+    def __init__(self, name: str, documentation: str, label: str) -> None:
+        self._name, self._documentation, self._label = name, documentation, label
+        self._lock = threading.Lock()
+        self._running: list[Counter[str]] = []
+        self._ended: Counter[str] = Counter()
+
+    def add(self, counts: Counter[str]) -> None:
+        with self._lock:
+            self._running.append(counts)
+
+    def end(self, counts: Counter[str]) -> None:
+        """Keeps what `counts` holds now, so that the sum never falls, and lets it go."""
+        with self._lock:
+            # By identity: engines with equal counts are two.
+            self._running = [each for each in self._running if each is not counts]
+            self._ended.update(dict(counts))
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            total = self._ended.copy()
+            for counts in self._running:
+                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
+        yield self._family(total)
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._family({})
+
+    def _family(self, counts: Mapping[str, int]) -> Metric:
+        from prometheus_client.core import CounterMetricFamily
+
+        family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
+        for name, count in sorted(counts.items()):
+            family.add_metric([name], count)
+        return family
+
+
 TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
-MAX_REASONS = 256
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -67,9 +105,9 @@ class Metrics:
         """Counts the time that one look-up took from the engine."""
         self._try(lambda series: series.lookup_seconds.observe(seconds))
 
-    def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
+    def request_ended(self, report: ReuseReport) -> None:
         """Counts how one request ended."""
-        self._try(lambda series: series.settled(report, exact_prefix_tokens))
+        self._try(lambda series: series.request_ended(report))
 
     def neighbours_found(self, nearest: tuple[Neighbour, ...]) -> None:
         """Counts how near the nearest donor of a request is, where one is near at all."""
@@ -80,7 +118,7 @@ class Metrics:
         """Counts what became of one text that was to be embedded, one of EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
 
-    def tier_event(self, event: TierEvent) -> None:
+    def tier_event(self, event: OffloadEventKind) -> None:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
@@ -101,12 +139,12 @@ class Metrics:
         """Takes this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(list(self._watched)))
         at_close, self._at_close = self._at_close, []
-        for settle in at_close:
-            self._try(settle)
+        for keep in at_close:
+            self._try(keep)
 
     def _watch(self, collector_of: Callable[[Series], EngineCounts], counts: Counter[str]) -> None:
         self._try(lambda series: collector_of(series).add(counts))
-        self._at_close.append(lambda series: collector_of(series).settle(counts))
+        self._at_close.append(lambda series: collector_of(series).end(counts))
 
     def _try(self, count: Callable[[Series], None]) -> None:
         if self._series is None:
@@ -169,23 +207,17 @@ class Series:
             self._requests.labels(outcome.value)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
-        for tier_event in TierEvent:
+        for tier_event in OffloadEventKind:
             self.tier_events.labels(tier_event.value)
         for event in EVENTS:
             self.texts.labels(event)
 
-    def settled(self, report: ReuseReport, exact_prefix_tokens: int) -> None:
+    def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()
         if report.reason:
             self._refusals.labels(self._bounded(report.reason)).inc()
-        counts = (
-            report.offered_tokens,
-            report.checked_tokens,
-            report.reused_tokens,
-            report.recomputed_tokens,
-            exact_prefix_tokens,
-        )
-        for kind, tokens in zip(TOKEN_KINDS, counts, strict=True):
+        for kind in TOKEN_KINDS:
+            tokens = getattr(report, f"{kind}_tokens")
             if tokens:
                 self._tokens.labels(kind).inc(tokens)
         if report.checked_tokens and report.largest_kept is not None:

@@ -1,20 +1,23 @@
-"""The six outcomes of a request, and the ledger in which every request ends in exactly one of them."""
+"""How requests end: the six outcomes, the report of one request, and the ledger that holds every request's."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from semblend_trt.semantic.neighbours import Neighbour
 
 OTHER_REASON = "other"
+# Reasons that are told apart; what comes beyond counts as OTHER_REASON.
+MAX_REASONS = 256
+# Requests, those that ended last, whose reports are kept.
+MAX_REPORTS = 4096
 
 
 class Outcome(str, Enum):
@@ -29,52 +32,67 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """A request's outcome; `evidence` holds the figures that go with it."""
+class ReuseReport:
+    """Prompt tokens by what became of them; `outcome` is an Outcome's value.
 
-    outcome: Outcome
+    `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
+    compared with their donor's KV; `largest_kept` is the largest deviation among those that are reused all the same,
+    0.0 without one. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
+    among them. `exact_prefix_tokens` are the engine's own.
+
+    While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
+    `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
+
+    `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
+    found beside serving and have no part in what was reused.
+    """
+
+    outcome: str
     reason: str | None
-    evidence: Mapping[str, Any]
+    reused_tokens: int = 0
+    computed_holes: int = 0
+    offered_tokens: int = 0
+    checked_tokens: int | None = 0
+    recomputed_tokens: int | None = 0
+    largest_kept: float | None = 0.0
+    exact_prefix_tokens: int = 0
+    nearest: tuple[Neighbour, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Everything but outcome, reason and neighbours, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)[2:-1]}
 
 
 class OutcomeLedger:
-    """Counts outcomes and reasons for ever, and keeps the detail of the `recent` requests settled last.
+    """Counts outcomes and reasons for ever, and keeps the reports of the last MAX_REPORTS requests. Thread safe."""
 
-    Thread safe. Memory is bounded: a request that fell out of the recent ones is no longer known, and reasons beyond
-    `max_reasons` different ones count as `other`.
-    """
-
-    def __init__(self, recent: int = 4096, max_reasons: int = 256) -> None:
-        if recent < 1 or max_reasons < 1:
-            raise SemBlendError(f"recent {recent} and max_reasons {max_reasons} must both be >= 1")
-        self._recent, self._max_reasons = recent, max_reasons
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._settled: OrderedDict[int, Settled] = OrderedDict()
+        self._reports: OrderedDict[int, ReuseReport] = OrderedDict()
         self._counts: Counter[Outcome] = Counter()
         self._reasons: Counter[str] = Counter()
 
-    def settle(self, request_id: int, outcome: Outcome, reason: str | None = None, **evidence: Any) -> None:
-        """Records the one outcome of a request.
+    def record(self, request_id: int, report: ReuseReport) -> None:
+        """Records how a request has ended.
 
-        Raises SemBlendError when the request has one already, or when reuse was declined without a reason.
+        Raises SemBlendError when that is recorded already, or when reuse was declined without a reason.
         """
-        outcome = Outcome(outcome)
+        outcome, reason = Outcome(report.outcome), report.reason
         if outcome is Outcome.BACKEND_DECLINED_REUSE and not reason:
             raise SemBlendError(f"request {request_id}: declined reuse needs a reason; name the check that refused it")
-        settled = Settled(outcome, reason or None, MappingProxyType(evidence))
         with self._lock:
-            earlier = self._settled.get(request_id)
-            if earlier is not None:
+            if (earlier := self._reports.get(request_id)) is not None:
                 raise SemBlendError(
-                    f"request {request_id} ended as {earlier.outcome.value} and cannot end as {outcome.value} too; "
+                    f"request {request_id} ended as {earlier.outcome} and cannot end as {outcome.value} too; "
                     "forget() it first if the id is in use again"
                 )
-            self._settled[request_id] = settled
-            if len(self._settled) > self._recent:
-                self._settled.popitem(last=False)
+            self._reports[request_id] = report
+            if len(self._reports) > MAX_REPORTS:
+                self._reports.popitem(last=False)
             self._counts[outcome] += 1
             if reason:
-                known = reason in self._reasons or len(self._reasons) < self._max_reasons
+                known = reason in self._reasons or len(self._reasons) < MAX_REASONS
                 self._reasons[reason if known else OTHER_REASON] += 1
 
     def counts(self) -> dict[Outcome, int]:
@@ -87,12 +105,12 @@ class OutcomeLedger:
         with self._lock:
             return dict(self._reasons.most_common())
 
-    def of(self, request_id: int) -> Settled | None:
-        """The request's outcome; None when it is not settled, or too long ago."""
+    def of(self, request_id: int) -> ReuseReport | None:
+        """The request's report; None when it has not ended, or too long ago."""
         with self._lock:
-            return self._settled.get(request_id)
+            return self._reports.get(request_id)
 
     def forget(self, request_id: int) -> None:
-        """Drops the detail of a request, whose id may then end again; the counts stay."""
+        """Drops the report of a request, whose id may then end again; the counts stay."""
         with self._lock:
-            self._settled.pop(request_id, None)
+            self._reports.pop(request_id, None)

@@ -1,6 +1,6 @@
-"""SemanticKvPlan: which donor KV goes where for one request, and who computes the rest.
+"""SemanticKvPlan: which donor KV goes where for one request, how it is checked, and who computes the rest.
 
-The constructor refuses every plan that could corrupt somebody's KV, so code that receives a plan need not check again.
+The constructor refuses every plan that could corrupt KV, so code that receives a plan need not check again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,35 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
-from semblend_trt.span_check import SpanCheck
-from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import numpy as np
+    import numpy.typing as npt
 
-__all__ = [
-    "EngineExecution",
-    "EngineMode",
-    "PlanKind",
-    "PlanSpan",
-    "SemanticKvPlan",
-    "SpanCheck",
-]
+
+# Tokens of a window, counted from the first checked token of a span; its last window may be shorter.
+WINDOW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCheck:
+    """Layers below `layer` run on all tokens; in `layer` fresh K and V of every token are compared with its donor's.
+
+    A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
+    Tokens that deviate by more than `threshold` are computed in all layers; or, with `largest_share` instead, that
+    share of the checked tokens which deviates most (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
+    above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
+
+    A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
+    `min_saved_share` of its promised tokens is dropped: everything is computed.
+    """
+
+    layer: int
+    threshold: float | None = None
+    largest_share: float | None = None
+    max_span_share: float = 1.0
+    min_saved_share: float = 0.0
+    window_threshold: float | None = None
 
 
 class EngineMode(str, Enum):
@@ -136,14 +151,14 @@ class SemanticKvPlan:
 
     `prompt_token_ids` are the request's own tokens, never a donor's. `num_computed_tokens` leading tokens are the
     engine's exact prefix and are never written. `matched_tokens` is what the executor was promised beyond them.
-    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` become
-    `TokenIds`, whatever sequence was given.
+    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` are
+    int32 [n], which nothing changes.
     """
 
     request_id: int
     kind: PlanKind
     spans: tuple[PlanSpan, ...]
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: npt.NDArray[np.int32] = field(compare=False)
     num_computed_tokens: int
     matched_tokens: int
     block_size: int
@@ -152,8 +167,6 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt_token_ids, TokenIds):
-            object.__setattr__(self, "prompt_token_ids", TokenIds(self.prompt_token_ids))
         _check_counts(self)
         _check_spans(self)
         _check_kind(self)
@@ -300,3 +313,21 @@ def _check_blocks(plan: SemanticKvPlan) -> None:
         raise PlanError(
             "block_repeated", f"request {plan.request_id}: a block occurs twice and would hold two ranges of the prompt"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckEvidence:
+    """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
+
+    `checked_tokens` were compared with their donor's KV. `reused_tokens` keep the donor's KV above the check layer;
+    exact spans, which need no check, are among them. `largest_kept` is the largest deviation of a checked token that is
+    reused, 0.0 without one. `is_dropped` says that the plan would have saved too little and everything was computed.
+    """
+
+    request_id: int
+    offered_tokens: int
+    checked_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    largest_kept: float
+    is_dropped: bool

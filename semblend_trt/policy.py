@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.errors import ConfigurationError, PlanError
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.plan import SpanCheck
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
@@ -114,7 +114,4 @@ def _cacheblend_check(settings: Settings, num_layers: int) -> SpanCheck:
             f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model has {num_layers} layer; "
             "use another policy"
         )
-    try:
-        return SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share)
-    except PlanError as error:
-        raise ConfigurationError(f"SEMBLEND_CACHEBLEND_SHARE is {settings.cacheblend_share}: {error}") from error
+    return SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share)

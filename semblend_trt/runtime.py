@@ -13,25 +13,101 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.active_plans import ActivePlans
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
+from semblend_trt.streams import Event, Stream, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
     import torch
 
     from kernels.layout import KvGeometry
-    from semblend_trt.donors.news import DiskLink, TierNews
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.donors.offload import DiskLink, OffloadEvent
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)
 
-# A scheduler reads the news at every lookup and at every request's end, so that never more than the running requests'
-# wait.
-MAX_NEWS = 16384
+
+class ActivePlans:
+    """The plans of the running iteration, by request id: written by the worker, read by the engine wrapper.
+
+    A plan is *pending* from `put` until the forward that executes it takes it. Its publication limit outlives the plan:
+    blocks written by the request stay approximate until the engine has released them. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, SemanticKvPlan] = {}
+        self._exact_tokens: dict[int, int] = {}
+
+    def put(self, plan: SemanticKvPlan) -> None:
+        """Notes the plan's publication limit, and makes a plan for the wrapper pending (loads are idempotent)."""
+        if plan.execution.mode is EngineMode.WRAPPER:
+            self._pending[plan.request_id] = plan
+        if not plan.is_exact:
+            self._exact_tokens[plan.request_id] = plan.exact_token_count
+
+    def take(self, request_id: int) -> SemanticKvPlan | None:
+        """Returns the pending plan and removes it: a plan is executed by one forward only."""
+        return self._pending.pop(request_id, None)
+
+    def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
+        """The pending plans of these requests, removed as by `take`. In most iterations there is none to look for."""
+        if not self._pending:
+            return {}
+        return {each: plan for each in request_ids if (plan := self.take(each)) is not None}
+
+    def publishable_tokens(self, request_id: int) -> int | None:
+        """Leading tokens whose KV equals a cold run's; None when all of the request's KV does."""
+        return self._exact_tokens.get(request_id)
+
+    def lift_limit(self, request_id: int) -> None:
+        """Forgets the publication limit, once nothing approximate is left: the blocks' owner has let go of them, or the
+        forward in which this is said computes everything that the plan had placed."""
+        self._exact_tokens.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+
+class LayerReadiness:
+    """The layers that are still on their way, in the order in which they arrive.
+
+    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Where nobody does, and
+    wherever no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
+    follows on a stream. The engine's thread alone uses it.
+    """
+
+    def __init__(self) -> None:
+        self.is_awaited = False
+        self._arriving: deque[tuple[int, Event]] = deque()
+        self._arrived_layers = 0
+
+    @property
+    def is_arriving(self) -> bool:
+        """True while some layers are waited for by nobody yet: what reads them must call `wait` or `join`."""
+        return bool(self._arriving)
+
+    def expect(self, groups: Iterable[tuple[int, Event | None]]) -> None:
+        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
+        `event`. What was announced before must have been joined."""
+        self._arrived_layers = 0
+        self._arriving.extend((end_layer, event) for end_layer, event in groups if event is not None)
+
+    def wait(self, layer: int, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool."""
+        while self._arriving and self._arrived_layers <= layer:
+            self._arrived_layers, event = self._arriving.popleft()
+            wait(stream, [event])
+
+    def join(self, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows starts once every layer is in the pool."""
+        while self._arriving:
+            wait(stream, [self._arriving.popleft()[1]])
+
+
+# A scheduler takes them at every lookup and at every request's end: only those of the running requests wait.
+MAX_EVENTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +128,45 @@ class PoolFacts:
     dtype: torch.dtype
 
 
+def _held_weakly(name: str) -> Any:
+    """An attribute that is kept in `name` as a weak reference. What it names holds `llm_args`, whose end ends the
+    runtime."""
+
+    def get(runtime: Runtime) -> Any:
+        reference = getattr(runtime, name)
+        return None if reference is None else reference()
+
+    def put(runtime: Runtime, value: Any) -> None:
+        setattr(runtime, name, None if value is None else weakref.ref(value))
+
+    return property(get, put)
+
+
 @dataclass(slots=True)
 class Runtime:
-    """Shared state of one engine.
+    """Shared state of one engine; `engine` is the embedded one, and `scheduler` the connector's, None without one.
 
     `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
-    registered, and stays None when it refuses their layout (`refusal` then says why). `saved` and `failed_loads` are
-    the worker's news, and `evidence` the wrapper's, of every plan whose check ran; the scheduler reads them at its next
-    call, the newest MAX_NEWS of each. `readiness` says which layers of the running loads are in the pool.
-    `faults` counts calls of the engine that could not be answered, by name.
-    `tier_news` is what the tiers have to tell, `disk` their link to the scheduler while the disk tier is open.
-    `check_layers` are those in which the scheduler's plans may check their spans.
-    `ranks` share the model; the scheduler stands on rank 0 alone.
-    `is_forward_open` from the start of an iteration's loads until the worker hears that its forward has completed. A
-    forward that failed leaves it open.
+    registered, and stays None when it refuses their layout (`refusal` then says why). `ranks` share the model; the
+    scheduler stands on rank 0 alone, and its plans may check their spans in `check_layers`.
+
+    The newest MAX_EVENTS of each kind wait for the scheduler: the worker's `saved` and `failed_loads`, the wrapper's
+    `evidence` of every plan whose check ran, and the tiers' `offload_events`. `disk` links the tiers to the scheduler
+    while the disk tier is open.
+
+    `faults` counts calls of the engine that could not be answered, by name. `readiness` says which layers of the
+    running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that
+    its forward has completed. A forward that failed leaves it open.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
     publication_guard: bool = False
-    saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
-    failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
-    evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
-    tier_news: deque[TierNews] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    offload_events: deque[OffloadEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     disk: DiskLink | None = None
     pool: PoolFacts | None = None
     refusal: str | None = None
@@ -84,48 +175,30 @@ class Runtime:
     check_layers: tuple[int, ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
-    _reader: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
-    _prepare: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, init=False, repr=False)
+    _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
 
-    @property
-    def engine(self) -> Any:
-        """The embedded engine, None without one. Held weakly: it holds `llm_args`, whose end ends this runtime."""
-        return None if self._engine is None else self._engine()
-
-    @engine.setter
-    def engine(self, engine: Any) -> None:
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    def read_by(self, reader: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
-        """From now on `reader` is called when saves have ended: an engine that has nothing to run asks the scheduler
-        nothing, and would leave its last donors untold. `prepare` is called when the caches are registered. Both are
-        methods and held weakly."""
-        self._reader = weakref.WeakMethod(reader)
-        self._prepare = None if prepare is None else weakref.WeakMethod(prepare)
+    engine = _held_weakly("_engine")
+    scheduler = _held_weakly("_scheduler")
 
     def caches_registered(self) -> None:
-        """Has the scheduler, where there is one, build what lookups need; it raises nothing."""
-        prepare = None if self._prepare is None else self._prepare()
-        if prepare is not None:
-            prepare()
+        """Has the scheduler, where there is one, build what lookups need."""
+        if (scheduler := self.scheduler) is not None:
+            scheduler.wait_for_initialization()
 
-    def news_came(self) -> None:
-        """Has the news read, in the engine's thread. Raises nothing."""
-        reader = None if self._reader is None else self._reader()
+    def saves_ended(self) -> None:
+        """Has the scheduler take what waits, in the engine's thread: an engine that has nothing to run asks it nothing.
+        A rank without a scheduler drops it. Raises nothing."""
+        if self.ranks.rank:
+            for waiting in (self.saved, self.failed_loads, self.evidence, self.offload_events):
+                waiting.clear()
+            return
         try:
-            if reader is not None and self.saved:
-                reader()
+            if self.saved and (scheduler := self.scheduler) is not None:
+                scheduler.take_events()
         except Exception:
-            logger.exception("news of ended saves could not be read")
+            logger.exception("ended saves could not be told")
             self.faults["saved_news"] += 1
 
-    def forget_news(self) -> None:
-        """Drops the news of a rank without a scheduler: nobody reads them there."""
-        for news in (self.saved, self.failed_loads, self.evidence, self.tier_news):
-            news.clear()
-
-
-__all__ = ["EngineMode", "PoolFacts", "Runtime", "SavedDonor", "runtime_for"]
 
 _lock = threading.Lock()
 _runtimes: dict[int, Runtime] = {}

@@ -6,8 +6,7 @@ memory. A slot holds some tokens of some layers, so that staging memory is bound
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kernels.rope import RopeRotation
-    from semblend_trt.donors.host_kv import HostKv
+    from semblend_trt.donors.host_tier import HostKv
 
 
 @dataclass(slots=True)
@@ -67,45 +66,33 @@ class Staging:
 
 
 class HostReader:
-    """Places spans of host donors into a pool: copied on one stream, rotated and scattered on another.
+    """Places spans of host donors into a pool: copied to `staging` on one stream, rotated and scattered on another."""
 
-    With `staging` None the kernel reads host memory itself, on the second stream.
-    """
-
-    def __init__(self, device: torch.device, rotation: RopeRotation, staging: Staging | None) -> None:
-        self._rotation = rotation
-        self._staging = staging
-        self._copies = side_stream(device)
-        self._moves = side_stream(device)
-        # Of memory that a kernel reads in place torch knows nothing: it is kept until the kernel has run.
-        self._read_in_place: deque[tuple[Event | None, list[Move]]] = deque()
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of one layer that are staged at once; 0 when nothing is staged."""
-        return 0 if self._staging is None else self._staging.capacity
+    def __init__(self, device: torch.device, rotation: RopeRotation, staging: Staging) -> None:
+        self._rotation, self._staging = rotation, staging
+        self._copies, self._moves = side_stream(device), side_stream(device)
 
     def begin(self, begun: Event | None) -> None:
         """Nothing that is queued from now on starts before `begun`: until then others may use the target's blocks."""
         wait(self._moves, [begun])
 
-    def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
-        """Queues `moves`, all from ContiguousKv of the host and with a length, for the layers given.
+    def layers_at_once(self, most: int, tokens: int) -> int:
+        """How many layers of `tokens` are best placed together: `most`, or fewer that a slot holds whole."""
+        return max(1, min(most, self._staging.capacity // tokens))
 
-        Raises ValueError when a slot does not hold one token of that many layers.
-        """
+    def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
+        """Queues `moves`, all from ContiguousKv of the host, for the layers given, of which a slot holds a token."""
         part = target.layers(first_layer, end_layer)
-        if self._staging is None:
-            self._place_in_place(moves, part, first_layer, end_layer)
-            return
-        capacity = self._staging.capacity // (end_layer - first_layer)
-        if capacity < 1:
-            raise ValueError(
-                f"layers {first_layer}..{end_layer - 1} do not fit into a staging slot of {self._staging.capacity} "
-                "tokens of one layer; place fewer at once"
-            )
-        for piece in pieces(moves, capacity):
-            self._place_piece(self._staging, piece, part, first_layer, end_layer)
+        for batch in batches(moves, self._staging.capacity // (end_layer - first_layer)):
+            slot = self._staging.next()
+            staged = self._staging.view(slot, end_layer - first_layer, sum(move.length for move in batch))
+            wait(self._copies, [slot.free])
+            with on(self._copies):
+                staged_moves = _staged(batch, staged, first_layer, end_layer)
+            wait(self._moves, [record(self._copies)])
+            with on(self._moves):
+                kv_move(staged_moves, part, self._rotation)
+            slot.free = record(self._moves)
 
     def placed(self) -> Event | None:
         """An event behind everything that was placed so far."""
@@ -115,27 +102,6 @@ class HostReader:
         """An event behind everything that was queued so far, also where placing it failed half-way."""
         wait(self._moves, [record(self._copies)])
         return record(self._moves)
-
-    def _place_in_place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
-        while self._read_in_place and ((event := self._read_in_place[0][0]) is None or event.query()):
-            self._read_in_place.popleft()
-        direct = [replace(move, source=_contiguous(move.source).layers(first_layer, end_layer)) for move in moves]
-        with on(self._moves):
-            kv_move(direct, target, self._rotation)
-        self._read_in_place.append((record(self._moves), direct))
-
-    def _place_piece(
-        self, staging: Staging, piece: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int
-    ) -> None:
-        slot = staging.next()
-        staged = staging.view(slot, end_layer - first_layer, sum(move.length for move in piece))
-        wait(self._copies, [slot.free])
-        with on(self._copies):
-            staged_moves = _staged(piece, staged, first_layer, end_layer)
-        wait(self._moves, [record(self._copies)])
-        with on(self._moves):
-            kv_move(staged_moves, target, self._rotation)
-        slot.free = record(self._moves)
 
 
 class HostWriter:
@@ -149,22 +115,22 @@ class HostWriter:
         """Copies the first `tokens` positions into `held`, whose bytes are there when it returns. After an error too
         nothing is on its way to `held` any more, which may be another donor's by then."""
         try:
-            for _ in self.pieces(source, tokens, held):
+            for _ in self.chunks(source, tokens, held):
                 pass
         finally:
             finish(current_stream(source.pool.device))
 
-    def pieces(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
-        """Queues what `copy` does, on the stream that is current, a piece a step; nothing waits for it."""
+    def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
+        """Queues what `copy` does on the stream that is current, a chunk a step; nothing waits for it."""
         done = 0
-        for part, _, length in held.pieces(0, tokens):
-            yield from self._pieces_of_part(source, done, length, part.tensor)
+        for part, _, length in held.parts_of(0, tokens):
+            yield from self._chunks_of_part(source, done, length, part.tensor)
             done += length
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
         """Copies all of `held` to the first positions of `target`; done when it returns."""
         moves, done = [], 0
-        for part, start, length in held.pieces(0, held.capacity):
+        for part, start, length in held.parts_of(0, held.capacity):
             moves.append(Move(part, start, done, length, turn=0))
             done += length
         if self._staging is None:
@@ -179,12 +145,12 @@ class HostWriter:
         for first in range(0, num_layers, layers):
             end = min(first + layers, num_layers)
             part = target.layers(first, end)
-            for piece in pieces(moves, staging.capacity // layers):
-                staged = staging.view(staging.next(), end - first, sum(move.length for move in piece))
-                kv_move(_staged(piece, staged, first, end), part, self._rotation)
+            for batch in batches(moves, staging.capacity // layers):
+                staged = staging.view(staging.next(), end - first, sum(move.length for move in batch))
+                kv_move(_staged(batch, staged, first, end), part, self._rotation)
 
-    def _pieces_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
-        """As `pieces`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
+    def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
+        """As `chunks`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
         if self._staging is None:
             kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
             yield
@@ -204,29 +170,30 @@ class HostWriter:
                 yield
 
 
-def pieces(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
+def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
     """The same moves in groups of at most `capacity` tokens; a move that does not fit is divided."""
-    piece: list[Move] = []
+    batch: list[Move] = []
     room = capacity
     for move in moves:
         done = 0
         while done < move.length:
             length = min(room, move.length - done)
-            piece.append(Move(move.source, move.source_start + done, move.target_start + done, length, turn=move.shift))
+            batch.append(Move(move.source, move.source_start + done, move.target_start + done, length, turn=move.shift))
             done, room = done + length, room - length
             if not room:
-                yield piece
-                piece, room = [], capacity
-    if piece:
-        yield piece
+                yield batch
+                batch, room = [], capacity
+    if batch:
+        yield batch
 
 
-def _staged(piece: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
-    """Queues copies of the layers of what `piece` moves into `staged`, one behind the other; the moves from there."""
+def _staged(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
+    """Queues copies of the layers of what `batch` moves into `staged`, one behind the other; the moves from there."""
     moves: list[Move] = []
     column = 0
-    for move in piece:
-        source = _contiguous(move.source).layers(first_layer, end_layer)
+    for move in batch:
+        assert isinstance(move.source, ContiguousKv)  # as every donor of the host is
+        source = move.source.layers(first_layer, end_layer)
         rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
         _copy_rows(rows, staged[:, :, :, column : column + move.length])
         moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=move.shift))
@@ -245,8 +212,3 @@ def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
         return
     for layer, target_layer in zip(runs, target_runs, strict=True):
         target_layer.copy_(layer, non_blocking=True)
-
-
-def _contiguous(kv: PagedKv | ContiguousKv) -> ContiguousKv:
-    assert isinstance(kv, ContiguousKv)  # as every donor of the host is
-    return kv

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from semblend_trt.connector import digest_cache
+from semblend_trt.connector import model_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +104,7 @@ def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """The user's own cache keeps nothing of tests."""
     folder = tmp_path_factory.mktemp("digests")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_cache, "user_folder", lambda: folder)
+        patch.setattr(model_files, "user_folder", lambda: folder)
         yield
 
 

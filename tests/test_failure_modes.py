@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from semblend_trt import audit
 from semblend_trt.connector.eligibility import engine_refusal
-from semblend_trt.donors.news import TierEvent
-from semblend_trt.fleet.counters import DROP_REASONS, RESYNC_REASONS
+from semblend_trt.donors.offload import OffloadEventKind
+from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.outcome import OTHER_REASON
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ def test_what_the_engine_is_refused_for_is_in_the_page() -> None:
 
 
 def test_what_becomes_of_donors_and_events_is_in_the_page() -> None:
-    failures = {event.value for event in TierEvent if re.search("failed|skipped|refused|unavailable", event.value)}
+    failures = {
+        event.value for event in OffloadEventKind if re.search("failed|skipped|refused|unavailable", event.value)
+    }
     assert failures | {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, OTHER_REASON} <= named_in_the_page()
 
 

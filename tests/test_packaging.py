@@ -83,8 +83,8 @@ class Environment:
     def executes(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return run(self.python, "-c", code, cwd=self.root, **variables)
 
-    def check(self, code: str) -> None:
-        done = self.executes(code)
+    def check(self, code: str, **variables: str) -> None:
+        done = self.executes(code, **variables)
         assert done.returncode == 0, done.stderr
 
 
@@ -214,16 +214,19 @@ def test_transformers_never_takes_ours_for_theirs(environment: Environment, whee
     assert environment.executes(question).stdout == with_both
 
 
-def test_a_checkout_does_not_hide_hugging_face_kernels(
-    environment: Environment, wheel: Path, hub_kernels: Path
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_checkout_works_beside_hugging_face_kernels(
+    environment: Environment, hub_kernels: Path, is_installed: bool
 ) -> None:
-    """A regular package wins over a namespace portion: beside a checkout theirs works, and ours needs the wheel."""
+    """A regular package wins over a namespace portion: theirs is found, and ours once one of our packages is."""
     environment.install(hub_kernels)
-    assert environment.executes(IMPORT_THEIRS, PYTHONPATH=str(ROOT)).returncode == 0
-    ours = environment.executes("import kernels.kv_move", PYTHONPATH=str(ROOT))
-    assert "No module named 'kernels.kv_move'" in ours.stderr
-    environment.install(wheel)
-    assert environment.executes(IMPORT_OURS, PYTHONPATH=str(ROOT)).returncode == 0
+    variables = {} if is_installed else {"PYTHONPATH": str(ROOT)}
+    if is_installed:
+        environment.pip("install", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    environment.check(IMPORT_THEIRS, **variables)
+    for package in ("semblend_trt", "engine_wrapper", "validation"):
+        environment.check(f"import {package}; {IMPORT_OURS}; {IMPORT_THEIRS}", **variables)
+        environment.check(f"{IMPORT_THEIRS}; import {package}; {IMPORT_OURS}", **variables)
 
 
 @pytest.mark.parametrize("target", ["validate", "test"])

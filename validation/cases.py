@@ -1,9 +1,23 @@
-"""A case: donors that are served first, a prompt, and what is known about its answer."""
+"""Cases: donors that are served first, a prompt and what is known about its answer, as text and as tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.errors import ConfigurationError
+from validation import prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from validation.engines import ServedModel
 
 
 class Expectation(str, Enum):
@@ -44,9 +58,176 @@ class Case:
         return self.id == self.group
 
 
-def groups(cases: list[Case]) -> list[list[Case]]:
+def groups(cases: Sequence[Case]) -> list[list[Case]]:
     """Cases by group, in the order in which the groups first appear."""
     by_group: dict[str, list[Case]] = {}
     for case in cases:
         by_group.setdefault(case.group, []).append(case)
     return list(by_group.values())
+
+
+_Text = Annotated[str, Field(min_length=1)]
+WORKLOAD = "prompts"
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: _Text
+    donors: list[_Text]
+    prompt: _Text
+    reference: _Text | None = None
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Reads `{"id": str, "donors": [str, ...], "prompt": str, "reference": str or null}` a line.
+
+    Empty lines are skipped. Raises ConfigurationError naming the file, and the line where one is at fault.
+    """
+    cases: dict[str, Case] = {}
+    for number, line in enumerate(content_of(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        fields = parsed(_Line, line, f"{path}, line {number}")
+        if fields.id in cases:
+            raise ConfigurationError(f"{path}, line {number}: the id {fields.id!r} is used twice; ids must differ.")
+        cases[fields.id] = Case(
+            id=fields.id,
+            workload=WORKLOAD,
+            size="any",
+            donors=tuple(fields.donors),
+            prompt=fields.prompt,
+            reference=fields.reference,
+            known_answer=fields.reference is not None,
+            expects=Expectation.ANY,
+            group=fields.id,
+        )
+    if not cases:
+        raise ConfigurationError(f"{path} holds no case; write one JSON object a line.")
+    return list(cases.values())
+
+
+def content_of(path: Path) -> bytes:
+    """Raises ConfigurationError when the file cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def parsed(form: type[Form], content: bytes, where: str) -> Form:
+    """JSON of the form. Raises ConfigurationError, which begins with `where`, for any other content."""
+    try:
+        return form.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
+
+
+# Two groups to choose by and two to confirm with: fewer bound nothing.
+MIN_CASES = 4
+
+
+def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
+    """The cases, to be scored by the perplexity of their references.
+
+    Raises ConfigurationError naming what lacks a reference or a donor, or when they are too few.
+    """
+    for what, lacking in (
+        ("reference", [case.id for case in cases if case.reference is None]),
+        ("donor", [case.id for case in cases if not case.donors]),
+    ):
+        if lacking:
+            shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+            raise ConfigurationError(
+                f"--prompts {path}: {len(lacking)} of {len(cases)} cases have no {what} ({shown}); a calibration "
+                f"compares what donors do to references, so give each case a {what}."
+            )
+    if len(cases) < MIN_CASES:
+        raise ConfigurationError(
+            f"--prompts {path} holds {len(cases)} cases; a calibration needs at least {MIN_CASES}."
+        )
+    return [replace(case, known_answer=False) for case in cases]
+
+
+# Scoring a long reference costs one decode step a token and adds little after a few dozen.
+MAX_FORCED_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisedCase:
+    """Token ids of a case. `forced`: the reference's, at most MAX_FORCED_TOKENS; None where there is no reference."""
+
+    donors: tuple[list[int], ...]
+    prompt: list[int]
+    forced: tuple[int, ...] | None
+
+    def shared_prefix(self, donor: int) -> int:
+        """Tokens that the prompt shares from position 0 on with its donor of that index."""
+        return equal_start(self.donors[donor], self.prompt)
+
+
+def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Items that both share from the first one on."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+class Tokeniser:
+    """The model's tokenizer. Built-in prompts lose our marks for a tokenizer that was not trained on them.
+
+    `stop_token_ids` hold the mark that ends an answer, where the tokenizer knows it.
+    """
+
+    def __init__(self, model: ServedModel, max_tokens: int) -> None:
+        """`max_tokens`: the longest answer, for which room is kept in the model's context."""
+        self._tokenizer: Any = model.tokenizer
+        self._context = model.facts.max_positions
+        self._max_tokens = max_tokens
+        self._answer_room = max(max_tokens, MAX_FORCED_TOKENS)
+        end = self._tokenizer.get_vocab().get(prompts.END_MARK)
+        self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
+
+    def tokenise(self, case: Case) -> TokenisedCase:
+        """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
+        plain = case.workload != WORKLOAD and not self.stop_token_ids
+        donors = tuple(self._encode(donor, plain) for donor in case.donors)
+        tokens = TokenisedCase(donors, self._encode(case.prompt, plain), self._forced(case.reference))
+        self._check(case, "prompt", tokens.prompt, self._answer_room)
+        for number, donor in enumerate(donors, start=1):
+            self._check(case, f"donor {number}", donor, 1)
+        return tokens
+
+    def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
+        """How an answer is taken: greedily up to the longest one, or `forced` token by token; with its logits."""
+        if forced is None:
+            return SamplingParams(
+                max_tokens=self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True
+            )
+        return SamplingParams(
+            max_tokens=len(forced), forced_token_ids=tuple(forced), ignore_eos=True, return_generation_logits=True
+        )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An answer's text without the mark that ends it and without space around it."""
+        kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
+        return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
+
+    def _encode(self, text: str, plain: bool) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(prompts.in_plain_text(text) if plain else text)]
+
+    def _forced(self, reference: str | None) -> tuple[int, ...] | None:
+        if reference is None:
+            return None
+        return tuple(self._tokenizer.encode(reference, add_special_tokens=False)[:MAX_FORCED_TOKENS]) or None
+
+    def _check(self, case: Case, name: str, tokens: list[int], room: int) -> None:
+        if not tokens:
+            raise ConfigurationError(f"Case {case.id}: the {name} has no tokens; write some text.")
+        if len(tokens) + room > self._context:
+            raise ConfigurationError(
+                f"Case {case.id}: the {name} has {len(tokens)} tokens and {room} are to be generated, but the model's "
+                f"context holds {self._context}; shorten it or choose another model."
+            )

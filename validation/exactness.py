@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import (
     EngineExecution,
+    EngineMode,
     PlanKind,
     PlanSpan,
     SemanticKvPlan,
 )
-from semblend_trt.runtime import EngineMode
-from semblend_trt.token_ids import TokenIds
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
-from validation.audit_log import read_events, settled
-from validation.engines import EngineSettings
+from validation.audit_log import settled
+from validation.engines import EngineSettings, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,17 +119,12 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
         ignore_eos=True,
         return_generation_logits=True,
     )
-    with tempfile.TemporaryDirectory(prefix="exactness-") as folder:
-        audit, outputs = Path(folder) / "audit.jsonl", list[Any]()
-        engine = engines.open(arm, settings, audit)
-        try:
-            engine.generate([donor], SamplingParams(max_tokens=1))
-            for _ in range(2):
-                engine.settle()
-                outputs += engine.generate([tokens], forced)
-        finally:
-            engine.shutdown()
-        events = read_events(audit)
+    outputs: list[Any] = []
+    with opened(engines, arm, settings) as (engine, events):
+        engine.generate([donor], SamplingParams(max_tokens=1))
+        for _ in range(2):
+            engine.settle()
+            outputs += engine.generate([tokens], forced)
     if arm.full_layers and not any(event["event"] == "materialized" for event in events):
         ended = {event["request_id"]: event["reason"] for event in settled(events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"
@@ -172,7 +165,7 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,
         spans=(span,),
-        prompt_token_ids=TokenIds(tokens),
+        prompt_token_ids=np.array(tokens, dtype=np.int32),
         num_computed_tokens=0,
         matched_tokens=prefix_end,
         block_size=geometry.block_size,

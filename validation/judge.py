@@ -1,4 +1,4 @@
-"""An outside judge: a command that reads one comparison as JSON and prints a score."""
+"""Further scores of answers: an outside judge's, and the perplexity under a second language model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import reason_of
+from validation import metrics
 from validation.arms import COLD, is_reusing
 
 if TYPE_CHECKING:
@@ -126,10 +131,14 @@ def judged(
     """
     prompts = {case.id: case.prompt for case in cases}
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
-    scored = []
-    timeouts = 0
+    done, timeouts = [], 0
     for sample in samples:
-        if is_reusing(sample.arm):
+        if not is_reusing(sample.arm):
+            done.append(sample)
+            continue
+        score: float | None = None
+        problem: str | None = _NOT_ASKED
+        if timeouts < MAX_TIMEOUTS:
             comparison = {
                 "id": sample.case_id,
                 "arm": sample.arm,
@@ -138,11 +147,56 @@ def judged(
                 "cold": cold[sample.case_id, sample.repeat],
                 "answer": sample.answer,
             }
-            score, problem = judge.score(comparison) if timeouts < MAX_TIMEOUTS else (None, _NOT_ASKED)
-            if problem != _NOT_ASKED:
-                timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
-            scored.append(replace(sample, judge_score=score, judge_error=problem))
-            on_step(sample.case_id)
-        else:
-            scored.append(sample)
-    return scored
+            score, problem = judge.score(comparison)
+            timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
+        done.append(replace(sample, judge_score=score, judge_error=problem))
+        on_step(sample.case_id)
+    return done
+
+
+# The end of a prompt holds the question; more of it makes scoring slow and changes little.
+MAX_PROMPT_TOKENS = 1_024
+
+
+class Scorer:
+    """Perplexity of answers under another causal language model with its own tokenizer, in float32."""
+
+    def __init__(self, model: str, device: str) -> None:
+        """Loads the model by path or hub id; raises ConfigurationError when that fails."""
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason_of(error)}") from error
+        self._device = device
+        self._context = int(getattr(self._model.config, "max_position_embeddings", MAX_PROMPT_TOKENS))
+
+    @torch.inference_mode()
+    def score(self, prompt: str, answer: str) -> float | None:
+        """Perplexity of `answer` behind the end of `prompt`; None for an answer without a token."""
+        target = self._tokenizer.encode(answer, add_special_tokens=False)[: self._context // 2]
+        if not target:
+            return None
+        room = min(MAX_PROMPT_TOKENS, self._context - len(target))
+        before = self._tokenizer.encode(prompt)[-room:]
+        if not before:
+            return None
+        ids = torch.tensor([before + target], device=self._device)
+        logits = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1].float()
+        return metrics.perplexity(metrics.loss(logits, target))
+
+
+def scored(
+    samples: Sequence[Sample], cases: Sequence[Case], scorer: Scorer, on_step: Callable[[str], None] = lambda _: None
+) -> list[Sample]:
+    """The samples with `scored_perplexity`; equal answers to one prompt are scored once."""
+    prompts = {case.id: case.prompt for case in cases}
+    known: dict[tuple[str, str], float | None] = {}
+    done = []
+    for sample in samples:
+        key = (sample.case_id, sample.answer)
+        if key not in known:
+            known[key] = scorer.score(prompts[sample.case_id], sample.answer)
+        done.append(replace(sample, scored_perplexity=known[key]))
+        on_step(sample.case_id)
+    return done

@@ -1,4 +1,4 @@
-"""How close an answer is to another, and how close one model's predictions are to another's."""
+"""How close answers and predictions are to others, and whether an arm's score is non-inferior to cold's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import functools
 import math
 import re
 import string
+import warnings
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rouge_score import rouge_scorer
+from scipy.stats import DegenerateDataWarning, bootstrap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Iterable, Sequence
+
+    import numpy.typing as npt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -55,40 +60,140 @@ def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
     return equal / max(len(tokens), len(reference))
 
 
-def perplexity(logits: torch.Tensor, tokens: Sequence[int]) -> float:
-    """exp of the mean negative log-likelihood of `tokens`; row i of `logits` [n, vocab] predicts token i.
-
-    Raises ValueError when there is no token, or not one row for each.
-    """
-    if not tokens or logits.shape[0] != len(tokens):
-        raise ValueError(f"Perplexity needs one row of logits a token, not {logits.shape[0]} for {len(tokens)}.")
+def loss(logits: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Mean negative log-likelihood of `tokens` in nats; row i of `logits` [n, vocabulary], n >= len(tokens), predicts
+    token i."""
     target = torch.as_tensor(tokens, dtype=torch.int64, device=logits.device)
-    loss = torch.nn.functional.cross_entropy(logits.double(), target)
-    # Beyond e^700 a double overflows; such a value means "hopeless" either way.
-    return math.exp(min(float(loss), 700.0))
+    return float(torch.nn.functional.cross_entropy(logits[: len(target)].double(), target))
+
+
+def perplexity(nats: float) -> float:
+    """exp of a loss. Beyond e^700 a double overflows; such a value means "hopeless" either way."""
+    return math.exp(min(nats, 700.0))
 
 
 def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float:
-    """KL(reference || other) in nats between two rows of logits [vocab]; never below 0."""
+    """KL(reference || other) in nats between two rows of logits [vocabulary]; never below 0."""
     reference = torch.log_softmax(reference_logits.double(), dim=-1)
     other = torch.log_softmax(logits.double(), dim=-1)
     return max(0.0, float((reference.exp() * (reference - other)).sum()))
 
 
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return math.fsum(values) / len(values) if values else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Arithmetic mean of those that are there; None of nothing."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between order statistics; None of nothing. Raises ValueError for a share outside 0..1."""
-    return float(np.quantile(values, share)) if values else None
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """Linear interpolation between order statistics of those that are there; None of nothing."""
+    known = [value for value in values if value is not None]
+    return float(np.quantile(known, share)) if known else None
 
 
-def median(values: Sequence[float]) -> float | None:
+def median(values: Iterable[float | None]) -> float | None:
     return percentile(values, 0.5)
 
 
 @functools.cache
 def _scorer() -> rouge_scorer.RougeScorer:
     return rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
+
+
+# Of the score: an arm may lose this much at most.
+MARGIN = 0.01
+CONFIDENCE = 0.95
+RESAMPLES = 9_999
+
+
+@dataclass(frozen=True, slots=True)
+class NonInferiority:
+    """Mean difference of scores, arm minus cold, and its one-sided lower bound at CONFIDENCE.
+
+    `lower` is -inf with fewer than two groups: one group says nothing about others.
+    """
+
+    difference: float
+    lower: float
+    samples: int
+    groups: int
+    margin: float = MARGIN
+
+    @property
+    def holds(self) -> bool:
+        """True when the arm is non-inferior: it loses less than the margin, with the confidence stated."""
+        return self.lower >= -self.margin
+
+    @property
+    def largest_ratio(self) -> float:
+        """For log-likelihoods: the largest ratio of the arm's perplexity to cold's that the bound leaves possible."""
+        return math.inf if math.isinf(self.lower) else math.exp(-self.lower)
+
+    def sentence(self) -> str:
+        """For a report: the difference, its bound and the sizes."""
+        return (
+            f"difference {self.difference:+.4f}, one-sided {CONFIDENCE:.0%} lower bound {self.lower:+.4f}; "
+            f"{self.samples} prompts in {self.groups} groups"
+        )
+
+
+def non_inferiority(
+    differences: Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    margin: float = MARGIN,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> NonInferiority | None:
+    """Compares paired scores; None of nothing.
+
+    `differences`: the arm's score minus cold's on the same prompt; `groups`: which prompts share documents. Groups are
+    drawn with replacement, whole, since answers on the same documents are not independent; the bound is the percentile
+    bootstrap's (Efron 1979). The mean is over prompts, so that large groups count for more. Equal seeds give equal
+    bounds. Raises ValueError unless there is one group for each difference, all finite.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if len(values) != len(groups):
+        raise ValueError(f"{len(values)} differences come with {len(groups)} groups; one for each is needed.")
+    if not len(values):
+        return None
+    if not np.isfinite(values).all():
+        raise ValueError("A difference is not finite; a score that was not measured has no place in a comparison.")
+    sums, counts = _by_group(values, groups)
+    return NonInferiority(
+        difference=float(values.mean()),
+        lower=_lower_bound(sums, counts, seed, resamples),
+        samples=len(values),
+        groups=len(sums),
+        margin=margin,
+    )
+
+
+def _by_group(
+    values: npt.NDArray[np.float64], groups: Sequence[Hashable]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Sum of the values and their number for each group: the mean of a resample needs no more."""
+    index: dict[Hashable, int] = {}
+    members = np.fromiter((index.setdefault(group, len(index)) for group in groups), dtype=np.int64, count=len(values))
+    return np.bincount(members, weights=values).astype(np.float64), np.bincount(members).astype(np.float64)
+
+
+def _lower_bound(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], seed: int, resamples: int) -> float:
+    if len(sums) < 2:
+        return -math.inf
+    with warnings.catch_warnings():
+        # Every group alike: the bound is the difference itself.
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        found = bootstrap(
+            (sums, counts),
+            lambda total, number, axis: total.sum(axis=axis) / number.sum(axis=axis),
+            paired=True,
+            vectorized=True,
+            n_resamples=resamples,
+            batch=1_000,
+            confidence_level=CONFIDENCE,
+            alternative="greater",
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+    return float(found.confidence_interval.low)

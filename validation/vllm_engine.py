@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
     from validation.engines import ArmEngine, Asked, EngineSettings
 
@@ -48,7 +48,8 @@ class VllmEngines:
     notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold tells how much).",
-        "vLLM runs eager and without async scheduling here, in every arm: logits are read between its steps.",
+        "vLLM runs eager, without async scheduling and with its V1 model runner here, in every arm: logits are read "
+        "between its steps.",
         "vLLM chooses its device itself; --device is not read.",
         "vLLM's times hold the reading of the logits, which is the same in every arm.",
     )
@@ -58,8 +59,8 @@ class VllmEngines:
             raise ConfigurationError(
                 "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
             )
-        # Its logits are read, and answers are forced, in its own process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
         self._model, self._dtype = model, dtype
         self.facts = model_facts(model)
         self.tokenizer: Any = load_tokenizer(model)

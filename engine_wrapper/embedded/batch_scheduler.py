@@ -1,8 +1,11 @@
-"""Which requests run in an iteration, and how many of their tokens.
+"""Which requests run in an iteration, with how many of their tokens, in which blocks, and from where.
 
-Continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT: first come, first served; a request enters only if prompt
-and answer fit into the blocks that are left, so nothing that runs is ever paused. Under MAX_UTILIZATION (V2) it enters
-as soon as its first chunk fits.
+V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT: first come, first served; a request enters only if
+prompt and answer fit into the blocks that are left, so nothing that runs is ever paused. A prompt's blocks are
+allocated at once, and all that the connector offers is taken.
+
+V2 (MAX_UTILIZATION) lets a request enter as soon as its first chunk fits, allocates chunk by chunk, takes what fits of
+an offer, and pauses the youngest requests when running ones find no block.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ from engine_wrapper.embedded.request import LlmRequestState
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from engine_wrapper.embedded.block_manager import BlockManager
+    from engine_wrapper.embedded.connector_manager import KvCacheConnectorManager
+    from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.request import LlmRequest
+
+_PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRESS)
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """One iteration in the order of its rows: context requests, then generation requests. `admitted` are the context
-    requests that entered in this iteration: their cached prefix is set, their blocks are not allocated."""
+    requests that entered in this iteration."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
@@ -44,58 +51,69 @@ class ScheduledBatch:
 
 
 class BatchScheduler:
-    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests."""
+    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
+
+    Requests move from `waiting` to `active`, by id and oldest first. `pause`, which only V2 has, takes the blocks of
+    one away and puts it back among `waiting`.
+    """
 
     def __init__(
         self,
-        max_batch_size: int,
-        max_num_tokens: int,
-        block_size: int,
-        *,
-        enable_chunked_prefill: bool,
-        guarantees: bool = True,
+        llm_args: LlmArgs,
+        blocks: BlockManager,
+        active: dict[int, LlmRequest],
+        waiting: deque[LlmRequest],
+        connector: KvCacheConnectorManager | None = None,
+        pause: Callable[[LlmRequest], None] | None = None,
     ) -> None:
-        self._max_batch_size = max_batch_size
-        self._max_num_tokens = max_num_tokens
-        self._block_size = block_size
-        self._chunked = enable_chunked_prefill
-        self._guarantees = guarantees
+        self._args, self._blocks, self._connector = llm_args, blocks, connector
+        self._active, self._waiting, self._pause = active, waiting, pause
+        self._is_v2 = pause is not None
+        # With block reuse off nothing that was loaded would be skipped; most versions do not ask then.
+        self._applies = llm_args.kv_cache_config.enable_block_reuse
+        asks_anyway = connector is not None and not self._is_v2 and connector.version.asks_without_reuse
+        self._asks = self._applies or asks_anyway
 
-    def schedule(
-        self, active: Iterable[LlmRequest], waiting: deque[LlmRequest], blocks: BlockManager
-    ) -> ScheduledBatch:
-        """Picks the next iteration; admitted requests leave `waiting` and own their matched prefix in `blocks`.
+    def schedule(self) -> ScheduledBatch:
+        """Picks the next iteration, asks the connector about its new requests, and gives all of them their blocks.
 
         Generation comes first in the budget (one row each), then prompts already begun, then new ones.
         """
-        running = list(active)
+        running = list(self._active.values())
         batch = ScheduledBatch()
         batch.generation_requests = [r for r in running if r.state is LlmRequestState.GENERATION_IN_PROGRESS]
-        budget = self._max_num_tokens - len(batch.generation_requests)
+        budget = self._args.max_num_tokens - len(batch.generation_requests)
         for request in running:
-            if request.state is LlmRequestState.CONTEXT_INIT:
+            if request.is_in_context:
                 budget = self._add_context(batch, request, budget)
-        places = self._max_batch_size - len(running)
-        while waiting and places > 0 and self._admit(batch, waiting[0], blocks, budget):
-            budget = self._add_context(batch, waiting.popleft(), budget)
-            places -= 1
+        while self._waiting and len(self._active) < self._args.max_batch_size and self._admit(batch, budget):
+            budget = self._add_context(batch, batch.admitted[-1], budget)
+        if self._is_v2:
+            self._prepare_chunks(batch)
+        else:
+            self._prepare_prompts(batch)
         return batch
 
     def resize_chunk(self, request: LlmRequest) -> None:
-        """Cuts the chunk anew after the connector has moved the request's position forward."""
+        """Cuts the chunk anew, for the rows that the request may have, after its position has moved."""
         request.context_chunk_size = self._chunk(
             request.context_remaining_length, request.context_current_position, request.chunk_allowance
         )
 
-    def _admit(self, batch: ScheduledBatch, request: LlmRequest, blocks: BlockManager, budget: int) -> bool:
+    # -- picking --------------------------------------------------------------------------------------------------
+
+    def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
+        """Takes the next waiting request in, with the prefix that is cached of it; False when it has to wait."""
+        request, blocks = self._waiting[0], self._blocks
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
         chunk = self._chunk(request.prompt_len - matched, matched, budget)
-        if not chunk or not blocks.fits(match, request.max_total_tokens if self._guarantees else matched + chunk):
+        if not chunk or not blocks.fits(match, matched + chunk if self._is_v2 else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
         request.set_prepopulated_prompt_len(matched, 0)
         request.state = LlmRequestState.CONTEXT_INIT
+        self._active[request.request_id] = self._waiting.popleft()
         batch.admitted.append(request)
         return True
 
@@ -111,8 +129,79 @@ class BatchScheduler:
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
         """Tokens to run from `position`: the rest of the prompt, or up to a block boundary, or none."""
+        block = self._blocks.block_size
         if remaining <= budget:
             return remaining
-        if not self._chunked or budget < self._block_size:
+        if not self._args.enable_chunked_prefill or budget < block:
             return 0
-        return (position + budget) // self._block_size * self._block_size - position
+        return (position + budget) // block * block - position
+
+    # -- blocks, and what the connector offers --------------------------------------------------------------------
+
+    def _prepare_prompts(self, batch: ScheduledBatch) -> None:
+        """As the V1 cache manager does it: whole prompts."""
+        for request in batch.admitted:
+            if self._connector is not None and self._asks:
+                self._ask(self._connector, request)
+                self.resize_chunk(request)
+            self._allocate_new(request, request.prompt_len)
+        for request in batch.generation_requests:
+            self._blocks.allocate(request.request_id, request.next_row()[0] + 1)
+
+    def _ask(self, connector: KvCacheConnectorManager, request: LlmRequest) -> None:
+        local = told = request.cached_tokens
+        if connector.version.floors_local_match:
+            told -= told % self._blocks.block_size
+        matched = connector.get_num_new_matched_tokens(request, told)
+        if matched and self._applies:
+            request.set_prepopulated_prompt_len(told, matched)
+        else:
+            request.set_prepopulated_prompt_len(local, 0)
+
+    def _allocate_new(self, request: LlmRequest, end: int) -> None:
+        block_ids = self._blocks.allocate(request.request_id, end)
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, block_ids)
+
+    def _prepare_chunks(self, batch: ScheduledBatch) -> None:
+        """As the V2 cache manager does it; requests that find no room leave the batch."""
+        for request in [*batch.generation_requests, *batch.context_requests]:
+            if request in batch.requests and request not in batch.admitted:
+                self._grow(batch, request)
+        for request in reversed([request for request in list(batch.admitted) if not self._enter(request)]):
+            batch.remove(request)
+            self._blocks.release(request.request_id)
+            del self._active[request.request_id]
+            request.state = LlmRequestState.QUEUED
+            self._waiting.appendleft(request)
+
+    def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
+        """Room for the request's next rows, taken from younger requests; without any, it waits or is paused itself."""
+        assert self._pause is not None
+        end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
+        while self._blocks.room_for(request.request_id) < end:
+            pausable = [r for r in self._active.values() if r.state in _PAUSABLE and r not in batch.admitted]
+            if not pausable or pausable == [request]:
+                batch.remove(request)  # what is missing is held by transfers, which end
+                return
+            youngest = pausable[-1]
+            batch.remove(youngest)
+            self._pause(youngest)
+            if youngest is request:
+                return
+        self._blocks.allocate(request.request_id, end)
+
+    def _enter(self, request: LlmRequest) -> bool:
+        """Asks about a new request and takes what fits of the offer; False when not even a token would fit now."""
+        local, room = request.cached_tokens, self._blocks.room_for(request.request_id)
+        if room <= local:
+            return False
+        if self._connector is not None and self._asks:
+            matched, asynchronous = self._connector.query(request, local)
+            honoured = min(matched, room - local - 1)
+            request.set_prepopulated_prompt_len(local, honoured)
+            self._connector.commit(request, honoured, asynchronous=asynchronous)
+        self.resize_chunk(request)
+        request.context_chunk_size = min(request.context_chunk_size, room - request.context_current_position)
+        self._allocate_new(request, request.chunk_end)
+        return True

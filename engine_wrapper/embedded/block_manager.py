@@ -1,41 +1,159 @@
-"""Who owns which block of the pool: sequences, the reuse tree, or nobody.
+"""Who owns which block of the pool: a sequence, the reuse tree, or neither.
 
 Every block is in exactly one place: free, private to one sequence (which may write it), or in the reuse tree (read by
-any number of sequences, written by none). Shaped after TensorRT-LLM's V1 `KVCacheManager`.
+any number of sequences, written by none). Shaped after TensorRT-LLM's V1 `KVCacheManager` and its block reuse
+(`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from engine_wrapper.embedded.radix_tree import BlockNode, PrefixMatch, RadixTree, RootKey
-from semblend_trt.errors import CapacityError, SemBlendError
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from engine_wrapper.embedded.llm_args import KvCacheConfig
+    from engine_wrapper.publication import PublicationGuard
 
 
-class Publication(Protocol):
-    """Decides how much of a request may enter the reuse tree; None in its place lets everything in."""
+class RootKey(NamedTuple):
+    """What keeps prefixes apart: the adapter's task id and the request's salt, None where there is none."""
 
-    def publishable(self, request_id: int, tokens: int) -> int:
-        """Leading tokens, at most `tokens`, whose KV equals a cold run's."""
-        ...
+    lora_task_id: int | None = None
+    cache_salt: str | None = None
 
-    def released(self, request_id: int) -> None:
-        """The request's blocks have been let go of."""
-        ...
+
+@dataclass(eq=False, slots=True)
+class BlockNode:
+    """One full block of tokens below the block before it. `references` counts the sequences that read it. A root has
+    its key for tokens, and block id -1."""
+
+    tokens: tuple[Any, ...]
+    block_id: int
+    parent: BlockNode | None
+    children: dict[tuple[int, ...], BlockNode] = field(default_factory=dict)
+    references: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ReuseRules:
-    """Which reuse the block manager offers; the fields are those of `KvCacheConfig`."""
+class PrefixMatch:
+    """The longest reusable prefix: whole blocks, then the first `partial_tokens` tokens of `partial`."""
 
-    enable_block_reuse: bool = True
-    enable_partial_reuse: bool = True
-    copy_on_partial_reuse: bool = True
+    nodes: tuple[BlockNode, ...] = ()
+    partial: BlockNode | None = None
+    partial_tokens: int = 0
+
+
+class RadixTree:
+    """Reusable blocks of one engine, exact prefixes by token, apart for every adapter and salt; not thread safe.
+
+    Unreferenced nodes are kept in least-recently-used order, children before their parents, so that the first of them
+    is always a leaf. That holds because a sequence that references a node references all nodes above it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[RootKey, BlockNode] = {}
+        self._unreferenced: OrderedDict[BlockNode, None] = OrderedDict()
+        self._num_nodes = 0
+
+    def __len__(self) -> int:
+        """Blocks owned by the tree."""
+        return self._num_nodes
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that `evict` could give back, one after another."""
+        return len(self._unreferenced)
+
+    def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
+        """Returns the longest prefix of `tokens` that the tree holds below `key`; changes nothing.
+
+        The last token is never matched: its row has to run so that logits come out. With `partial`, the child that
+        shares the longest beginning with the rest is named too.
+        """
+        node = self._roots.get(key)
+        nodes: list[BlockNode] = []
+        limit = len(tokens) - 1
+        while node is not None:
+            start = len(nodes) * self._block_size
+            rest = tuple(tokens[start : min(start + self._block_size, limit)])
+            child = node.children.get(rest) if len(rest) == self._block_size else None
+            if child is None:
+                shared = [(common_length(beginning, rest), each) for beginning, each in node.children.items()]
+                length, source = max(shared, key=lambda each: each[0], default=(0, node))
+                return PrefixMatch(tuple(nodes), source, length) if partial and length else PrefixMatch(tuple(nodes))
+            nodes.append(child)
+            node = child
+        return PrefixMatch()
+
+    def child(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...]) -> BlockNode | None:
+        """The node of the block `tokens` below `parent`, or below the root of `key`."""
+        above = parent or self._roots.get(key)
+        return None if above is None else above.children.get(tokens)
+
+    def insert(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...], block_id: int) -> BlockNode:
+        """Hands a written block over to the tree, below a referenced node or the root of `key`; the new node comes with
+        one reference, the caller's."""
+        above = parent or self._roots.setdefault(key, BlockNode(key, -1, None))
+        node = above.children[tokens] = BlockNode(tokens, block_id, above, references=1)
+        self._num_nodes += 1
+        return node
+
+    def acquire(self, path: Sequence[BlockNode]) -> None:
+        """References each node of `path`, which starts below a root."""
+        for node in path:
+            node.references += 1
+            self._unreferenced.pop(node, None)
+
+    def release(self, path: Sequence[BlockNode]) -> None:
+        """Takes the references back, from the deepest node up, so that leaves are evicted before their parents."""
+        for node in reversed(path):
+            node.references -= 1
+            if node.references == 0:
+                self._unreferenced[node] = None
+
+    def touch(self, node: BlockNode) -> None:
+        """Makes an unreferenced node and those above it the most recently used."""
+        step: BlockNode | None = node
+        while step is not None and step in self._unreferenced:
+            self._unreferenced.move_to_end(step)
+            step = step.parent
+
+    def evict(self) -> int | None:
+        """Removes the least recently used unreferenced leaf and returns its block, None when there is none."""
+        node = next(iter(self._unreferenced), None)
+        if node is None:
+            return None
+        self.remove(node)
+        return node.block_id
+
+    def remove(self, node: BlockNode) -> None:
+        """Takes an unreferenced leaf out of the tree; its block belongs to the caller from now on."""
+        parent = node.parent
+        assert parent is not None
+        del self._unreferenced[node]
+        del parent.children[node.tokens]
+        self._num_nodes -= 1
+        if parent.parent is None and not parent.children:
+            del self._roots[cast("RootKey", parent.tokens)]
+
+    def walk(self) -> Iterator[tuple[RootKey, BlockNode]]:
+        """All nodes with the key of their root, parents first."""
+        for key, root in self._roots.items():
+            stack = list(root.children.values())
+            while stack:
+                node = stack.pop()
+                yield key, node
+                stack.extend(node.children.values())
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens that both have in common."""
+    pairs = zip(first, second)  # noqa: B905 - the shorter one ends the comparison
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
 
 
 @dataclass(slots=True)
@@ -53,34 +171,26 @@ class BlockManager:
     """Allocates blocks, finds exact prefixes, publishes finished blocks.
 
     Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all the blocks it may ever need can be had, so a
-    running sequence is never paused. With `guarantees` off nothing is kept back for running sequences, and whoever
-    grows them has to see to the room (V2). `replaces`: an equal block that nobody reads makes place for a published
-    one; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one block's KV of all
-    layers. `publication` may be set at any time before a request is published.
+    running sequence is never paused. With `guarantees` off nothing is kept back for running sequences, and the
+    scheduler has to see to the room before it grows them (V2). `replaces`: an equal block that no sequence reads makes
+    place for a published one; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one
+    block's KV of all layers. `publication` may be set at any time before a request is published.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        config: KvCacheConfig,
         copy_block: Callable[[int, int], None],
-        rules: ReuseRules | None = None,
         *,
         guarantees: bool = True,
         replaces: bool = True,
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise CapacityError(
-                f"a pool of {num_blocks} blocks of {block_size} tokens holds nothing; both must be >= 1"
-            )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.publication: Publication | None = None
-        self._copy_block = copy_block
-        self._rules = rules or ReuseRules()
-        self._guarantees = guarantees
-        self._replaces = replaces
-        self._tree = RadixTree(block_size)
+        self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
+        self.publication: PublicationGuard | None = None
+        self._config, self._copy_block = config, copy_block
+        self._guarantees, self._replaces = guarantees, replaces
+        self._tree = RadixTree(self.block_size)
         self._free: deque[int] = deque(range(num_blocks))
         self._sequences: dict[int, _Sequence] = {}
         self._pins: dict[int, list[BlockNode]] = {}
@@ -89,7 +199,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds: free ones, and reusable ones that nobody reads."""
+        """Blocks that no sequence holds: free ones, and reusable ones that none reads."""
         return len(self._free) + self._tree.num_evictable
 
     @property
@@ -109,82 +219,61 @@ class BlockManager:
 
     def match(self, key: RootKey, tokens: Sequence[int]) -> PrefixMatch:
         """The longest exact prefix held, never the last token of `tokens`; changes nothing."""
-        if not self._rules.enable_block_reuse:
+        if not self._config.enable_block_reuse:
             return PrefixMatch()
-        match = self._tree.match(key, tokens, partial=self._rules.enable_partial_reuse)
+        match = self._tree.match(key, tokens, partial=self._config.enable_partial_reuse)
         source = match.partial
-        if source is not None and not self._rules.copy_on_partial_reuse and (source.references or source.children):
+        if source is not None and not self._config.copy_on_partial_reuse and (source.references or source.children):
             return PrefixMatch(match.nodes)
         return match
 
     def add_sequence(self, request_id: int, key: RootKey, match: PrefixMatch, total_tokens: int) -> int:
-        """Admits a request on a fresh `match` and returns its matched tokens. Blocks follow with `allocate`."""
-        if request_id in self._sequences:
-            raise SemBlendError(f"request {request_id} already has blocks; a request is added once")
-        if self._guarantees and not self.fits(match, total_tokens):
-            raise CapacityError(
-                f"request {request_id} needs {self.blocks_for(total_tokens)} blocks for {total_tokens} tokens; "
-                f"{self.num_free_blocks} are free, part of them promised to running requests"
-            )
+        """Admits a request on a fresh `match` that fits, and returns its matched tokens. Blocks follow with
+        `allocate`, at most those of `total_tokens`."""
         self._tree.acquire(match.nodes)
         blocks = [node.block_id for node in match.nodes]
-        sequence = self._sequences[request_id] = _Sequence(
-            key, self.blocks_for(total_tokens), list(match.nodes), blocks
-        )
+        sequence = _Sequence(key, self.blocks_for(total_tokens), list(match.nodes), blocks)
+        self._sequences[request_id] = sequence
         if match.partial is not None:
             self._take_partial(sequence, match.partial)
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     def room_for(self, request_id: int) -> int:
         """Most tokens that the sequence's blocks, and all that could be had now, hold."""
-        return (len(self._sequence(request_id).block_ids) + self.num_free_blocks) * self.block_size
+        return (len(self._sequences[request_id].block_ids) + self.num_free_blocks) * self.block_size
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
         """Grows the sequence to hold `num_tokens` and returns all its block ids in order of position."""
-        sequence = self._sequence(request_id)
-        needed = self.blocks_for(num_tokens)
-        if needed > sequence.total_blocks:
-            raise CapacityError(
-                f"request {request_id} asks for {needed} blocks; it was admitted with {sequence.total_blocks}"
-            )
-        blocks, free = sequence.block_ids, self._free
-        blocks += [free.popleft() for _ in range(min(needed - len(blocks), len(free)))]
-        while len(blocks) < needed:
-            blocks.append(self._take_block())
+        blocks = self._sequences[request_id].block_ids
+        blocks += [self._take_block() for _ in range(self.blocks_for(num_tokens) - len(blocks))]
         return list(blocks)
 
     def block_ids(self, request_id: int) -> list[int]:
-        """Blocks of the sequence in order of position. Raises SemBlendError for an unknown request."""
-        return list(self._sequence(request_id).block_ids)
+        """Blocks of the sequence in order of position."""
+        return list(self._sequences[request_id].block_ids)
 
-    def holds(self, request_id: int) -> bool:
-        return request_id in self._sequences
-
-    def publish(self, request_id: int, tokens: Sequence[int]) -> int:
+    def publish(self, request_id: int, tokens: Sequence[int]) -> None:
         """Offers the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
-        Returns the tokens now reusable. Where an equal block is in the tree, that one stays as long as somebody reads
-        it; otherwise ours takes its place, so that publishing costs no block. Where the tree keeps its own all the
-        same, publication stops at the first that would cost a block promised to others.
+        Where an equal block is in the tree, that one stays as long as a sequence reads it; otherwise ours takes its
+        place, so that publishing costs no block. Where the tree keeps its own all the same, publication stops at the
+        first that would cost a block promised to others.
         """
-        sequence = self._sequence(request_id)
-        if not self._rules.enable_block_reuse:
-            return 0
-        limit = len(tokens) if self.publication is None else self.publication.publishable(request_id, len(tokens))
-        full_blocks = min(limit, len(tokens)) // self.block_size
-        for index in range(len(sequence.path), full_blocks):
-            block = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-            if not self._publish_block(sequence, index, block):
-                return index * self.block_size
-        return full_blocks * self.block_size
+        sequence, size = self._sequences[request_id], self.block_size
+        if not self._config.enable_block_reuse:
+            return
+        end = len(tokens) if self.publication is None else self.publication.publishable(request_id, len(tokens))
+        for index in range(len(sequence.path), end // size):
+            if not self._publish_block(sequence, index, tuple(tokens[index * size : (index + 1) * size])):
+                return
 
     def stop_growing(self, request_id: int) -> None:
         """Gives up the blocks promised but not allocated: the sequence is done and only held."""
-        sequence = self._sequence(request_id)
+        sequence = self._sequences[request_id]
         sequence.total_blocks = len(sequence.block_ids)
 
     def release(self, request_id: int) -> None:
-        """Lets go of the sequence: private blocks become free, reusable ones lose a reader."""
+        """Lets go of the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -198,7 +287,7 @@ class BlockManager:
     def pin(self, request_id: int) -> None:
         """Lets go of the sequence, but what it reads of the reuse tree stays there until `unpin`. Its own blocks are
         free, duplicates of those in the tree among them."""
-        self._pins[request_id] = path = self._sequence(request_id).path
+        self._pins[request_id] = path = self._sequences[request_id].path
         self._tree.acquire(path)
         self.release(request_id)
 
@@ -207,12 +296,6 @@ class BlockManager:
         self._tree.release(self._pins.pop(request_id, []))
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _sequence(self, request_id: int) -> _Sequence:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            raise SemBlendError(f"request {request_id} has no blocks; it was never added or has been released")
-        return sequence
 
     @property
     def _num_unpromised_blocks(self) -> int:
@@ -223,15 +306,12 @@ class BlockManager:
         return self.num_free_blocks - promised
 
     def _take_block(self) -> int:
-        if self._free:
-            return self._free.popleft()
-        evicted = self._tree.evict()
-        if evicted is None:
-            raise CapacityError(f"all {self.num_blocks} blocks are held by running requests")
-        return evicted
+        block = self._free.popleft() if self._free else self._tree.evict()
+        assert block is not None, "the scheduler has seen to the room"
+        return block
 
     def _take_partial(self, sequence: _Sequence, source: BlockNode) -> None:
-        if not self._rules.copy_on_partial_reuse:
+        if not self._config.copy_on_partial_reuse:
             self._tree.remove(source)
             sequence.block_ids.append(source.block_id)
             return

@@ -1,4 +1,4 @@
-"""Calls the connector in TensorRT-LLM's order and holds it to the contract.
+"""Builds a connector, calls it in TensorRT-LLM's order and holds it to the contract.
 
 Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); what differs between
 versions is read from the contract's description. The scheduler stands on rank 0, and what it answers is sent to every
@@ -7,36 +7,90 @@ rank; with one rank, metadata still makes the round trip through pickle that sen
 
 from __future__ import annotations
 
+import importlib
+import logging
 import pickle
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.bound_request import BoundRequest
-from engine_wrapper.embedded.contract_rules import ConnectorContractError, check_grouped_methods, matched_pair
-from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.transfers import Transfers
-from semblend_trt.connector.contract_versions import EMBEDDED, ContractVersion, RequestDataV11
-from semblend_trt.errors import SemBlendError
+from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
+from semblend_trt.connector.contract import (
+    EMBEDDED,
+    GROUPED_SCHEDULER_METHODS,
+    ContractVersion,
+    KvCacheConnectorScheduler,
+    RequestDataV11,
+    contract_version,
+)
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
-    from engine_wrapper.embedded.cache_layout import KvCacheLayout
+    from engine_wrapper.embedded.llm_args import LlmArgs
+    from engine_wrapper.embedded.pool import KvCacheLayout
     from engine_wrapper.embedded.request import LlmRequest
 
-__all__ = ["ConnectorContractError", "KvCacheConnectorManager"]
+logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Reported:
-    """How much of a request the connector has been told."""
+class ConnectorContractError(SemBlendError, RuntimeError):
+    """The connector broke `rule`, the contract's short name for it. The engine cannot go on."""
 
-    tokens: int = 0
-    blocks: int = 0
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"connector contract, {rule}: {message}")
+        self.rule = rule
+
+
+class Transfers:
+    """Requests that a connector loads or saves (`what`, in errors) beside the iterations. `begun` are those that no
+    worker has been told of, by request id. They are the same on all `ranks`, so that none waits in vain."""
+
+    def __init__(self, what: str, ranks: Ranks) -> None:
+        self.begun: dict[int, LlmRequest] = {}
+        self._what, self._ranks = what, ranks
+        self._handed_in: dict[int, LlmRequest] = {}
+        # Done here, and not yet on another rank.
+        self._done_here: dict[int, LlmRequest] = {}
+
+    @property
+    def ids(self) -> set[int]:
+        """Requests whose transfer has not ended."""
+        return {*self.begun, *self._handed_in, *self._done_here}
+
+    def begin(self, request: LlmRequest) -> None:
+        self.begun[request.request_id] = request
+
+    def hand_in(self) -> list[int]:
+        """The ids that the worker is told of now."""
+        handed_in = list(self.begun)
+        self._handed_in.update(self.begun)
+        self.begun.clear()
+        return handed_in
+
+    def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
+        """Takes the ids that this rank's worker reports; returns the requests that all ranks' have.
+
+        Only ids that were handed in may be named, and once; raises ConnectorContractError.
+        """
+        for request_id in reported:
+            request = self._handed_in.pop(request_id, None)
+            if request is None:
+                raise ConnectorContractError(
+                    "finished_id_handed_in",
+                    f"get_finished reported request {request_id} as done {self._what}, but it was never handed in for "
+                    "that or has been reported before",
+                )
+            self._done_here[request_id] = request
+        if not self._handed_in and not self._done_here:
+            return []  # on every rank alike: nothing has to be said
+        everywhere = set.intersection(*self._ranks.gather(set(self._done_here)))
+        return [self._done_here.pop(request_id) for request_id in list(self._done_here) if request_id in everywhere]
 
 
 class KvCacheConnectorManager:
@@ -54,33 +108,27 @@ class KvCacheConnectorManager:
         num_layer_groups: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or Ranks()
-        self.worker = worker
-        self.scheduler = scheduler
-        self.version = version
-        self._num_groups = num_layer_groups
-        self._fields = frozenset(version.request_fields)
+        self.worker, self.scheduler, self.version = worker, scheduler, version
+        self._num_groups, self._ranks = num_layer_groups, ranks or Ranks()
         self._asked: set[int] = set()
-        self._reported: dict[int, _Reported] = {}
+        # How many tokens and blocks of a request the connector has been told.
+        self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
-        self._loads = Transfers("loading", self._ranks)
-        self._saves = Transfers("saving", self._ranks)
+        self._loads, self._saves = Transfers("loading", self._ranks), Transfers("saving", self._ranks)
         self._scheduler_output: Any = version.scheduler_output()
         self._forward_pass_callable: Callable[[], None] | None = None
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
         """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request."""
-        callable_of = self._optional(self.worker, "register_forward_pass_callable", self.version.worker_methods)
-        self._forward_pass_callable = None if callable_of is None else callable_of()
+        if "register_forward_pass_callable" in self.version.worker_methods:
+            self._forward_pass_callable = self.worker.register_forward_pass_callable()
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            if self.scheduler is not None:
-                check_grouped_methods(self.scheduler, len(layout.groups))
+            self._check_grouped_methods()
             self.worker.register_kv_cache_layout(layout)
-        wait = self._optional(self.scheduler, "wait_for_initialization", self.version.scheduler_methods)
-        if wait is not None:
-            wait()
+        if self.scheduler is not None and "wait_for_initialization" in self.version.scheduler_methods:
+            self.scheduler.wait_for_initialization()
 
     @property
     def uses_layer_hooks(self) -> bool:
@@ -100,13 +148,17 @@ class KvCacheConnectorManager:
 
     def query(self, request: LlmRequest, num_computed_tokens: int) -> tuple[int, bool]:
         """Asks once; returns the tokens offered and whether they come asynchronously. V2 cuts an offer to what fits."""
-        request_id = request.request_id
+        request_id, most = request.request_id, request.prompt_len - 1 - num_computed_tokens
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
         handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
-        matched, asynchronous = matched_pair(request_id, answer)
+        if not (isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]):
+            raise ConnectorContractError(
+                "matched_is_pair", f"request {request_id} was answered with {answer!r}; (int, bool) is needed"
+            )
+        matched, asynchronous = answer
         if matched < 0:
             raise ConnectorContractError(
                 "matched_not_negative", f"request {request_id} was offered {matched} tokens; the least is 0"
@@ -115,7 +167,6 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "asynchronous_needs_tokens", f"request {request_id} was answered with (0, True); nothing can be awaited"
             )
-        most = request.prompt_len - 1 - num_computed_tokens
         if matched > most and not self._num_groups:
             raise ConnectorContractError(
                 "one_token_left",
@@ -141,9 +192,11 @@ class KvCacheConnectorManager:
         else:
             self.scheduler.update_state_after_alloc(request, list(block_ids))
 
-    def reset_request_state(self, request_id: int) -> None:
-        """The request was paused and its blocks are gone: it will be asked about and told in full again."""
-        self._forget(request_id)
+    def forget(self, request_id: int) -> None:
+        """The request has ended, or was paused: then it will be asked about and told in full again."""
+        self._asked.discard(request_id)
+        self._reported.pop(request_id, None)
+        self._synchronous_loads.pop(request_id, None)
 
     # -- an iteration ---------------------------------------------------------------------------------------------
 
@@ -182,12 +235,6 @@ class KvCacheConnectorManager:
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
         self.worker.start_load_kv(stream)
 
-    def layer_pre_hook(self, layer: int, stream: torch.cuda.Stream | None) -> None:
-        self.worker.wait_for_layer_load(layer, stream)
-
-    def layer_post_hook(self, layer: int, stream: torch.cuda.Stream | None) -> None:
-        self.worker.save_kv_layer(layer, stream)
-
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
             self._forward_pass_callable()
@@ -196,8 +243,11 @@ class KvCacheConnectorManager:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Tells the connector that the request is over; True when its blocks must be held for a save."""
-        self._forget(request.request_id)
+        """Tells the connector that the request is over; True when its blocks must be held for a save. Of one that
+        failed or was cancelled some versions do not tell: it just disappears."""
+        self.forget(request.request_id)
+        if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
+            return False
         if self._num_groups:
             groups = self._by_group(block_ids)
             saving = self._on_leader(lambda: self.scheduler.request_finished_by_layer_group(request, groups))
@@ -207,26 +257,21 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "finished_returns_bool", f"request {request.request_id} was answered with {saving!r}; True or False"
             )
+        if saving and not block_ids:
+            raise ConnectorContractError(
+                "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
+            )
         if saving:
             self._saves.begin(request)
         return saving
 
-    def request_ended_paused(self, request: LlmRequest) -> None:
-        """Tells of the end of a request that has no blocks left, so that nothing can be saved from them."""
-        if self.request_cut_short(request, []):
-            raise ConnectorContractError(
-                "nothing_to_save", f"request {request.request_id} ended without blocks; none can be held for a save"
-            )
-
-    def request_cut_short(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """The end of a request that failed or was cancelled: some versions tell the connector, others just drop it."""
-        if self.version.tells_cut_short:
-            return self.request_finished(request, block_ids)
-        self._forget(request.request_id)
-        return False
-
     def is_loading(self, request_id: int) -> bool:
         return request_id in self._loads.ids
+
+    @property
+    def pending_transfers(self) -> list[int]:
+        """Ids of the requests being loaded or saved."""
+        return sorted(self._loads.ids | self._saves.ids)
 
     def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Hands in new transfers and returns (saved, loaded) requests. Called in every iteration, idle ones too.
@@ -247,28 +292,12 @@ class KvCacheConnectorManager:
 
     def reuse_of(self, request_id: int) -> Any:
         """The connector's report on a request's reuse, on every rank; None where it offers none."""
-
-        def ask() -> Any:
-            report = getattr(self.scheduler, "reuse_of", None)
-            return None if report is None else report(request_id)
-
-        return self._on_leader(ask)
+        return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
 
     def close(self) -> None:
         """Closes scheduler and worker where they can be closed."""
         for part in (self.scheduler, self.worker):
-            close = getattr(part, "close", None)
-            if close is not None:
-                close()
-
-    @property
-    def has_pending_transfers(self) -> bool:
-        return bool(self.pending_transfers)
-
-    @property
-    def pending_transfers(self) -> list[int]:
-        """Ids of the requests being loaded or saved."""
-        return sorted(self._loads.ids | self._saves.ids)
+            getattr(part, "close", lambda: None)()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -290,34 +319,101 @@ class KvCacheConnectorManager:
         return answer
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestDataV11:
-        reported = self._reported.setdefault(request.request_id, _Reported())
+        told_tokens, told_blocks = self._reported.get(request.request_id, (0, 0))
         num_tokens = request.get_num_tokens(0)
-        in_context = request.state is LlmRequestState.CONTEXT_INIT
-        position = request.context_current_position if in_context else num_tokens - 1
-        new_block_ids = block_ids[reported.blocks :]
+        self._reported[request.request_id] = num_tokens, len(block_ids)
+        position = request.context_current_position if request.is_in_context else num_tokens - 1
+        new_block_ids = block_ids[told_blocks:]
         values: dict[str, Any] = {
-            "new_tokens": request.tokens(reported.tokens, num_tokens),
+            "request_id": request.request_id,
+            "new_tokens": request.tokens(told_tokens, num_tokens),
             "new_block_ids": new_block_ids if self._num_groups < 2 else [],
             # A synchronous load is still to come: the position points at its first token.
             "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
-            "num_scheduled_tokens": request.context_chunk_size if in_context else 1,
+            "num_scheduled_tokens": request.context_chunk_size if request.is_in_context else 1,
             "cache_salt": request.cache_salt,
             "cache_salt_id": request.cache_salt_id,
             "new_block_ids_by_layer_group": self._by_group(new_block_ids),
         }
-        reported.tokens, reported.blocks = num_tokens, len(block_ids)
-        told = {name: value for name, value in values.items() if name in self._fields}
-        return self.version.request_data(request.request_id, **told)
+        known = self.version.request_fields
+        return self.version.request_data(**{name: value for name, value in values.items() if name in known})
 
     def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
         return [list(block_ids) for _ in range(self._num_groups)]
 
-    @staticmethod
-    def _optional(part: Any, name: str, called: frozenset[str]) -> Any:
-        """The connector's method, None where it has none or this version does not call it."""
-        return getattr(part, name, None) if name in called else None
+    def _check_grouped_methods(self) -> None:
+        """Refuses a scheduler that takes flat block ids only where there are several layer groups, which have none."""
+        if self.scheduler is None or self._num_groups < 2:
+            return
+        base, own = KvCacheConnectorScheduler, type(self.scheduler)
+        names = sorted(GROUPED_SCHEDULER_METHODS)
+        if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
+            raise ConnectorContractError(
+                "grouped_methods",
+                f"the cache has {self._num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
+            )
 
-    def _forget(self, request_id: int) -> None:
-        self._asked.discard(request_id)
-        self._reported.pop(request_id, None)
-        self._synchronous_loads.pop(request_id, None)
+
+def uses_v2(llm_args: LlmArgs) -> bool:
+    """Whether the engine takes the V2 cache manager: a version whose connectors know V1 only makes it take that.
+
+    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that refuses
+    connectors then.
+    """
+    version = contract_version(llm_args.contract)
+    has_connector = llm_args.kv_connector_config is not None
+    if has_connector and not llm_args.layer_hooks and not version.allows_cuda_graphs:
+        raise ConfigurationError(f"contract {version.name} allows no CUDA graphs beside a connector; set layer_hooks")
+    wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
+    if wanted and has_connector and not version.allows_v2:
+        logger.warning(
+            "contract %s knows the V1 cache manager only; with a connector the engine takes it", version.name
+        )
+        wanted = False
+    if llm_args.layer_groups is not None and not wanted:
+        raise ConfigurationError(
+            f"layer_groups is {llm_args.layer_groups}, but under contract {version.name} this engine takes the V1 "
+            "cache manager, which has one flat pool; set kv_cache_config.use_kv_cache_manager_v2 and contract main"
+        )
+    return wanted
+
+
+def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
+    """Imports the classes named in KvCacheConnectorConfig and builds each with one positional argument, `llm_args`, as
+    TensorRT-LLM does; None when none are named.
+
+    Every rank has a worker, and rank 0 a scheduler; both are built at once, each in a thread of its own.
+    Raises ConfigurationError when the module or a class is missing or an abstract method is not implemented; what a
+    constructor itself raises is passed on.
+    """
+    config = llm_args.kv_connector_config
+    if config is None:
+        return None
+    runtime_for(llm_args).ranks = ranks
+    try:
+        module = importlib.import_module(config.connector_module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"connector_module {config.connector_module} cannot be imported: {error}; check the name and the path"
+        ) from error
+    worker_class = _class(module, config.connector_worker_class)
+    scheduler_class = _class(module, config.connector_scheduler_class)
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        worker = threads.submit(worker_class, llm_args)
+        scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
+    groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
+    return KvCacheConnectorManager(
+        worker.result(), scheduler and scheduler.result(), contract_version(llm_args.contract), groups, ranks
+    )
+
+
+def _class(module: Any, name: str) -> Any:
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise ConfigurationError(f"connector_module {module.__name__} has no class {name}; check the name")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"connector class {module.__name__}.{name} lacks {', '.join(missing)}; the contract requires it"
+        )
+    return found

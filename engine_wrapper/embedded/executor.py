@@ -7,33 +7,30 @@ for), so that a connector sees here what it would see there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from contextlib import contextmanager
-from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler
-from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
-from engine_wrapper.embedded.cache_layout import cache_layout
-from engine_wrapper.embedded.connector_loading import load_connector, uses_v2
-from engine_wrapper.embedded.decoding import BatchLogits
-from engine_wrapper.embedded.limits import check_cache_dtype, check_fits, max_seq_len
-from engine_wrapper.embedded.pool import KvPool, pool_blocks
-from engine_wrapper.embedded.preparation import ChunkwisePreparation, Preparation
+from engine_wrapper.embedded.block_manager import BlockManager
+from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
+from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks
 from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.request_ends import RequestEnds, complete
-from engine_wrapper.embedded.token_results import TokenResults
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.embedded.sampling import largest_of, sample
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.connector.contract_versions import contract_version
-from semblend_trt.errors import SemBlendError
+from semblend_trt.connector.contract import contract_version
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
+from semblend_trt.streams import current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
     from engine_wrapper.embedded.llm_args import LlmArgs
@@ -57,35 +54,39 @@ class Executor:
     def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
         self.llm_args = llm_args
         self.model_runner = runner.share()
-        self.max_seq_len = max_seq_len(llm_args, runner.facts.max_positions)
-        cache = llm_args.kv_cache_config
-        geometry = KvGeometry(runner.facts.num_layers, runner.kv_heads, runner.facts.head_dim, cache.tokens_per_block)
-        check_cache_dtype(cache.dtype, runner.dtype)
-        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
+        cache, context = llm_args.kv_cache_config, runner.facts.max_positions
+        self.max_seq_len = llm_args.max_seq_len or context
+        if self.max_seq_len > context:
+            raise ConfigurationError(
+                f"max_seq_len {self.max_seq_len} exceeds the model's context of {context} tokens; lower it"
+            )
+        if cache.dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
+            raise ConfigurationError(
+                f"kv_cache_config.dtype {cache.dtype} differs from the model's {runner.dtype}; use auto or load the "
+                "model in it"
+            )
         self._version = contract_version(llm_args.contract)
+        # With a transceiver, most versions leave the blocks of saved requests unpinned.
+        self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None
+        self._is_v2 = uses_v2(llm_args)
+        self._eos_token_ids = runner.eos_token_ids
+        geometry = KvGeometry(runner.facts.num_layers, runner.kv_heads, runner.facts.head_dim, cache.tokens_per_block)
+        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
         layout = self._version.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
         self.pool = KvPool(blocks, geometry, runner.dtype, runner.device, layout)
         self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
-        rules = ReuseRules(cache.enable_block_reuse, cache.enable_partial_reuse, cache.copy_on_partial_reuse)
-        self._is_v2 = uses_v2(llm_args)
         self.block_manager = BlockManager(
             blocks,
-            cache.tokens_per_block,
+            cache,
             self.pool.copy_block,
-            rules,
             guarantees=not self._is_v2,
             replaces=self._version.holds_saved_blocks,
-        )
-        self._scheduler = BatchScheduler(
-            llm_args.max_batch_size,
-            llm_args.max_num_tokens,
-            cache.tokens_per_block,
-            enable_chunked_prefill=llm_args.enable_chunked_prefill,
-            guarantees=not self._is_v2,
         )
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
+        # Requests whose newest token is not handled: the overlap scheduler handles tokens one iteration late.
+        self._sampled: list[LlmRequest] = []
         self._failure: str | None = None
         self._interrupt: KeyboardInterrupt | None = None
         self._closed = False
@@ -95,24 +96,9 @@ class Executor:
             groups = llm_args.layer_groups
             described = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None
             self.connector.register(self.pool.tensor, described)
-        self._ends = RequestEnds(llm_args, self._active, self.block_manager, self.connector, prompts_only=self._is_v2)
-        self._results = TokenResults(runner.eos_token_ids, self.connector, self._ends.finish)
-        self._preparation = self._new_preparation()
-
-    def _new_preparation(self) -> Preparation:
-        # With block reuse off nothing that was loaded would be skipped; most versions do not ask then.
-        applies = self.llm_args.kv_cache_config.enable_block_reuse
-        if not self._is_v2:
-            asks = applies or self._version.asks_without_reuse
-            return Preparation(self.block_manager, self._scheduler, self.connector, asks=asks, applies=applies)
-        return ChunkwisePreparation(
-            self.block_manager,
-            self._scheduler,
-            self.connector,
-            asks=applies,
-            running=self._active,
-            waiting=self._waiting,
-            pause=self._pause,
+        pause = self._pause if self._is_v2 else None
+        self._scheduler = BatchScheduler(
+            llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
         )
 
     @property
@@ -128,10 +114,8 @@ class Executor:
         with self._lock:
             self._check_alive()
             for request in requests:
-                check_fits(request, self.llm_args, self.max_seq_len, self.block_manager)
-            for request in requests:
-                request.generator = self._results.generator(request.sampling_params)
-                self._waiting.append(request)
+                self._check_fits(request)
+            self._waiting += requests
 
     def abort(self, request: LlmRequest) -> bool:
         """Ends an unfinished request; False when it has finished already.
@@ -145,21 +129,21 @@ class Executor:
         with self._guarded():
             if request in self._waiting:
                 self._waiting.remove(request)
+                request.complete("cancelled")
                 if request.is_paused and self.connector is not None:
-                    self.connector.request_ended_paused(request)
-                complete(request, "cancelled")
+                    self.connector.request_finished(request, [])
             else:
-                self._ends.cut_short(request, "cancelled")
+                self._cut_short(request, "cancelled")
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
                     # TensorRT-LLM handles cancels behind a forward and polls: none runs before the save is begun.
-                    self._ends.poll_transfers()
+                    self._poll_transfers()
             return True
 
     def pause(self, request: LlmRequest) -> None:
         """Takes a running request's blocks away and has it computed anew later (V2). Others are left as they are."""
         with self._guarded():
-            is_parked = self.connector is not None and self.connector.is_loading(request.request_id)
-            if request.request_id in self._active and not is_parked:
+            is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
+            if request.request_id in self._active and not is_loading:
                 self._pause(request)
 
     @property
@@ -191,7 +175,7 @@ class Executor:
     def poll_transfers(self) -> None:
         """An idle iteration: asks the connector which transfers have ended."""
         with self._guarded():
-            self._ends.poll_transfers()
+            self._poll_transfers()
 
     def shutdown(self) -> None:
         """Aborts what is left and closes the connector. Safe to call twice."""
@@ -209,7 +193,7 @@ class Executor:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One thread at a time; whatever is raised inside ends the engine."""
+        """One thread at a time; an error that is raised inside ends the engine."""
         with self._lock:
             self._check_alive()
             try:
@@ -219,28 +203,21 @@ class Executor:
                 raise
 
     def _iterate(self) -> bool:
-        batch = self._scheduler.schedule(self._active.values(), self._waiting, self.block_manager)
-        for request in batch.admitted:
-            self._active[request.request_id] = request
-        self._preparation.prepare(batch)
+        batch = self._scheduler.schedule()
+        stream = current_stream(self.model_runner.device)
         if self.connector is not None:
             self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
-        stream = self._stream()
-        if len(batch):
-            self._start_batch(batch, stream)
-        ran = len(batch) > 0 or len(self._results) > 0
+            if len(batch):
+                self.connector.take_scheduled_requests_pending_load(batch)
+                self.connector.handle_metadata()
+                self.connector.start_load_kv(stream)
+        ran = len(batch) > 0 or len(self._sampled) > 0
         if not len(batch):
-            self._results.take()
+            self._take_tokens()
         elif (logits := self._forward(batch, stream)) is not None:
             self._update(batch, logits)
-        self._ends.poll_transfers()
+        self._poll_transfers()
         return ran
-
-    def _start_batch(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> None:
-        if self.connector is not None:
-            self.connector.take_scheduled_requests_pending_load(batch)
-            self.connector.handle_metadata()
-            self.connector.start_load_kv(stream)
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
         """Returns logits, float32 [requests, vocabulary], of each request's last row; None when the forward failed and
@@ -255,14 +232,18 @@ class Executor:
                 raise
             logger.exception("a forward failed; the running requests end")
             error = failure
-        self._results.clear()
-        self._ends.fail_running(error)
+        self._sampled.clear()
+        for request in list(self._active.values()):
+            if not request.is_finished:
+                request.error = f"request {request.request_id} ran in a forward that failed: {error}"
+                self._cut_short(request, "error")
         return None
 
     def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
         if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:
-            self.model_runner.before_layer = partial(self.connector.layer_pre_hook, stream=stream)
-            self.model_runner.after_layer = partial(self.connector.layer_post_hook, stream=stream)
+            worker = self.connector.worker
+            self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
+            self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
         with self.pool.computing():
             logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
         if self.connector is not None:
@@ -271,11 +252,11 @@ class Executor:
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
         block_ids = tuple(self.block_manager.block_ids(request.request_id))
-        if request.state is not LlmRequestState.CONTEXT_INIT:
+        if not request.is_in_context:
             position, token = request.next_row()
             return SequenceSlice(request.request_id, position, (token,), block_ids)
-        begin, end = request.context_current_position, request.context_current_position + request.context_chunk_size
-        return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, end)), block_ids)
+        begin = request.context_current_position
+        return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, request.chunk_end)), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks.
@@ -284,53 +265,167 @@ class Executor:
         has been in this batch for nothing.
         """
         if not self.llm_args.disable_overlap_scheduler:
-            self._results.take()
-        rows = BatchLogits(logits)
+            self._take_tokens()
+        ready: list[tuple[int, LlmRequest]] = []
         for row, request in enumerate(batch.requests):
             if request.is_finished:
                 continue
-            if request.state is LlmRequestState.CONTEXT_INIT:
-                request.context_current_position += request.context_chunk_size
+            if request.is_in_context:
+                request.context_current_position = request.chunk_end
                 if request.context_remaining_length:
                     continue
                 request.state = LlmRequestState.GENERATION_IN_PROGRESS
-            self._results.sample(request, rows, row)
+            ready.append((row, request))
+        largest = largest_of(logits) if ready else []
+        for row, request in ready:
+            self._sample(request, logits[row], *largest[row])
         if self.llm_args.disable_overlap_scheduler:
-            self._results.take()
+            self._take_tokens()
         for request in batch.context_requests:
             if not request.is_finished:
                 written = min(request.context_current_position, request.prompt_len - 1)
                 self.block_manager.publish(request.request_id, request.tokens(0, written))
 
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, request: LlmRequest, logits: torch.Tensor, best: float, token: int) -> None:
+        """Chooses the request's next token by its `logits`, [vocabulary], of which `best`, that of `token`, is the
+        largest. A request for which that fails ends."""
+        params = request.sampling_params
+        if params.return_generation_logits:
+            request.generation_logits.append(logits.clone())
+        if params.forced_token_ids is not None:
+            token = params.forced_token_ids[request.num_generated]
+        elif not math.isfinite(best):
+            request.error = f"request {request.request_id} failed: the model's logits are not finite"
+            logger.error(request.error)
+            self._finish(request, "error", publish=False)
+            return
+        elif not params.is_greedy:
+            token = sample(logits, params, request.generator)
+        request.pending_token = token
+        self._sampled.append(request)
+
+    def _take_tokens(self) -> None:
+        """Handles the tokens sampled since the last call."""
+        sampled, self._sampled = self._sampled, []
+        for request in sampled:
+            self._accept(request)
+
+    def _accept(self, request: LlmRequest) -> None:
+        """Handles the request's newest token, if there is one; that may end the request."""
+        token = request.pending_token
+        if token is None or request.is_finished:
+            return
+        request.pending_token = None
+        request.add_new_token(token)
+        if request.first_token_time is None:
+            request.first_token_time = perf_counter()
+            if self.connector is not None:
+                request.reuse_report = self.connector.reuse_of(request.request_id)
+        params = request.sampling_params
+        is_end = token in (params.stop_token_ids or ()) or (not params.ignore_eos and token in self._eos_token_ids)
+        if is_end and params.forced_token_ids is None:
+            self._finish(request, "stop", publish=True)
+        elif request.num_generated == request.max_new_tokens:
+            self._finish(request, "length", publish=True)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
+        """Ends a running request: with `publish` its blocks are offered for reuse; then they are freed or saved.
+
+        One that is saved keeps its blocks until the save has ended, or only what the reuse tree has of them: which, the
+        contract's version says.
+        """
+        request_id = request.request_id
+        request.finish_reason = reason
+        del self._active[request_id]
+        if publish:
+            written = request.num_written_tokens
+            end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
+            self.block_manager.publish(request_id, request.tokens(0, end))
+        block_ids = self.block_manager.block_ids(request_id)
+        if self.connector is None or not self.connector.request_finished(request, block_ids):
+            self.block_manager.release(request_id)
+            request.complete(reason)
+            return
+        request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
+        if self._version.holds_saved_blocks:
+            self.block_manager.stop_growing(request_id)
+        elif self._pins_saved:
+            self.block_manager.pin(request_id)
+        else:
+            self.block_manager.release(request_id)
+
+    def _cut_short(self, request: LlmRequest, reason: str) -> None:
+        """Ends a running request before its time; one whose load is under way, as soon as the connector reports it,
+        where the version waits for that."""
+        connector = self.connector
+        if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
+            request.finish_reason = reason
+        else:
+            self._finish(request, reason, publish=False)
+
+    def _poll_transfers(self) -> None:
+        """Asks the connector which transfers have ended, and lets go of what they held."""
+        if self.connector is None:
+            return
+        saved, loaded = self.connector.get_finished()
+        for index, request in enumerate(saved):
+            if self._version.holds_saved_blocks:
+                self.block_manager.release(request.request_id)
+            elif index == 0 or self._version.unpins_every_save:
+                self.block_manager.unpin(request.request_id)
+            request.state = LlmRequestState.GENERATION_COMPLETE
+        for request in loaded:
+            if request.finish_reason is not None and request.request_id in self._active:
+                self._finish(request, request.finish_reason, publish=False)
+
     def _pause(self, request: LlmRequest) -> None:
         """Puts a running request back among the waiting ones, unless the token it waits for ends it."""
-        self._results.accept(request)
+        self._accept(request)
         if request.is_finished:
             return
         del self._active[request.request_id]
         self.block_manager.release(request.request_id)
         request.pause()
         if self.connector is not None:
-            self.connector.reset_request_state(request.request_id)
+            self.connector.forget(request.request_id)
         self._waiting.appendleft(request)
-
-    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
         self._failure = f"{type(error).__name__}: {error}"
         for request in [*self._waiting, *self._active.values()]:
             if not request.is_finished:
                 request.error = f"the engine stopped: {self._failure}"
-                complete(request, "error")
+                request.complete("error")
             self.block_manager.release(request.request_id)
         self._waiting.clear()
         self._active.clear()
-        self._results.clear()
+        self._sampled.clear()
+
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise SemBlendError(f"this engine has stopped ({self._failure}); build a new one")
 
-    def _stream(self) -> torch.cuda.Stream | None:
-        device = self.model_runner.device
-        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    def _check_fits(self, request: LlmRequest) -> None:
+        """Raises CapacityError when the request could not run even on an empty engine."""
+        total, blocks = request.max_total_tokens, self.block_manager
+        asked = f"a prompt of {request.prompt_len} tokens with {request.max_new_tokens} new ones"
+        if total > self.max_seq_len:
+            raise CapacityError(
+                f"{asked} exceeds max_seq_len {self.max_seq_len}; shorten the prompt or lower max_tokens"
+            )
+        if blocks.blocks_for(total) > blocks.num_blocks:
+            raise CapacityError(
+                f"{asked} needs {blocks.blocks_for(total)} blocks of {blocks.block_size} tokens, the KV pool has "
+                f"{blocks.num_blocks}; raise kv_cache_config.max_tokens"
+            )
+        most = self.llm_args.max_num_tokens
+        if not self.llm_args.enable_chunked_prefill and request.prompt_len > most:
+            raise CapacityError(
+                f"{asked} exceeds the {most} rows of max_num_tokens; raise it or enable chunked prefill"
+            )

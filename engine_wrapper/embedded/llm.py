@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import secrets
+import signal
+import threading
 import time
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.executor import Executor
-from engine_wrapper.embedded.interrupts import interrupts_held
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.outputs import CompletionOutput, RequestOutput, output_of
-from engine_wrapper.embedded.prompts import Prompt, as_prompts, checked_salt, one_each, token_ids_of
-from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.request import (
+    CompletionOutput,
+    LlmRequest,
+    Prompt,
+    RequestOutput,
+    as_prompts,
+    one_each,
+    output_of,
+    token_ids_of,
+)
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.embedded.stream import RequestStream
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
-
-    from engine_wrapper.embedded.block_manager import BlockManager
+    from types import FrameType
 
 __all__ = [
     "LLM",
@@ -39,14 +45,93 @@ __all__ = [
     "SamplingParams",
 ]
 
-_IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+
+
+class _Hold:
+    """A handler that keeps the first interrupt and hands further ones on."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._first: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._first is not None:
+            self._handler(number, frame)
+        self._first = number, frame
+
+    def end(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._first is not None:
+            self._handler(*self._first)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Answers an interrupt that comes inside the block at its end (the outermost one's), and a second one at once.
+
+    Python interrupts the main thread only; elsewhere nothing is held.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if handler is None or isinstance(handler, (int, _Hold)):
+        yield
+        return
+    hold = _Hold(handler)
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        hold.end()
+
+
+class RequestStream:
+    """Iterator over one request's outputs. `request_id` may be given to `LLM.abort`."""
+
+    def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
+        self.request_id = request.request_id
+        self._llm, self._request, self._prompt, self._streaming = llm, request, prompt, streaming
+        self._given = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._ended:
+            raise StopIteration
+        self._llm.run_until(self.has_news)
+        if self._has_token():
+            self._given += 1
+            output = output_of(self._request, self._llm.tokenizer, self._prompt, self._given)
+        else:
+            output = output_of(self._request, self._llm.tokenizer, self._prompt)
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Ends the iteration, and the request where it still runs."""
+        if not self._ended:
+            self._ended = True
+            self._llm.forget(self._request)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def has_news(self) -> bool:
+        """True when the next output is there and taking it runs nothing."""
+        return self._request.is_finished or self._has_token()
+
+    def _has_token(self) -> bool:
+        return self._streaming and self._request.num_generated > self._given
 
 
 class LLM:
     """One engine and its requests.
 
     Takes every field of `LlmArgs` by name. `runner` lends the weights of `model`, loaded before and left as they were,
-    so that several engines share them. Use it as a context manager, or call `shutdown`.
+    so that several engines share them. Use it as a context manager, or call `shutdown`. `connector_scheduler` and
+    `connector_worker` are the connector's halves, None where there is none.
 
     With `tensor_parallel_size` N, N processes that have joined one `torch.distributed` group build it alike and make
     the same calls in the same order; each holds its part of the model and of the KV, and all have the same outputs.
@@ -73,11 +158,16 @@ class LLM:
         # The connector binds KV to what runs, whatever "auto" or a lent runner made of what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
-        self._runner = runner
-        self._executor = Executor(args, runner)
+        self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
+        self.tokenizer = runner.tokenizer
+        self.executor = Executor(args, runner)
+        self.block_manager = self.executor.block_manager
+        connector = self.executor.connector
+        self.connector_scheduler: Any = None if connector is None else connector.scheduler
+        self.connector_worker: Any = None if connector is None else connector.worker
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
-        self._finalizer = weakref.finalize(self, self._executor.shutdown)
+        self._finalizer = weakref.finalize(self, self.executor.shutdown)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -109,7 +199,7 @@ class LLM:
                 for request in requests:
                     self.forget(request)
         return [
-            output_of(request, self._runner.tokenizer, prompt if isinstance(prompt, str) else None)
+            output_of(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
             for request, prompt in zip(requests, texts, strict=True)
         ]
 
@@ -126,7 +216,8 @@ class LLM:
         Without `streaming` the iterator gives the final output only. Taking from one iterator moves every running
         request on. An iterator that is closed or dropped before its end aborts its request.
         """
-        request = self._request(prompt, sampling_params or SamplingParams(), checked_salt(cache_salt), lora_request)
+        (salt,) = one_each("cache_salt", cache_salt, 1, str)
+        request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request)
         # Made first: should an interrupt come in between, it is dropped and ends the request.
         stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
@@ -139,13 +230,13 @@ class LLM:
         Prompts of other lengths are served as well, up to a tenth slower. Call it from the thread that will run the
         requests; on the CPU it does nothing.
         """
-        self._executor.model_runner.warm_up(prompt_lengths, self._executor.check_layers)
+        self.executor.model_runner.warm_up(prompt_lengths, self.executor.check_layers)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)
         with interrupts_held():
-            return request is not None and self._executor.abort(request)
+            return request is not None and self.executor.abort(request)
 
     def settle(self) -> None:
         """Waits until the connector has ended every transfer, so that what was served is a donor.
@@ -153,10 +244,12 @@ class LLM:
         Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
         """
         deadline = time.monotonic() + self.llm_args.transfer_timeout
-        self._poll_transfers()
-        while self._executor.pending_transfers:
+        while True:
+            with interrupts_held():
+                self.executor.poll_transfers()
+            if not self.executor.pending_transfers:
+                return
             self._pause(deadline)
-            self._poll_transfers()
 
     def shutdown(self) -> None:
         """Aborts what is running and closes the connector; the engine takes no more requests."""
@@ -165,34 +258,8 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    # -- parts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._runner.tokenizer
-
-    @property
-    def executor(self) -> Executor:
-        return self._executor
-
-    @property
-    def block_manager(self) -> BlockManager:
-        return self._executor.block_manager
-
-    @property
-    def connector_scheduler(self) -> Any:
-        """The connector's scheduler half, None without a connector."""
-        return None if self._executor.connector is None else self._executor.connector.scheduler
-
-    @property
-    def connector_worker(self) -> Any:
-        """The connector's worker half, None without a connector."""
-        return None if self._executor.connector is None else self._executor.connector.worker
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -201,14 +268,13 @@ class LLM:
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
-            params = replace(params, seed=self._runner.ranks.broadcast(secrets.randbits(63)))
-        vocabulary = int(self._runner.config.vocab_size)
-        forced = params.forced_token_ids
+            params = replace(params, seed=self._ranks.broadcast(secrets.randbits(63)))
+        forced, vocabulary = params.forced_token_ids, self._vocabulary
         if forced is not None and max(forced) >= vocabulary:
             raise ConfigurationError(
                 f"forced_token_ids holds {max(forced)}; the model's token ids end at {vocabulary - 1}"
             )
-        token_ids, token_array = token_ids_of(prompt, self._runner.tokenizer, vocabulary)
+        token_ids, token_array = token_ids_of(prompt, self.tokenizer, vocabulary)
         return LlmRequest(
             next(self._ids),
             token_ids,
@@ -222,33 +288,31 @@ class LLM:
         )
 
     def _lora_task_id(self, lora_request: str | None) -> int | None:
+        adapters = self.llm_args.lora_config or {}
         if lora_request is None:
             return None
-        adapters = self.llm_args.lora_config or {}
         if not isinstance(lora_request, str) or lora_request not in adapters:
-            raise ConfigurationError(
-                f"lora_request {lora_request!r} is not in lora_config, which names "
-                f"{', '.join(adapters) or 'no adapter'}"
-            )
+            names = ", ".join(adapters) or "no adapter"
+            raise ConfigurationError(f"lora_request {lora_request!r} is not in lora_config, which names {names}")
         return adapters[lora_request]
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         with interrupts_held():
-            self._executor.enqueue(requests)
+            self.executor.enqueue(requests)
             self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
-        """Drops a request that nobody will ask about again, ending it where it still runs."""
+        """Drops a request for good, ending it where it still runs."""
         with interrupts_held():
             if self._live.pop(request.request_id, None) is not None:
-                self._executor.abort(request)
+                self.executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Runs iterations until `done`; waits for the connector where nothing else can run."""
         deadline: float | None = None
         while not done():
             with interrupts_held():
-                has_run = self._executor.step()
+                has_run = self.executor.step()
             if has_run:
                 deadline = None
                 continue
@@ -256,18 +320,14 @@ class LLM:
             if not done():
                 self._pause(deadline)
 
-    def _poll_transfers(self) -> None:
-        with interrupts_held():
-            self._executor.poll_transfers()
-
     def _pause(self, deadline: float) -> None:
         if time.monotonic() > deadline:
-            pending = ", ".join(map(str, self._executor.pending_transfers))
+            pending = ", ".join(map(str, self.executor.pending_transfers))
             raise SemBlendError(
                 f"the connector has not ended the transfers of requests {pending or 'none'} within "
                 f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
             )
-        time.sleep(_IDLE_PAUSE)
+        time.sleep(IDLE_PAUSE)
 
 
 def _ranks(size: int) -> Ranks:

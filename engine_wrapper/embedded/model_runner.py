@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from engine_wrapper.embedded.models import LoadedModel, ModelSource, adopt_model, load_model
-from engine_wrapper.layer_schedule import SequenceSlice, lowest_schedule, schedule_of, works_of
-from engine_wrapper.lowest_layers import settled
-from engine_wrapper.portions import portions
+from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
+from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import current_stream
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.graph_forward import GraphForward
-    from engine_wrapper.layer_loop import EvidenceSink, LayerHook
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
-    from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.evidence import CheckEvidence
-    from semblend_trt.layer_readiness import LayerReadiness
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
+    from semblend_trt.runtime import LayerReadiness
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
 
@@ -71,7 +69,16 @@ class ModelRunner:
         return runner
 
     def _own(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        # The Transformers model; called directly, it runs plain SDPA and touches no pool.
+        self.model, self.config, self.tokenizer = loaded.model, loaded.model.config, loaded.tokenizer
+        self.facts, self.source, self.ranks = loaded.facts, loaded.source, loaded.ranks
+        # Of weights, hidden rows and pool.
+        self.dtype: torch.dtype = loaded.model.dtype
+        self.device: torch.device = loaded.model.device
+        self.kv_heads = loaded.facts.kv_heads // loaded.ranks.size  # of this rank
+        self._detach()
+
+    def _detach(self) -> None:
         self._forward: SparseForward | None = None
         self._graphs: GraphForward | None = None
         self._max_rows: int | None = None
@@ -80,45 +87,6 @@ class ModelRunner:
         self.evidence_sink: EvidenceSink | None = None
         self.before_layer: LayerHook | None = None
         self.after_layer: LayerHook | None = None
-
-    @property
-    def model(self) -> Any:
-        """The Transformers model; called directly, it runs plain SDPA and touches no pool."""
-        return self._loaded.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._loaded.tokenizer
-
-    @property
-    def config(self) -> Any:
-        return self._loaded.config
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._loaded.facts
-
-    @property
-    def source(self) -> ModelSource:
-        return self._loaded.source
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._loaded.ranks
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of this rank."""
-        return self.facts.kv_heads // self.ranks.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, hidden rows and pool."""
-        return self._loaded.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._loaded.device
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -132,15 +100,15 @@ class ModelRunner:
     def share(self) -> ModelRunner:
         """A runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
-        runner._forward = runner._graphs = None
-        runner.plan_source = runner.readiness = runner.evidence_sink = None
-        runner.before_layer = runner.after_layer = None
+        runner._detach()
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.portions` and
-        `engine_wrapper.lowest_layers`). Raises ConfigurationError."""
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`).
+
+        Raises ConfigurationError.
+        """
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
@@ -178,11 +146,11 @@ class ModelRunner:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers = self.facts.num_layers
         works = [
-            settled(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
+            with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
             for work in works_of([self._with_plan(piece) for piece in slices], num_layers)
         ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
-        parts = portions(works, num_layers, self._max_rows)
+        parts = micro_batches(works, num_layers, self._max_rows)
         for part in parts:
             lengths = [work.outputs if all_rows else 1 for work in part.works]
             logits = self._run(part.works, all_rows)
@@ -216,7 +184,7 @@ class ModelRunner:
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
-        """Runs the lowest layers of a part of a work (see `engine_wrapper.lowest_layers`)."""
+        """Runs the lowest layers of a part of a work (see `engine_wrapper.batch`)."""
         assert self._forward is not None
         schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)

@@ -1,4 +1,9 @@
-"""Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not."""
+"""Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not.
+
+Of several ranks each keeps some of the query and KV heads, and some of each MLP's channels, as Megatron-LM splits a
+layer (arXiv 1909.08053, section 3): projections into heads and channels by their outputs, the projections out of them
+by their inputs, whose results are added up. Embeddings, norms and the head are on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_wrapper.embedded.model_shard import keep_shard
+from engine_wrapper.fused_layers import SharedLinear
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -20,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.llm_args import LlmArgs
-    from semblend_trt.connector.file_digests import FileState
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.connector.model_files import FileState
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -67,10 +73,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    config: Any
     facts: ModelFacts
-    dtype: torch.dtype
-    device: torch.device
     ranks: Ranks
     source: ModelSource
 
@@ -99,25 +102,18 @@ def load_model(
     weights.to(target_device).eval().requires_grad_(False)
     files = files or _states(str(model), revision)  # of a model that was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
-    return LoadedModel(weights, words, weights.config, facts, weights.dtype, weights.device, ranks, source)
+    return LoadedModel(weights, words, facts, ranks, source)
 
 
 def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks | None = None) -> LoadedModel:
     """Takes a whole model that is in memory; `config_path` is a folder with its config.json. Of several `ranks`, each
     keeps its part of it.
 
-    Raises as `load_model` does, and ConfigurationError when the folder describes a model of another type or size.
+    Raises as `load_model` does, and ConfigurationError when the folder describes another model.
     """
-    facts, config = _supported_facts(config_path, None), model.config
-    described = (facts.model_type, facts.num_layers, facts.num_heads, facts.kv_heads)
-    given = (config.model_type, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
-    if described != given:
-        raise ConfigurationError(
-            f"{config_path} describes {described}, the model is {given} (type, layers, query heads, KV heads); "
-            "save its own configuration there"
-        )
+    facts = _supported_facts(config_path, None)
     read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
-    if _digest(read) != _digest(config):
+    if _digest(read) != _digest(model.config):
         raise ConfigurationError(
             f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
@@ -126,7 +122,7 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
     keep_shard(model, ranks)
     model.eval().requires_grad_(False)
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return LoadedModel(model, tokenizer, config, facts, model.dtype, model.device, ranks, source)
+    return LoadedModel(model, tokenizer, facts, ranks, source)
 
 
 def _digest(config: Any) -> str:
@@ -205,3 +201,41 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
                 f"model {name}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
     return model
+
+
+def keep_shard(model: Any, ranks: Ranks) -> None:
+    """Leaves this rank's part of the layers in `model`, and the part's sizes in its configuration.
+
+    Raises ConfigurationError when the ranks do not divide KV heads or channels; nothing is changed then.
+    """
+    if ranks.size == 1:
+        return
+    config = model.config
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % ranks.size:
+            raise ConfigurationError(
+                f"the model's {name} is {getattr(config, name)}, which {ranks.size} ranks do not divide; use fewer"
+            )
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            _keep_outputs(linear, ranks)
+        attention.o_proj = SharedLinear(attention.o_proj, _part(attention.o_proj.in_features, ranks), ranks)
+        mlp.down_proj = SharedLinear(mlp.down_proj, _part(mlp.down_proj.in_features, ranks), ranks)
+    config.num_attention_heads //= ranks.size
+    config.num_key_value_heads //= ranks.size
+
+
+def _keep_outputs(linear: nn.Linear, ranks: Ranks) -> None:
+    kept = _part(linear.out_features, ranks)
+    linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
+    linear.out_features //= ranks.size
+
+
+def _part(count: int, ranks: Ranks) -> slice:
+    """This rank's share of `count` heads' or MLP channels, one run of them."""
+    share = count // ranks.size
+    return slice(ranks.rank * share, (ranks.rank + 1) * share)

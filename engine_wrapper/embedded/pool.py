@@ -1,17 +1,23 @@
-"""The KV pool: one tensor for all blocks of all layers, laid out as TensorRT-LLM's primary pool."""
+"""The KV pool: one tensor for all blocks of all layers, laid out as TensorRT-LLM's primary pool.
+
+`KvCacheLayout` is how the V2 cache manager describes it: byte ranges that repeat for every block, by layer group,
+shaped after `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`. Upstream describes raw device memory; here
+a region is a part of the pool tensor, and its addresses are that tensor's.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.layout import pool_view
-from semblend_trt.errors import CapacityError
+from semblend_trt.errors import CapacityError, ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm_args import LlmArgs
     from kernels.layout import KvGeometry
@@ -28,12 +34,7 @@ class KvPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        geometry: KvGeometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: str = "HND",
+        self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device, layout: str = "HND"
     ) -> None:
         self.geometry = geometry
         shape = (num_blocks, geometry.num_layers, 2, geometry.row_elements)
@@ -60,10 +61,6 @@ class KvPool:
         yield
         registered.copy_(rows)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.tensor.shape[0]
-
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV of all layers."""
         self.tensor[target].copy_(self.tensor[source])
@@ -76,8 +73,7 @@ def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: to
     of `max_seq_len` tokens, or what fits into DEFAULT_POOL_BYTES (1 GiB) when that is less. Raises CapacityError when
     not even one block results.
     """
-    block_size = geometry.block_size
-    wanted = args.kv_cache_config.max_tokens
+    block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
     if wanted is not None:
         if wanted < block_size:
             raise CapacityError(
@@ -91,3 +87,99 @@ def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: to
             "set kv_cache_config.max_tokens"
         )
     return min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheBufferRef:
+    """One layer's keys or values (`role` "key" or "value") in a region."""
+
+    layer_id: int
+    role: str
+    expansion: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheRegion:
+    """Neighbouring buffers in each of `num_slots` blocks. `rows` is the part of the pool that holds them, [blocks,
+    layers, 2, row]."""
+
+    rows: torch.Tensor
+    buffers: tuple[KvCacheBufferRef, ...]
+
+    @property
+    def base(self) -> int:
+        return self.rows.data_ptr()
+
+    @property
+    def num_slots(self) -> int:
+        return self.rows.shape[0]
+
+    def address_of(self, slot_id: int) -> int:
+        """Raises IndexError outside the slots: -1 would otherwise be another request's block."""
+        if not 0 <= slot_id < self.num_slots:
+            raise IndexError(f"slot {slot_id} is out of range; it must be in 0..{self.num_slots - 1}")
+        return self.rows[slot_id].data_ptr()
+
+    def as_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """A view [num_slots, elements of `dtype`]."""
+        return self.rows.flatten(1).view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheLayerGroupLayout:
+    """Layers whose blocks share one space of ids; `window_size` None is full attention."""
+
+    layer_group_id: int
+    layer_ids: tuple[int, ...]
+    window_size: int | None
+    regions: tuple[KvCacheRegion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheLayout:
+    """All layer groups of one pool of `dtype`."""
+
+    tokens_per_block: int
+    groups: tuple[KvCacheLayerGroupLayout, ...]
+    dtype: torch.dtype
+
+    def as_single_pool_tensor(self) -> torch.Tensor | None:
+        """The pool as V1 registers it, [blocks, layers, 2, row]; None for several groups or regions."""
+        if len(self.groups) != 1 or len(self.groups[0].regions) != 1:
+            return None
+        return self.groups[0].regions[0].rows
+
+
+def cache_layout(
+    pool: torch.Tensor, tokens_per_block: int, groups: Sequence[Sequence[int]] | None = None
+) -> KvCacheLayout:
+    """Describes `pool`, [blocks, layers, 2, row]; `groups` lists each group's layers, all in one group by default.
+
+    Raises ConfigurationError unless every layer is in exactly one group.
+    """
+    num_layers = pool.shape[1]
+    listed = [tuple(sorted(layers)) for layers in (groups or [range(num_layers)])]
+    if sorted(layer for layers in listed for layer in layers) != list(range(num_layers)):
+        raise ConfigurationError(
+            f"layer_groups is {[list(layers) for layers in listed]}; each of the model's {num_layers} layers must be "
+            "in exactly one group"
+        )
+    described = (
+        KvCacheLayerGroupLayout(group_id, layers, None, tuple(_region(pool, run) for run in _runs(layers)))
+        for group_id, layers in enumerate(listed)
+    )
+    return KvCacheLayout(tokens_per_block, tuple(described), pool.dtype)
+
+
+def _region(pool: torch.Tensor, layers: range) -> KvCacheRegion:
+    buffers = tuple(KvCacheBufferRef(layer, role) for layer in layers for role in ("key", "value"))
+    return KvCacheRegion(pool[:, layers.start : layers.stop], buffers)
+
+
+def _runs(layers: Sequence[int]) -> Iterator[range]:
+    """Runs of consecutive layers: neighbours in memory."""
+    start = 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index] != layers[index - 1] + 1:
+            yield range(layers[start], layers[index - 1] + 1)
+            start = index

@@ -1,24 +1,84 @@
-"""One request as the executor and the connector see it, with the attribute names of TensorRT-LLM's LlmRequest."""
+"""Requests: what a caller hands in, what executor and connector see of it, and what it gives back.
+
+Attributes have the names of TensorRT-LLM's LlmRequest, outputs those of its RequestOutput and CompletionOutput.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import numpy as np
+import torch
 
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import RootKey
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-    import torch
 
     from engine_wrapper.embedded.sampling import SamplingParams
+
+Prompt = Union[str, "Sequence[int]"]
+
+T = TypeVar("T")
+
+
+# -- what a caller hands in -------------------------------------------------------------------------------------------
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list. A sequence that starts with an integer is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = prompts if isinstance(prompts, list) else list(prompts)
+    if not items:
+        raise ConfigurationError("the prompt is empty; give text, token ids, or a list with at least one of them")
+    if isinstance(items[0], Integral):
+        return [cast("Sequence[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[int], npt.NDArray[np.int32]]:
+    """Token ids of a prompt, as a list of their own and as int32 [n]. Raises ConfigurationError for any other id than
+    0 to `vocabulary` - 1."""
+    listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    # A tokenizer may begin even an empty text with a token of its own.
+    if len(prompt) == 0 or not listed:
+        raise ConfigurationError("the prompt is empty; at least one token is needed")
+    try:
+        tokens = np.frombuffer(array("q", listed), dtype=np.int64)
+    except TypeError:
+        raise ConfigurationError("a prompt is text or a sequence of integer token ids, nothing mixed") from None
+    except OverflowError:
+        raise ConfigurationError(f"the prompt holds a token id beyond the model's ids, 0..{vocabulary - 1}") from None
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+        raise ConfigurationError(f"the prompt holds token id {outside}; the model's ids are 0..{vocabulary - 1}")
+    # NumPy's integers come in lists of nothing else; a connector is promised Python's.
+    return listed if type(listed[0]) is int else tokens.tolist(), tokens.astype(np.int32)
+
+
+def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
+    """`values`, one of `kind` (or None) for all or a sequence with one each, as a list of `number`."""
+    if values is None or isinstance(values, kind):
+        return [cast("T", values)] * number
+    if not isinstance(values, (list, tuple)) or not all(value is None or isinstance(value, kind) for value in values):
+        raise ConfigurationError(f"{name} is {values!r}; give one {kind.__name__}, or a list with one for each prompt")
+    if len(values) != number:
+        raise ConfigurationError(f"{name} has {len(values)} entries for {number} prompts; give one for each")
+    return list(values)
+
+
+# -- on its way -------------------------------------------------------------------------------------------------------
 
 
 class LlmRequestState(str, Enum):
@@ -33,22 +93,36 @@ class LlmRequestState(str, Enum):
     GENERATION_COMPLETE = "generation_complete"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """What a connector may ask about sampling: one beam, always."""
-
-    beam_width: int = 1
-
-
 class LlmRequest:
     """A prompt, the tokens generated so far, and how far the engine has come with it.
 
     `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
     were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `prompt_token_array`, int32 [prompt_len], is ours: a list of that length is slow to read. Where the caller has both,
-    the list becomes the request's own. `pending_token` was sampled and is not handled yet. `arrival_time` is on the
-    clock of `time.perf_counter`, now by default.
+    `prompt_token_array`, int32 [prompt_len], is quicker to read than a list of that length. Where the caller has both,
+    the list becomes the request's own. `pending_token` was sampled and is not handled yet. Times are those of
+    `time.perf_counter`.
     """
+
+    # What the connector may ask about and what never differs here.
+    multimodal_hashes = None
+    kv_cache_retention_config = None
+    is_dummy_request = False
+    is_context_only_request = False
+    sampling_config = SimpleNamespace(beam_width=1)
+
+    state = LlmRequestState.QUEUED
+    context_current_position = 0
+    context_chunk_size = 0
+    chunk_allowance = 0
+    prepopulated_prompt_len = 0
+    cached_tokens = 0
+    py_num_connector_matched_tokens = 0
+    is_paused = False
+    pending_token: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    first_token_time: float | None = None
+    reuse_report: Any = None
 
     def __init__(
         self,
@@ -63,43 +137,18 @@ class LlmRequest:
         lora_path: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.py_request_id = request_id
-        self.client_id = request_id
-        self.prompt_len = len(prompt_token_ids)
-        self.py_prompt_len = self.prompt_len
-        self.orig_prompt_len = self.prompt_len
+        self.request_id = self.py_request_id = self.client_id = request_id
+        self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
-        self.cache_salt = cache_salt
-        self.cache_salt_id = _salt_id(cache_salt)
-        self.lora_task_id = lora_task_id
-        self.py_lora_path = lora_path
-        self.multimodal_hashes = None
-        self.kv_cache_retention_config = None
-        self.is_dummy_request = False
-        self.sampling_config = SamplingConfig()
-        self.sampling_params = sampling_params
-        self.state = LlmRequestState.QUEUED
-        self.context_current_position = 0
-        self.context_chunk_size = 0
-        self.chunk_allowance = 0
-        self.prepopulated_prompt_len = 0
-        self.cached_tokens = 0
-        self.py_num_connector_matched_tokens = 0
-        self.finish_reason: str | None = None
-        self.error: str | None = None
-        self.reuse_report: Any = None
-        self.generator: torch.Generator | None = None
-        self.pending_token: int | None = None
-        self.is_paused = False
-        self.generation_logits: list[torch.Tensor] = []
+        self.sampling_params, self.generator = sampling_params, sampling_params.generator()
+        self.cache_salt, self.cache_salt_id = cache_salt, _salt_id(cache_salt)
+        self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
-        self.first_token_time: float | None = None
+        self.generation_logits: list[torch.Tensor] = []
         if prompt_token_array is None:
             prompt_token_array = np.array(prompt_token_ids, dtype=np.int32)
             prompt_token_ids = prompt_token_array.tolist()
-        self.prompt_token_array = prompt_token_array
-        self._tokens: list[int] = prompt_token_ids
+        self.prompt_token_array, self._tokens = prompt_token_array, prompt_token_ids
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""
@@ -123,8 +172,7 @@ class LlmRequest:
         """The first `end` tokens, int32 [end]; those of the prompt alone are not copied."""
         if end <= self.prompt_len:
             return self.prompt_token_array[:end]
-        generated = np.array(self._tokens[self.prompt_len : end], dtype=np.int32)
-        return np.concatenate([self.prompt_token_array, generated])
+        return np.concatenate([self.prompt_token_array, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
 
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)
@@ -134,20 +182,16 @@ class LlmRequest:
         return False
 
     @property
-    def is_context_only_request(self) -> bool:
-        return False
-
-    @property
     def root_key(self) -> RootKey:
         return RootKey(self.lora_task_id, self.cache_salt)
 
     @property
-    def num_generated(self) -> int:
-        return len(self._tokens) - self.orig_prompt_len
-
-    @property
     def generated_token_ids(self) -> list[int]:
         return self._tokens[self.orig_prompt_len :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self._tokens) - self.orig_prompt_len
 
     @property
     def max_total_tokens(self) -> int:
@@ -158,12 +202,21 @@ class LlmRequest:
         return self.prompt_len - self.context_current_position
 
     @property
+    def chunk_end(self) -> int:
+        """Where the chunk that is scheduled ends."""
+        return self.context_current_position + self.context_chunk_size
+
+    @property
     def is_first_context_chunk(self) -> bool:
         return self.context_current_position == self.prepopulated_prompt_len
 
     @property
     def is_last_context_chunk(self) -> bool:
-        return self.context_current_position + self.context_chunk_size == self.prompt_len
+        return self.chunk_end == self.prompt_len
+
+    @property
+    def is_in_context(self) -> bool:
+        return self.state is LlmRequestState.CONTEXT_INIT
 
     @property
     def num_written_tokens(self) -> int:
@@ -174,6 +227,10 @@ class LlmRequest:
     def is_finished(self) -> bool:
         """The answer is complete; blocks may still be held for a save."""
         return self.finish_reason is not None
+
+    def complete(self, reason: str) -> None:
+        """The request has ended, and holds nothing any more."""
+        self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
 
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
         """Tells how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
@@ -193,8 +250,7 @@ class LlmRequest:
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state = LlmRequestState.QUEUED
-        self.is_paused = True
+        self.state, self.is_paused = LlmRequestState.QUEUED, True
 
 
 def _salt_id(cache_salt: str | None) -> int | None:
@@ -202,3 +258,90 @@ def _salt_id(cache_salt: str | None) -> int | None:
         return None
     digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+class BoundRequest:
+    """A request as V1's C++ cache manager hands it to the connector's query: another object, which has only
+    `attributes`."""
+
+    __slots__ = ("_attributes", "_request")
+
+    def __init__(self, request: LlmRequest, attributes: frozenset[str]) -> None:
+        self._request, self._attributes = request, attributes
+
+    @property
+    def is_generation_only_request(self) -> bool:
+        """A property here, and a method of the Python class."""
+        return self._request.is_generation_only_request()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._attributes:
+            raise AttributeError(f"the bound LlmRequest has no attribute {name}")
+        return getattr(self._request, name)
+
+
+# -- what it gives back -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The tokens so far and their text; the token that stopped the generation is in `token_ids`, not in `text`.
+
+    `finish_reason`: "stop", "length", "cancelled", "error", or None while tokens are still to come.
+    `generation_logits`: float32 [tokens, vocabulary] of a finished request that asked for them.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    generation_logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request's answer, or the part of it that there is.
+
+    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector; `computed_tokens`
+    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are the connector's word
+    on it, None where it says nothing. `time_to_first_token` is in seconds from submission. `error` says why the finish
+    reason is "error".
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    time_to_first_token: float | None
+    finished: bool
+    reuse_outcome: str | None = None
+    reuse_reason: str | None = None
+    error: str | None = None
+
+
+def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
+    """The output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
+    token_ids = request.generated_token_ids[:num_tokens]
+    finished = request.is_finished and len(token_ids) == request.num_generated
+    reason = request.finish_reason if finished else None
+    shown = token_ids[:-1] if reason == "stop" else token_ids
+    text = "" if tokenizer is None else str(tokenizer.decode(shown, skip_special_tokens=True))
+    logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
+    report, first = request.reuse_report, request.first_token_time
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=prompt,
+        prompt_token_ids=request.tokens(0, request.orig_prompt_len),
+        outputs=[CompletionOutput(text, token_ids, reason, logits)],
+        cached_tokens=request.cached_tokens,
+        reused_tokens=request.py_num_connector_matched_tokens if report is None else report.reused_tokens,
+        # What was promised and could not be loaded was computed after all.
+        computed_tokens=request.prompt_len - request.prepopulated_prompt_len + (report.computed_holes if report else 0),
+        time_to_first_token=None if first is None else first - request.arrival_time,
+        finished=finished,
+        reuse_outcome=report.outcome if report else None,
+        reuse_reason=report.reason if report else None,
+        error=request.error,
+    )

@@ -1,9 +1,12 @@
-"""SamplingParams: how one request's tokens are chosen and when it ends. Names are TensorRT-LLM's where it has them."""
+"""How one request's tokens are chosen. Names are TensorRT-LLM's where it has them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from semblend_trt.errors import ConfigurationError
 
@@ -30,15 +33,19 @@ class SamplingParams:
     forced_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("top_k", self.top_k, 0)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, _LARGEST_SEED)
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
+        for name, value, low, high in (
+            ("max_tokens", self.max_tokens, 1, None),
+            ("top_k", self.top_k, 0, None),
+            ("seed", 0 if self.seed is None else self.seed, 0, _LARGEST_SEED),
+        ):
+            if not _is_a(int, value) or value < low or (high is not None and value > high):
+                bound = f">= {low}" if high is None else f"in {low}..{high}"
+                raise ConfigurationError(f"{name} is {value!r}; it must be an integer {bound}")
+        if not _is_a((int, float), self.temperature) or not 0.0 <= self.temperature < math.inf:
             raise ConfigurationError(
                 f"temperature is {self.temperature!r}; it must be a number >= 0, where 0 is greedy"
             )
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+        if not _is_a((int, float), self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise ConfigurationError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
         for name in ("stop_token_ids", "forced_token_ids"):
             ids = getattr(self, name)
@@ -55,25 +62,64 @@ class SamplingParams:
         """True when no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_integer(name: str, value: int, lowest: int, highest: int | None = None) -> None:
-    if not _is_integer(value) or value < lowest or (highest is not None and value > highest):
-        bound = f">= {lowest}" if highest is None else f"in {lowest}..{highest}"
-        raise ConfigurationError(f"{name} is {value!r}; it must be an integer {bound}")
+    def generator(self) -> torch.Generator:
+        """The random numbers of one request. They come from the CPU, so that a seed means the same on every device."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
 
 
-def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
+def _is_a(kind: type | tuple[type, ...], value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple, set, frozenset)):
         raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")
     for token in ids:
-        if not _is_integer(token) or token < 0:
+        if not _is_a(int, token) or token < 0:
             raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
     return tuple(ids)
+
+
+def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
+    """Of every row of `logits`, [requests, vocabulary], the largest one and the first token that has it.
+
+    They are fetched from the device at once: each transfer may wait behind a donor's.
+    """
+    best, tokens = logits.max(1)
+    return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token by `logits`, [vocabulary]: temperature, then top-k, then top-p (nucleus sampling, Holtzman et al.
+    2020).
+
+    One uniform number of the request's own generator is spent per token, so a request's tokens depend on its logits and
+    seed alone, never on its neighbours in the batch.
+    """
+    probabilities, tokens = candidates(logits, params)
+    reach = probabilities.cumsum(0)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
+    # The first candidate whose reach is not below the draw: one of probability 0 is never it.
+    return int(tokens[torch.searchsorted(reach, drawn)])
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that may be drawn, most probable first, with their probabilities: float64 [n] and int64 [n].
+
+    Top-p keeps the smallest set whose probability reaches it, after top-k; the probabilities sum to 1 before top-p.
+    """
+    ordered, tokens = logits.float().sort(descending=True, stable=True)
+    if params.top_k:
+        ordered, tokens = ordered[: params.top_k], tokens[: params.top_k]
+    # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
+    probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
+    if params.top_p < 1.0:
+        before = probabilities.cumsum(0) - probabilities
+        kept = int((before < params.top_p).sum())
+        probabilities, tokens = probabilities[:kept], tokens[:kept]
+    return probabilities, tokens

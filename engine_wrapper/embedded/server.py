@@ -2,49 +2,404 @@
 
 `python -m engine_wrapper.embedded.server --model FOLDER --port 8001 --worker-id 1` serves /v1/completions,
 /v1/chat/completions (where the tokenizer has a template), /v1/models, /health and /metrics. Requests that come together
-run together; one whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart: whoever sets
-it must be trusted, so the server listens on this machine only unless it is told otherwise.
+run together; one whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart: only trusted
+clients may set it, so the server listens on this machine only unless it is told otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import logging
 import os
+import queue
 import sys
+import threading
+import time
+import uuid
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
-from engine_wrapper.embedded.server_answers import STREAM_END, AnswerForm, TextSoFar, event
-from engine_wrapper.embedded.server_body import DEFAULT_MAX_TOKENS, CompletionBody, read_body
-from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
+from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig, RequestStream
+from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import CapacityError, ConfigurationError
-from semblend_trt.fleet.router.connections import Connections, ServerBounds, json_object
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
-from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, refusing
-from semblend_trt.fleet.router.serving import metrics_page, serve
+from semblend_trt.fleet.router.serving import (
+    Connections,
+    RequestRefusedError,
+    ServerBounds,
+    error_object,
+    json_object,
+    metrics_page,
+    refusing,
+    serve,
+)
 from semblend_trt.printable import printable
 from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-    from engine_wrapper.embedded.llm import RequestOutput, SamplingParams
+    from engine_wrapper.embedded.request import RequestOutput
+
+logger = logging.getLogger(__name__)
 
 BOUNDS = ServerBounds()
-_STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+DEFAULT_MAX_TOKENS = 16
+MAX_STOPS = 16
+MAX_REQUESTS = 256
+# Fields that would change the answer and that this engine does not know, with the value that asks for nothing: besides
+# null, which always does.
+_UNSUPPORTED: dict[str, Any] = {
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "best_of": 1,
+    "early_stopping": False,
+    "echo": False,
+    "frequency_penalty": 0,
+    "functions": [],
+    "guided_choice": None,
+    "guided_grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "logprobs": False,
+    "lora_request": None,
+    "min_p": 0,
+    "min_tokens": 0,
+    "n": 1,
+    "no_repeat_ngram_size": 0,
+    "presence_penalty": 0,
+    "prompt_logprobs": None,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "structured_outputs": None,
+    "suffix": "",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+}
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+# -- what a body asks -------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(BaseModel):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class CompletionBody(BaseModel):
+    """The fields that are read of either kind of request; None stands for the default, as clients send it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        """Where nothing is said the OpenAI API samples at temperature 1. Raises RequestRefusedError."""
+        given = {
+            "max_tokens": self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            **self.model_dump(include={"temperature", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids"}),
+        }
+        fields: dict[str, Any] = {"max_tokens": default_max_tokens, "temperature": 1.0}
+        try:
+            return SamplingParams(**fields | {name: value for name, value in given.items() if value is not None})
+        except ConfigurationError as error:
+            raise RequestRefusedError(400, "bad_field", str(error)) from None
+
+
+def read_body(body: dict[str, Any]) -> CompletionBody:
+    """Checks a body's fields. Raises RequestRefusedError for wrong values, and for what this engine cannot do."""
+    for name, neutral in _UNSUPPORTED.items():
+        value = body.get(name)
+        # `logprobs` 0 asks for the tokens' own, and false for none.
+        is_neutral = value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+        if value is not None and not is_neutral:
+            raise RequestRefusedError(400, "unsupported_field", f"{name} is not supported by this engine; leave it out")
+    try:
+        return CompletionBody.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RequestRefusedError(400, "bad_field", f"{place}: {first['msg']}") from None
+
+
+# -- the engine's thread ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request on its way: the outputs that are there, or the error that ended it, for its event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    stream: RequestStream | None = None
+
+    def tell(self, news: RequestOutput | Exception) -> None:
+        """Called by the engine's thread. A loop that has ended needs no news."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
+
+
+class EngineThread:
+    """An LLM on a thread of its own, which runs the requests of event loops together until `close`, which shuts it
+    down. At most `max_requests` are taken at a time.
+
+    `failure` says why it takes no more requests, and is None while it does; `running` are those taken and not ended.
+    """
+
+    def __init__(self, llm: LLM, max_requests: int = MAX_REQUESTS) -> None:
+        self._llm, self._max_requests = llm, max_requests
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: list[_Job] = []
+        self._lock = threading.Lock()
+        self.failure: str | None = None
+        self.running = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    async def outputs(
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request: its partial outputs when `streaming`, and the final one. Closing it early aborts it.
+
+        Raises ConfigurationError or CapacityError when the engine can never take it, and RequestRefusedError when too
+        many run or the engine has stopped.
+        """
+        if self.running >= self._max_requests:
+            message = f"{self.running} requests are running or waiting, the most there may be; try later"
+            raise RequestRefusedError(503, "too_many_requests", message)
+        job = _Job(asyncio.get_running_loop())
+        with self._lock:
+            if self.failure is not None:
+                raise self._stopped()
+            self._commands.put(lambda: self._start(job, token_ids, params, cache_salt, streaming))
+        self.running += 1
+        try:
+            while True:
+                news = await job.news.get()
+                if isinstance(news, Exception):
+                    raise news
+                yield news
+                if news.finished:
+                    return
+        finally:
+            self.running -= 1
+            self._commands.put(lambda: self._end(job))
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Aborts what runs, shuts the engine down and ends the thread."""
+        if self._thread.is_alive():
+            self._commands.put(self._stop)
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        failure = "it was shut down"
+        try:
+            while not self._is_closing:
+                self._take_commands()
+                if self._jobs:
+                    self._llm.run_until(self._has_news)
+                self._deliver()
+        except Exception as error:
+            logger.exception("the engine has failed and takes no more requests")
+            failure = str(error) or type(error).__name__
+        with self._lock:  # from here on nothing more is asked for
+            self.failure = failure
+        for job in self._jobs:
+            job.tell(self._stopped())
+        while not self._commands.empty():
+            self._commands.get()()
+        try:
+            self._llm.shutdown()
+        except Exception:
+            logger.exception("the engine did not shut down in order")
+
+    def _take_commands(self) -> None:
+        """Carries out what was asked for. Where nothing runs it waits for more, and sees to it that what was served is
+        kept meanwhile."""
+        executor = self._llm.executor
+        while not self._is_closing:
+            try:
+                timeout = IDLE_PAUSE if executor.pending_transfers else None
+                command = self._commands.get(block=not self._jobs, timeout=timeout)
+            except queue.Empty:
+                if self._jobs:
+                    return
+                executor.poll_transfers()
+            else:
+                command()
+
+    def _has_news(self) -> bool:
+        return not self._commands.empty() or any(job.stream is not None and job.stream.has_news() for job in self._jobs)
+
+    def _start(
+        self, job: _Job, token_ids: list[int], params: SamplingParams, cache_salt: str | None, streaming: bool
+    ) -> None:
+        if self.failure is not None:
+            job.tell(self._stopped())
+            return
+        try:
+            job.stream = self._llm.generate_async(token_ids, params, streaming, cache_salt)
+        except Exception as error:  # one request's trouble is no other's
+            job.tell(error)
+        else:
+            self._jobs.append(job)
+
+    def _end(self, job: _Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if job.stream is not None and self.failure is None:
+            job.stream.close()
+
+    def _stop(self) -> None:
+        self._is_closing = True
+
+    def _stopped(self) -> RequestRefusedError:
+        return RequestRefusedError(503, "engine_stopped", f"the engine has stopped: {self.failure}")
+
+    def _deliver(self) -> None:
+        for job in list(self._jobs):
+            assert job.stream is not None
+            while job.stream.has_news():
+                output = next(job.stream)
+                job.tell(output)
+                if output.finished:
+                    self._jobs.remove(job)
+                    break
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TextSoFar:
+    """Cuts an answer that grows at the first of `stops`, and says what may be shown of it.
+
+    A character whose bytes are not all there yet is held back, and so is what may be the beginning of a stop.
+    """
+
+    stops: tuple[str, ...] = ()
+    shown: str = ""
+    is_stopped: bool = False
+
+    def delta(self, text: str, *, is_last: bool) -> str:
+        """What can be shown of `text`, the whole answer so far, beyond what was shown."""
+        ends = [at for at in map(text.find, self.stops) if at >= 0]
+        if ends:
+            self.is_stopped, text = True, text[: min(ends)]
+        elif not is_last:
+            text = text[: len(text) - self._held_back(text)]
+        new, self.shown = text[len(self.shown) :], max(text, self.shown, key=len)
+        return new
+
+    def _held_back(self, text: str) -> int:
+        held = len(text) - len(text.rstrip("\ufffd"))
+        for stop in self.stops:
+            fits = (length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length]))
+            held = max(held, next(fits, 0))
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """One request's answer as JSON, of a chat or of a completion."""
+
+    model: str
+    is_chat: bool
+    answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, text: str, finish_reason: str | None, output: RequestOutput) -> dict[str, Any]:
+        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        choice = {**content, "finish_reason": finish_reason}
+        return self._answer("chat.completion", [choice]) | {"usage": usage_of(output)}
+
+    def chunk(self, text: str, finish_reason: str | None, *, is_first: bool) -> bytes:
+        """One event of a stream."""
+        role = {"role": "assistant"} if is_first else {}
+        content = {"delta": {**role, "content": text}} if self.is_chat else {"text": text}
+        return event(self._answer("chat.completion.chunk", [{**content, "finish_reason": finish_reason}]))
+
+    def usage_chunk(self, output: RequestOutput) -> bytes:
+        """The event with the usage, behind the last one with text."""
+        return event(self._answer("chat.completion.chunk", []) | {"usage": usage_of(output)})
+
+    def _answer(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.answer_id,
+            "object": name if self.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [{"index": 0, "logprobs": None, **choice} for choice in choices],
+        }
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data).encode("ascii") + b"\n\n"
+
+
+def usage_of(output: RequestOutput) -> dict[str, Any]:
+    """Tokens of prompt and answer. Of the prompt's, `cached_tokens` came from the engine's exact prefix cache,
+    `reused_tokens` from donors, and `computed_tokens` went through the last layer."""
+    prompt, answer = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {
+            "cached_tokens": output.cached_tokens,
+            "reused_tokens": output.reused_tokens,
+            "computed_tokens": output.computed_tokens,
+        },
+    }
+
+
+# -- the routes -------------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One engine and the handlers of its requests. Close it when nothing is served any more."""
+    """One engine and the handlers of its requests, which call the model `name`. Close it when nothing is served any
+    more."""
 
     def __init__(self, llm: LLM, name: str, bounds: ServerBounds = BOUNDS) -> None:
-        """`name` is what requests call the model."""
         self.name, self._bounds = name, bounds
         self._longest = llm.executor.max_seq_len
         # The engine's own tokenizer belongs to its thread.
@@ -58,18 +413,12 @@ class Worker:
     def app(self) -> web.Application:
         """The routes."""
         app = web.Application(middlewares=[refusing()])
-        app.router.add_post("/v1/completions", self._completion)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", partial(self._serve, is_chat=False))
+        app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", _metrics)
         return app
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, is_chat=False)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, is_chat=True)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.name, "object": "model", "owned_by": "semblend-trt", "max_model_len": self._longest}
@@ -88,10 +437,14 @@ class Worker:
         form = AnswerForm(self.name, is_chat)
         # Stops are looked for in the text, so each token has to be seen.
         streaming = bool(fields.stream or fields.stop_texts)
-        async with aclosing(self._outputs(token_ids, params, fields.cache_salt, streaming=streaming)) as outputs:
-            if fields.stream:
-                return await _stream(request, form, fields, outputs)
-            return await _answer(form, fields, outputs)
+        answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming)
+        try:
+            async with aclosing(answers) as outputs:
+                if fields.stream:
+                    return await _stream(request, form, fields, outputs)
+                return await _whole(form, fields, outputs)
+        except (ConfigurationError, CapacityError) as error:
+            raise RequestRefusedError(400, "bad_request", str(error)) from None
 
     async def _read(self, request: web.Request, *, is_chat: bool) -> tuple[CompletionBody, list[int]]:
         """What a request asks for, and its prompt. The body is not kept."""
@@ -102,74 +455,60 @@ class Worker:
         read = PromptReader.chat if is_chat else PromptReader.completion
         try:
             return fields, await self._prompts.read(size, lambda reader: read(reader, body))
-        except PromptTooLongError as error:
-            raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
         except PromptError as error:
-            raise RequestRefusedError(400, "bad_prompt", str(error)) from None
-
-    async def _outputs(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
-    ) -> AsyncGenerator[RequestOutput, None]:
-        try:
-            async with aclosing(self._engine.outputs(token_ids, params, cache_salt, streaming=streaming)) as outputs:
-                async for output in outputs:
-                    if output.error is not None:
-                        raise RequestRefusedError(500, "request_failed", output.error)
-                    yield output
-        except (ConfigurationError, CapacityError) as error:
-            raise RequestRefusedError(400, "bad_request", str(error)) from None
-        except BusyError as error:
-            raise RequestRefusedError(503, "too_many_requests", str(error)) from None
-        except EngineStoppedError as error:
-            raise RequestRefusedError(503, "engine_stopped", str(error)) from None
+            reason = "prompt_too_long" if isinstance(error, PromptTooLongError) else "bad_prompt"
+            raise RequestRefusedError(400, reason, str(error)) from None
 
 
-async def _answer(form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]) -> web.Response:
+async def _parts(
+    fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
+) -> AsyncIterator[tuple[str, str | None, RequestOutput]]:
+    """The answer as it grows: the new text, the finish reason once it has ended, and the engine's output."""
     text = TextSoFar(fields.stop_texts)
     async for output in outputs:
+        if output.error is not None:
+            raise RequestRefusedError(500, "request_failed", output.error)
         answer = output.outputs[0]
-        text.delta(answer.text, is_last=output.finished)
-        if output.finished or text.is_stopped:
-            reason = "stop" if text.is_stopped else answer.finish_reason
-            return web.json_response(form.whole(text.shown, reason, output))
-    raise RequestRefusedError(500, "request_failed", "the engine ended without an answer")
+        delta = text.delta(answer.text, is_last=output.finished)
+        yield delta, "stop" if text.is_stopped else answer.finish_reason, output
+        if text.is_stopped:
+            return
+
+
+async def _whole(form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]) -> web.Response:
+    parts = [part async for part in _parts(fields, outputs)]
+    _, reason, output = parts[-1]
+    return web.json_response(form.whole("".join(delta for delta, *_ in parts), reason, output))
 
 
 async def _stream(
     request: web.Request, form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
 ) -> web.StreamResponse:
     """Answers event by event. The status is sent with the first output, so that refusals before it have their own."""
-    text = TextSoFar(fields.stop_texts)
-    response: web.StreamResponse | None = None
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async for output in outputs:
-            is_first = response is None
-            if response is None:
-                response = web.StreamResponse(headers=_STREAM_HEADERS)
+        async for delta, reason, output in _parts(fields, outputs):
+            is_first = not response.prepared
+            if is_first:
                 await response.prepare(request)
-            answer = output.outputs[0]
-            delta = text.delta(answer.text, is_last=output.finished)
-            is_end = output.finished or text.is_stopped
-            reason = ("stop" if text.is_stopped else answer.finish_reason) if is_end else None
-            if delta or is_end or is_first:
+            if delta or reason is not None or is_first:
                 await response.write(form.chunk(delta, reason, is_first=is_first))
-            if is_end:
-                if fields.includes_usage:
-                    await response.write(form.usage_chunk(output))
-                break
+            if fields.includes_usage and reason is not None:
+                await response.write(form.usage_chunk(output))
     except RequestRefusedError as refusal:
-        if response is None:
+        if not response.prepared:
             raise
         await response.write(event(error_object(refusal.status, refusal.reason, str(refusal))))
-    if response is None:
-        raise RequestRefusedError(500, "request_failed", "the engine ended without an answer")
-    await response.write(STREAM_END)
+    await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
 async def _metrics(_: web.Request) -> web.Response:
     return metrics_page()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,13 +518,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name, value in (
-        ("WORKER_ID", arguments.worker_id),
-        ("NATS_URL", arguments.nats),
-        ("PROFILE", arguments.profile),
-    ):
-        if value is not None:
-            os.environ[PREFIXES[0] + name] = str(value)
+    settings = {"WORKER_ID": arguments.worker_id, "NATS_URL": arguments.nats, "PROFILE": arguments.profile}
+    os.environ |= {PREFIXES[0] + name: str(value) for name, value in settings.items() if value is not None}
     bounds = ServerBounds(
         arguments.header_seconds,
         arguments.body_seconds,
@@ -193,24 +527,20 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.max_connections,  # a router is one peer
         arguments.max_body_bytes,
     )
-    worker = Worker(_llm(arguments), arguments.name or Path(arguments.model).resolve().name, bounds)
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_batch_size=arguments.max_batch_size,
+        kv_connector_config=KvCacheConnectorConfig.ours(),
+    )
+    worker = Worker(llm, arguments.name or Path(arguments.model).resolve().name, bounds)
     what = f"serving {printable(worker.name)}"
     try:
         asyncio.run(serve(worker.app(), arguments.host, arguments.port, what, Connections(bounds)))
     finally:
         worker.close()
     return 0
-
-
-def _llm(arguments: argparse.Namespace) -> LLM:
-    connector = KvCacheConnectorConfig.ours()
-    return LLM(
-        arguments.model,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        max_batch_size=arguments.max_batch_size,
-        kv_connector_config=connector,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,30 +1,73 @@
-"""Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plans in its decoder where those can run."""
+"""Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plans in its decoder where those can run.
+
+The connector contract hands a worker the pool and nothing else. The executor that calls the registration is found among
+the callers' frames, and known by the worker that it holds. Facts: NVIDIA/TensorRT-LLM,
+`_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to main);
+`_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
+`_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
+`_torch/modules/attention.py` (main: `_torch/attention/attention.py`).
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine_wrapper.publication import PublicationGuard
-from engine_wrapper.trtllm.execution_refusal import execution_refusal
-from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
+from engine_wrapper.publication import PublicationGuard, note_evidence
+from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
+from semblend_trt.connector.eligibility import decoder_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.trtllm.executor_parts import ExecutorParts
-    from engine_wrapper.trtllm.manager_guard import ManagerGuard
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-Change = TypeVar("Change", "ManagerGuard", PlannedForward)
+Change = TypeVar("Change", ManagerGuard, PlannedForward)
+
+# From the registration up: our own methods, the contract's default forms, and the executor.
+_MAX_FRAMES = 16
+_NORMAL_ROPE = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """The parts of a running PyExecutor that can be attached to. `manager` is its KV cache manager."""
+
+    executor: Any
+    manager: Any
+    model_engine: Any
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its head; None where the engine or its model is laid out in another way."""
+        return getattr(getattr(self.model_engine, "model", None), "model", None)
+
+
+def find_executor(worker: object) -> ExecutorParts | None:
+    """The executor that is registering its caches with `worker`, found among the callers; None when none is."""
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        # Only what an object itself holds is read: a property of a foreign class could do anything.
+        held = _held(frame.f_locals.get("self"))
+        if _held(held.get("kv_connector_manager")).get("worker") is worker:
+            return ExecutorParts(frame.f_locals["self"], held.get("kv_cache_manager"), held.get("model_engine"))
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _held(owner: Any) -> dict[str, Any]:
+    return getattr(owner, "__dict__", None) or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,57 +90,68 @@ class Attachment:
 
 
 def attach_to_executor(
-    parts: ExecutorParts | None, llm_args: Any, facts: ModelFacts | None, runtime: Runtime,
-    pool: torch.Tensor, sink: EvidenceSink,
-) -> Attachment:  # fmt: skip
-    """Attaches what can be attached, on every rank or on none. Never raises.
+    worker: object, llm_args: Any, facts: ModelFacts | None, runtime: Runtime, pool: torch.Tensor
+) -> Attachment:
+    """Attaches to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
-    Every rank registers its caches at the same place, so that all of them meet here.
+    The guard alone lets the engine skip reused tokens that follow one another from the left. Plans with holes, with
+    layers to compute again or with a check are made once the self-check has passed. Every rank registers its caches at
+    the same place, so that all of them meet here.
     """
-    guard, reason = _guard(parts, facts, runtime)
-    if guard is None or parts is None or facts is None:
+    parts = find_executor(worker)
+
+    def guard() -> ManagerGuard | str:
+        if runtime.pool is None or facts is None:
+            return runtime.refusal or "caches_refused"
+        if parts is None:
+            return "executor_unknown"
+        if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
+            return "disaggregated"  # the receiver of a request's KV would publish it
+        return guard_refusal(parts.manager) or guard_for(parts.manager, PublicationGuard(runtime.active_plans))
+
+    def plans() -> PlannedForward | str:
+        assert parts is not None
+        assert facts is not None
+        refusal = execution_refusal(parts, llm_args, facts)
+        if refusal is not None:
+            return refusal
+        sink, max_rows = partial(note_evidence, runtime), getattr(llm_args, "max_num_tokens", None)
+        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts.rotation, sink, max_rows)
+
+    guarded, reason = _installed(guard, runtime)
+    if guarded is None:
         logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
         return Attachment(None, None, reason, reason)
     runtime.publication_guard = True
-    forward, refused = _plans(parts, llm_args, facts, runtime, pool, sink)
+    forward, refused = _installed(plans, runtime)
     if refused is not None:
         logger.warning(
             "plans are not executed on this engine (%s); it can only skip what is reused from the left", refused
         )
-    return Attachment(guard, forward, None, refused)
+    return Attachment(guarded, forward, None, refused)
 
 
-def _guard(
-    parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime
-) -> tuple[ManagerGuard | None, str | None]:
-    """A guard that is installed, or why there is none."""
-
-    def build() -> ManagerGuard:
-        assert parts is not None
-        return guard_for(parts.manager, PublicationGuard(runtime.active_plans))
-
-    return _installed(
-        _guard_refusal(parts, facts, runtime), build, "the engine's cache manager cannot be guarded", runtime
-    )
-
-
-def _guard_refusal(parts: ExecutorParts | None, facts: ModelFacts | None, runtime: Runtime) -> str | None:
-    if runtime.pool is None or facts is None:
-        return runtime.refusal or "caches_refused"
-    if parts is None:
-        return "executor_unknown"
-    if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
-        # Whoever receives a request's KV would publish it.
-        return "disaggregated"
+def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
+    """What `build` makes, installed on every rank; or why it is on none. `build` returns this rank's refusal as str."""
+    change, reason = None, None
     try:
-        return guard_refusal(parts.manager)
+        made = build()
+        if isinstance(made, str):
+            reason = made
+        else:
+            made.install()
+            change = made
     except Exception:
-        logger.exception("the engine's cache manager cannot be examined")
-        return "probe_failed"
+        logger.exception("the engine cannot be examined or changed")
+        reason = "probe_failed"
+    refused = _on_all_ranks(runtime, reason)
+    if refused is not None and change is not None:
+        change.remove()
+    return (change, None) if refused is None else (None, refused)
 
 
 def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
-    """The reason of any rank: one that publishes what the others withhold, or computes other rows, is one too many."""
+    """The first rank's reason: a rank that publishes what the others withhold, or computes other rows, is too many."""
     try:
         return next((each for each in runtime.ranks.gather(reason) if each is not None), None)
     except Exception:
@@ -105,38 +159,84 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
         return reason or "ranks_unknown"
 
 
-def _plans(
-    parts: ExecutorParts, llm_args: Any, facts: ModelFacts, runtime: Runtime, pool: torch.Tensor, sink: EvidenceSink
-) -> tuple[PlannedForward | None, str | None]:
-    def build() -> PlannedForward:
-        max_num_tokens = getattr(llm_args, "max_num_tokens", None)
-        return PlannedForward(parts, runtime, pool, facts.rotation, sink, max_num_tokens)
-
-    return _installed(_probed(parts, llm_args, facts), build, "the engine's decoder cannot be hooked", runtime)
-
-
-def _installed(
-    reason: str | None, build: Callable[[], Change], failure: str, runtime: Runtime
-) -> tuple[Change | None, str | None]:
-    """What `build` makes, installed on every rank; or why it is on none, `reason` being this rank's own."""
-    change = None
-    if reason is None:
-        try:
-            change = build()
-            change.install()
-        except Exception:
-            logger.exception(failure)
-            change, reason = None, "probe_failed"
-    refused = _on_all_ranks(runtime, reason)
-    if refused is not None and change is not None:
-        change.remove()
-    return (change, None) if refused is None else (None, refused)
+def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
+    """Why no plan can be executed in the engine's decoder, None when nothing is known against it. Changes nothing."""
+    return (
+        decoder_refusal(llm_args)
+        or _refused_executor(parts)
+        or _refused_engine(parts.model_engine)
+        or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))
+    )
 
 
-def _probed(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
-    """Why the engine's decoder is not hooked, None when nothing is known against it."""
-    try:
-        return execution_refusal(parts, llm_args, facts)
-    except Exception:
-        logger.exception("the engine's decoder cannot be examined")
-        return "probe_failed"
+def _refused_executor(parts: ExecutorParts) -> str | None:
+    if type(parts.manager).__name__ != "KVCacheManager":
+        return "cache_manager_v2"
+    if not callable(getattr(parts.manager, "get_batch_cache_indices", None)):
+        return "cache_manager_unknown"
+    if getattr(parts.executor, "drafter", None) is not None:
+        return "speculative_decoding"
+    return None
+
+
+def _refused_engine(model_engine: Any) -> str | None:
+    holder = _graph_holder(model_engine)
+    if holder is None:
+        return "engine_layout"
+    runner = getattr(holder, "cuda_graph_runner", None)
+    # The one for prefill graphs is there only where they are on.
+    has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
+    if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
+        return "cuda_graphs"
+    compiled = getattr(model_engine, "_torch_compile_enabled", False)
+    return "compiled_prefill" if compiled or getattr(holder, "_torch_compile_backend", None) else None
+
+
+def _graph_holder(model_engine: Any) -> Any:
+    """What holds the graph runner: the engine up to 1.3, a runner of the engine on main; None for another layout."""
+    held = _held(model_engine)
+    if "cuda_graph_runner" in held:
+        return model_engine
+    runners = [each for each in held.values() if "cuda_graph_runner" in _held(each)]
+    return runners[0] if len(runners) == 1 else None
+
+
+def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str | None:
+    decoder = parts.decoder
+    layers = getattr(decoder, "layers", None)
+    if layers is None or not callable(getattr(decoder, "forward", None)) or len(layers) != facts.num_layers:
+        return "model_layout"
+    if "forward" in vars(decoder):
+        return "model_patched"
+    if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
+        return "layer_offsets"
+    for index, layer in enumerate(layers):
+        refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts, ranks)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int) -> str | None:
+    if type(attention).__name__ == "MLA" or hasattr(attention, "kv_lora_rank"):
+        return "mla"
+    backend = getattr(attention, "attn", None)
+    if not callable(getattr(backend, "forward", None)) or getattr(attention, "layer_idx", None) != index:
+        return "model_layout"
+    if "forward" in _held(backend):
+        return "model_patched"
+    sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
+    # A rank has its share of the heads, and at least one KV head.
+    heads, kv_heads = facts.num_heads // ranks, max(1, facts.kv_heads // ranks)
+    wanted = (facts.head_dim, heads * facts.head_dim, kv_heads * facts.head_dim)
+    if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
+        return "model_layout"
+    if getattr(attention, "has_quant_scale", False):
+        return "quantized_attention"
+    if getattr(attention, "attention_chunk_size", None) is not None:
+        return "attention_chunks"
+    if getattr(attention, "attn_output_gate", None) or getattr(attention, "q_scaling", None) not in (None, 1, 1.0):
+        return "attention_scaling"
+    # Other types also scale cos and sin, which the kernel here does not know.
+    rope = facts.rope_parameters.get("rope_type", "default")
+    return "rope_fused" if attention.rope_fusion and rope not in _NORMAL_ROPE else None

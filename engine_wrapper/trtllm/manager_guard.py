@@ -15,9 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
-
-from engine_wrapper.trtllm.code_names import names_in
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,14 +40,11 @@ _V2_CALLS = {
 _V2_SILENT = ("update_context_resources", "update_resources", "free_resources")
 
 
-class ManagerGuard(Protocol):
-    """A guard on one manager."""
-
-    def install(self) -> None:
-        """Replaces the manager's methods, all or none."""
-
-    def remove(self) -> None:
-        """Puts them back."""
+def names_in(owner: Any, method: str) -> frozenset[str]:
+    """Attributes and globals that `method` of the owner's class uses; empty when it has no such method in Python."""
+    function = inspect.unwrap(getattr(type(owner), method, None))  # type: ignore[arg-type]
+    code = getattr(function, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 def guard_refusal(manager: Any) -> str | None:
@@ -97,18 +92,34 @@ def guard_for(manager: Any, publication: PublicationGuard) -> ManagerGuard:
     return _GUARDS[type(manager).__name__](manager, publication)
 
 
-class V1Guard:
-    """Of a flagged request nothing is stored: not its exact part either, because V1 stores all of it or nothing."""
+class ManagerGuard:
+    """A guard on one manager: its own methods of these names stand before the manager's."""
+
+    names: tuple[str, ...]
 
     def __init__(self, manager: Any, publication: PublicationGuard) -> None:
-        self._publication = publication
-        self._stock = _Methods(manager, tuple(_V1_CALLS))
+        self._manager, self._publication = manager, publication
+        self._stock: dict[str, Callable[..., Any]] = {name: getattr(manager, name) for name in self.names}
 
     def install(self) -> None:
-        self._stock.replace_by(self)
+        """Replaces the methods, or none when one cannot be replaced, which is raised."""
+        try:
+            for name in self.names:
+                setattr(self._manager, name, getattr(self, name))
+        except Exception:
+            self.remove()
+            raise
 
     def remove(self) -> None:
-        self._stock.restore()
+        """Leaves the manager as it was found."""
+        for name in self.names:
+            vars(self._manager).pop(name, None)
+
+
+class V1Guard(ManagerGuard):
+    """Of a flagged request nothing is stored: not its exact part either, because V1 stores all of it or nothing."""
+
+    names = tuple(_V1_CALLS)
 
     def update_resources(self, scheduled_batch: Any, *arguments: Any, **options: Any) -> Any:
         """Stores the blocks of the unflagged context requests."""
@@ -135,19 +146,10 @@ class V1Guard:
         return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
 
 
-class V2Guard:
+class V2Guard(ManagerGuard):
     """A flagged request keeps what it shares with the tree and commits nothing more, as if reuse were off."""
 
-    def __init__(self, manager: Any, publication: PublicationGuard) -> None:
-        self._manager = manager
-        self._publication = publication
-        self._stock = _Methods(manager, ("try_commit_blocks", "free_resources"))
-
-    def install(self) -> None:
-        self._stock.replace_by(self)
-
-    def remove(self) -> None:
-        self._stock.restore()
+    names = ("try_commit_blocks", "free_resources")
 
     def try_commit_blocks(self, request: Any, *arguments: Any, **options: Any) -> Any:
         """Moves a flagged request's history on without committing; its decode tokens are not committed anyway."""
@@ -179,31 +181,7 @@ class _BatchView:
         return getattr(self._batch, name)
 
 
-class _Methods:
-    """Methods of an object's class, that can be shadowed on the object and given back."""
-
-    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
-        self._owner = owner
-        self._methods: dict[str, Callable[..., Any]] = {name: getattr(owner, name) for name in names}
-
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        return self._methods[name]
-
-    def replace_by(self, guard: object) -> None:
-        """All of them, or none when one cannot be replaced, which is raised."""
-        try:
-            for name in self._methods:
-                setattr(self._owner, name, getattr(guard, name))
-        except Exception:
-            self.restore()
-            raise
-
-    def restore(self) -> None:
-        for name in self._methods:
-            vars(self._owner).pop(name, None)
-
-
-_GUARDS: dict[str, Callable[[Any, PublicationGuard], ManagerGuard]] = {
+_GUARDS: dict[str, type[ManagerGuard]] = {
     "KVCacheManager": V1Guard,
     "KVCacheManagerV2": V2Guard,
 }

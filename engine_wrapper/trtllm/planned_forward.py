@@ -1,27 +1,148 @@
-"""Executes plans in TensorRT-LLM's own decoder, once its first prompt has come out the same."""
+"""Executes plans in TensorRT-LLM's own decoder, once its first prompt has come out the same.
+
+What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own: once whole,
+and by a plan whose span is that very KV, in one forward and in several. Hidden rows and KV have to agree.
+
+Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
+`_torch/attention/backends/interface.py` (main): sequences stand in one row of tokens, those in context first.
+"""
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.trtllm.batch import batch_of_call
-from engine_wrapper.trtllm.decoder_hooks import DecoderHooks
-from engine_wrapper.trtllm.planned_decoder import PlannedDecoder
-from engine_wrapper.trtllm.self_check import SelfCheck
-from semblend_trt.runtime import EngineMode, Runtime
+import torch
+
+from engine_wrapper.batch import Batch
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
+from engine_wrapper.trtllm.planned_rows import CheckReached, DecoderHooks, PlannedRows
+from kernels.layout import pool_view
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Mapping
 
-    from engine_wrapper.batch import Batch
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.trtllm.executor_parts import ExecutorParts
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
+    from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.ranks import Ranks
+    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+Options = dict[str, Any]
+
+
+def batch_of_call(options: Mapping[str, Any]) -> Batch:
+    """The batch of a call of the decoder's forward. Raises LayoutError when it cannot be read, or asks for more."""
+    for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
+        value = options.get(name)
+        if value is not None and value != {}:
+            raise LayoutError("model_call", f"the model was called with {name}, which plans cannot follow")
+    metadata, input_ids = options.get("attn_metadata"), options.get("input_ids")
+    try:
+        lengths = tuple(map(int, metadata.seq_lens.tolist()))  # type: ignore[union-attr]
+        begins = tuple(map(int, metadata.kv_cache_params.num_cached_tokens_per_seq))  # type: ignore[union-attr]
+        ids = tuple(map(int, metadata.request_ids))  # type: ignore[union-attr]
+        contexts = int(metadata.num_contexts)  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LayoutError("model_call", f"the attention metadata cannot be read: {error}") from error
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 1 or len(input_ids) != sum(lengths):
+        raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata speaks of")
+    if not len(ids) == len(begins) == len(lengths) or contexts > len(ids):
+        raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
+    return Batch(ids, begins, lengths, contexts, input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDecoder:
+    """`forward` is the decoder's own, hooked, and `pool` where its KV goes. `ranks` run it together."""
+
+    forward: Callable[..., torch.Tensor]
+    pool: torch.Tensor
+    geometry: KvGeometry
+    rotation: RopeRotation
+    ranks: Ranks
+
+    def run(
+        self,
+        batch: Batch,
+        plans: Mapping[int, SemanticKvPlan],
+        blocks: list[list[int]],
+        options: Options,
+        max_rows: int | None = None,
+        evidence_sink: EvidenceSink | None = None,
+    ) -> torch.Tensor:
+        """The hidden rows that the engine scheduled, [tokens, hidden], in its order.
+
+        `options` are those of its call, `blocks` every request's; no forward has more than `max_rows` rows. Raises
+        PlanError when a plan does not fit its request, ValueError when a block is missing, LayoutError when the decoder
+        calls its parts in another way.
+        """
+
+        def rows_of(schedule: LayerSchedule, sink: EvidenceSink | None, lowest: bool) -> PlannedRows:
+            return PlannedRows(schedule, self.pool, self.geometry, self.rotation, self.ranks, sink, lowest)
+
+        def call(schedule: LayerSchedule, rows: PlannedRows) -> torch.Tensor:
+            token_ids = schedule.token_ids.to(options["input_ids"].dtype)
+            positions = rows.positions.to(options["position_ids"].dtype)[None]
+            return self.forward(**{**options, "input_ids": token_ids, "position_ids": positions, "attn_metadata": rows})
+
+        def run(schedule: LayerSchedule) -> torch.Tensor:
+            rows = rows_of(schedule, evidence_sink, lowest=False)
+            return rows.finish(call(schedule, rows))
+
+        def lowest(schedule: LayerSchedule) -> torch.Tensor:
+            rows = rows_of(schedule, None, lowest=True)
+            with suppress(CheckReached):
+                call(schedule, rows)
+            if rows.found is None:
+                raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
+            return rows.found
+
+        return batch.run(plans, blocks, self.geometry, run, lowest, max_rows, evidence_sink)
+
+    def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:
+        """The self-check on the batch's first sequence, a prompt from position 0.
+
+        `hidden`: what the engine computed for the batch, [tokens, hidden], in the request's `block_ids`. Raises
+        LayoutError `self_check` with what differs, on every rank when it does on one.
+        """
+        tokens = min(batch.lengths[0], MAX_TOKENS)
+        positions = options["position_ids"].flatten()[:tokens]
+        if not torch.equal(positions, torch.arange(tokens, dtype=positions.dtype, device=positions.device)):
+            raise LayoutError("self_check", "the engine counts positions in another way")
+        blocks = list(range(self.geometry.blocks_for(tokens)))
+        scratch = replace(self, pool=self.pool.new_zeros(len(blocks), *self.pool.shape[1:]))
+        ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
+        whole = scratch.run(Batch((0,), (0,), (tokens,), 1, ids), {}, [blocks], options)
+        found = [difference("hidden rows", whole, engine_rows)]
+        for layer in range(self.geometry.num_layers):
+            theirs = self._kv(block_ids[: len(blocks)], layer, tokens)
+            found.append(difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs))
+        self._judge(found)
+        plan = check_plan(ids.tolist(), self.geometry)
+        rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
+        wanted = engine_rows[plan.prefix_end :]
+        for max_rows in (None, tokens // 4):  # the span has twice as many
+            planned = scratch.run(rest, {0: plan}, [blocks], options, max_rows)
+            self._judge([difference("hidden rows of a plan", planned, wanted)])
+
+    def _judge(self, found: list[str | None]) -> None:
+        """Raises the first difference of any rank: one that went on alone would wait for the others."""
+        own = next((each for each in found if each is not None), None)
+        problem = next((each for each in self.ranks.gather(own) if each is not None), None)
+        if problem is not None:
+            raise LayoutError("self_check", problem)
+
+    def _kv(self, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
+        """K and V, [2, kv_heads, tokens, head_dim]."""
+        chosen = pool_view(self.pool, self.geometry)[block_ids, layer]
+        return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
 
 class PlannedForward:
@@ -33,17 +154,23 @@ class PlannedForward:
     """
 
     def __init__(
-        self, parts: ExecutorParts, runtime: Runtime, pool: torch.Tensor, rotation: RopeRotation, sink: EvidenceSink,
-        max_rows: int | None = None,
-    ) -> None:  # fmt: skip
-        """`max_rows`: how many tokens the engine has made room for in one forward."""
+        self,
+        decoder: Any,
+        manager: Any,
+        runtime: Runtime,
+        pool: torch.Tensor,
+        rotation: RopeRotation,
+        sink: EvidenceSink,
+        max_rows: int | None,
+    ) -> None:
+        """`decoder` and cache `manager` are the engine's; `max_rows`: how many tokens one forward has room for."""
         assert runtime.pool is not None
-        self._manager = parts.manager
+        self._manager = manager
         self._runtime = runtime
         self._sink, self._max_rows = sink, max_rows
-        self._hooks = DecoderHooks(parts.decoder, self._forward)
+        self._hooks = DecoderHooks(decoder, self._forward)
         self._decoder = PlannedDecoder(self._hooks.stock, pool, runtime.pool.geometry, rotation, runtime.ranks)
-        self._check: SelfCheck | None = SelfCheck(self._decoder)
+        self._is_judged = False
 
     def install(self) -> None:
         """Hooks the decoder. Raises, with the decoder untouched, when that is not possible."""
@@ -52,25 +179,21 @@ class PlannedForward:
     def remove(self) -> None:
         """Leaves the decoder as it was found."""
         self._hooks.remove()
-        self._check = None
+        self._is_judged = True
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        plans = self._take(options.get("attn_metadata"))
+        plans: dict[int, SemanticKvPlan] = {}
+        if len(self._runtime.active_plans):
+            metadata = options["attn_metadata"]
+            plans = self._runtime.active_plans.take_all(list(metadata.request_ids)[: metadata.num_contexts])
         if plans:
             return self._planned(plans, options)
         hidden = self._hooks.stock(*arguments, **options)
-        if self._check is not None:
-            self._prove(self._check, options, hidden)
+        if not self._is_judged:
+            self._prove(options, hidden)
         return hidden
 
-    def _take(self, metadata: Any) -> dict[int, SemanticKvPlan]:
-        """The plans pending for the batch's context requests."""
-        if not len(self._runtime.active_plans):
-            return {}
-        contexts = list(metadata.request_ids)[: metadata.num_contexts]
-        return self._runtime.active_plans.take_all(contexts)
-
-    def _planned(self, plans: dict[int, SemanticKvPlan], options: dict[str, Any]) -> torch.Tensor:
+    def _planned(self, plans: dict[int, SemanticKvPlan], options: Options) -> torch.Tensor:
         try:
             batch = batch_of_call(options)
             return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, self._sink)
@@ -80,20 +203,20 @@ class PlannedForward:
             self._runtime.refusal = self._runtime.refusal or "planned_forward"
             raise
 
-    def _prove(self, check: SelfCheck, options: dict[str, Any], hidden: torch.Tensor) -> None:
+    def _prove(self, options: Options, hidden: torch.Tensor) -> None:
         """Runs the self-check on the first batch that allows it; never raises."""
         try:
             batch = batch_of_call(options)
-            if not check.fits(batch):
+            if not batch.contexts or batch.begins[0] != 0 or batch.lengths[0] < MIN_TOKENS:
                 return
-            check.run(batch, options, hidden, self._blocks(batch)[0])
+            self._decoder.prove(batch, options, hidden, self._blocks(batch)[0])
         except Exception as error:
             reason = error.reason if isinstance(error, LayoutError) else "self_check"
             logger.warning("plans are not executed on this engine (%s): %s", reason, error)
             self._runtime.faults["self_check"] += 1
             self.remove()
             return
-        self._check = None
+        self._is_judged = True
         self._runtime.mode = EngineMode.WRAPPER
         logger.info("plans are executed on this engine: its first prompt came out the same")
 

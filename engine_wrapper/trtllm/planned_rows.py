@@ -2,29 +2,29 @@
 
 The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
 these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.plain_rows`, over other layers.
+lies there: the same as in `engine_wrapper.sparse_forward`, over other layers.
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
-and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen3.py`.
+and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
+`modeling_llama.py`: a decoder calls its layers with `position_ids`, `hidden_states`, `attn_metadata` and `residual` by
+name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)` (1.1 to main).
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.trtllm.rope_angles import RopeAngles
+import torch
+
+from engine_wrapper.self_check import LayoutError
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
-    from engine_wrapper.course import Course, Stage
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks
@@ -45,16 +45,58 @@ _UNKNOWN_WISHES = (
 )
 
 
-class _CheckpointMet(Exception):  # noqa: N818 - an end, not an error
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeAngles:
+    """Rotates queries and keys to their positions, where the engine leaves that to its attention kernel.
+
+    `cos`, `sin`: of the rows' positions, each float32 [rows, 1, rotary_dim / 2].
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rotation: RopeRotation
+
+    @classmethod
+    def at(cls, positions: torch.Tensor, rotation: RopeRotation) -> RopeAngles:
+        """`positions`: int64 [rows]; the angles are taken in float64, on the positions' device."""
+        frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
+        angles = positions.double()[:, None, None] * frequencies
+        return cls(angles.cos().float(), angles.sin().float(), rotation)
+
+    def keep(self, rows: torch.Tensor) -> RopeAngles:
+        """Those of some of the rows, int64."""
+        return RopeAngles(self.cos.index_select(0, rows), self.sin.index_select(0, rows), self.rotation)
+
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """`heads`: [rows, heads, head_dim], not rotated; same shape and dtype, computed in float32."""
+        rotation = self.rotation
+        source = heads.float()
+        rotated = source.clone()
+        channels = slice(rotation.first_channel, rotation.end_channel)
+        first, second = _planes(source[..., channels], rotation)
+        turned_first, turned_second = _planes(rotated[..., channels], rotation)
+        turned_first.copy_(first * self.cos - second * self.sin)
+        turned_second.copy_(second * self.cos + first * self.sin)
+        return rotated.to(heads.dtype)
+
+
+def _planes(rotary: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
+    if rotation.interleaved:
+        return rotary[..., 0::2], rotary[..., 1::2]
+    half = rotation.rotary_dim // 2
+    return rotary[..., :half], rotary[..., half:]
+
+
+class CheckReached(Exception):  # noqa: N818 - an end, not an error
     """Leaves the decoder, which has no other way out below its last layer."""
 
 
 class PlannedRows:
-    """Rows on their way through the layers: they leave where their stage ends, and are compared at checkpoints.
+    """Rows on their way through the layers: they leave where their stage ends, and checks compare them.
 
     `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    is told what each check found; the host waits for the device at checkpoints only. With `lowest` the rows end at the
-    checkpoint, once their K and V are written there, and `found` are its deviations.
+    is told what each check found; the host waits for the device at checks only. With `lowest` the rows end at the
+    check, once their K and V are written there, and `found` are its deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -72,7 +114,7 @@ class PlannedRows:
         evidence_sink: EvidenceSink | None = None,
         lowest: bool = False,
     ) -> None:
-        self._course: Course = schedule
+        self._schedule = schedule
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks
@@ -94,7 +136,7 @@ class PlannedRows:
         kept = list(rows)
         if self.found is not None:
             self._decide()
-        stages = self._course.stages
+        stages = self._schedule.stages
         while self._next_stage < len(stages) and stages[self._next_stage].first_layer <= layer:
             kept = self._enter(stages[self._next_stage], kept)
         return kept
@@ -104,9 +146,9 @@ class PlannedRows:
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
-            kept = self._enter(self._course.stages[0], kept)
+            kept = self._enter(self._schedule.stages[0], kept)
         assert kept[0] is not None
-        return kept[0].index_select(0, self._course.output_rows)
+        return kept[0].index_select(0, self._schedule.output_rows)
 
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
         """The attention of `layer`, [rows, heads * head_dim].
@@ -120,22 +162,22 @@ class PlannedRows:
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
         if attention.rope_fusion:
             queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
-        checkpoint = self._course.checkpoint
-        if checkpoint is not None and checkpoint.layer == layer:
-            self.found = checkpoint.deviations(keys, values, self._pool, self._geometry, self._ranks)
+        check = self._schedule.check
+        if check is not None and check.layer == layer:
+            self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
         sequences = self._stage.sequences
         write_rows(keys, values.contiguous(), self._pool, layer, sequences, self._geometry)
         if self._lowest and self.found is not None:
-            raise _CheckpointMet
+            raise CheckReached
         scale = self._geometry.head_dim**-0.5
         attended = sparse_prefill(queries.contiguous(), self._pool, layer, sequences, self._geometry, scale)
         return attended.flatten(1)
 
     def _decide(self) -> None:
-        assert self._course.checkpoint is not None
+        assert self._schedule.check is not None
         assert self.found is not None
-        course, evidence = self._course.checkpoint.decide(self.found)
-        self._course, self.found, self._next_stage = course.to(self._pool.device), None, 0
+        schedule, evidence = self._schedule.check.decide(self.found)
+        self._schedule, self.found, self._next_stage = schedule.to(self._pool.device), None, 0
         for found in evidence if self._evidence_sink is not None else ():
             self._evidence_sink(found)  # type: ignore[misc]
 
@@ -159,31 +201,59 @@ def _check_wishes(options: dict[str, Any]) -> None:
             raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; causal is known here")
 
 
-def run_rows(
-    forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
-) -> torch.Tensor:
-    """`forward`, the decoder's own, over the schedule's rows; `options` are those that the engine called it with.
+class DecoderHooks:
+    """`forward` stands before the decoder's own, which stays callable as `stock`. Where no planned rows are met, every
+    layer and every attention does what it did."""
 
-    Returns the hidden rows that the engine scheduled, [tokens, hidden]. The layers must call `rows` (see
-    `engine_wrapper.trtllm.planned_forward`).
-    """
-    return rows.finish(_run(forward, options, schedule, rows))
+    def __init__(self, decoder: Any, forward: Callable[..., Any]) -> None:
+        self._decoder = decoder
+        self._forward = forward
+        self._undo: list[Callable[[], None]] = []
+        self.stock: Callable[..., Any] = decoder.forward
+
+    def install(self) -> None:
+        """Sets all of them, or none when one cannot be set, which is raised."""
+        try:
+            for index, layer in enumerate(self._decoder.layers):
+                handle = layer.register_forward_pre_hook(partial(_begin, index), with_kwargs=True)
+                self._undo.append(handle.remove)
+                attention = layer.self_attn
+                self._shadow(attention.attn, "forward", partial(_attend, attention, index, attention.attn.forward))
+            self._shadow(self._decoder, "forward", self._forward)
+        except Exception:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leaves the decoder as it was found."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _shadow(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        setattr(owner, name, replacement)
+        self._undo.append(partial(delattr, owner, name))
 
 
-def run_lowest(
-    forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
-) -> torch.Tensor:
-    """As `run_rows`, for `rows` that end at their checkpoint; returns its deviations, float32 [checked tokens]."""
-    with suppress(_CheckpointMet):
-        _run(forward, options, schedule, rows)
-    if rows.found is None:
-        raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
-    return rows.found
+def _begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Before a layer: hands it the rows that are active in it."""
+    rows = options.get("attn_metadata")
+    if not isinstance(rows, PlannedRows):
+        if any(isinstance(each, PlannedRows) for each in arguments):
+            raise LayoutError("layer_call", f"layer {index} is called with its metadata by place, not by name")
+        return None
+    hidden, residual = rows.begin(index, options["hidden_states"], options.get("residual"))
+    positions = rows.positions.to(options["position_ids"].dtype)[None]
+    return arguments, {**options, "hidden_states": hidden, "residual": residual, "position_ids": positions}
 
 
-def _run(
-    forward: Callable[..., torch.Tensor], options: dict[str, Any], schedule: LayerSchedule, rows: PlannedRows
-) -> torch.Tensor:
-    token_ids = schedule.token_ids.to(options["input_ids"].dtype)
-    positions = schedule.positions.to(options["position_ids"].dtype)[None]
-    return forward(**{**options, "input_ids": token_ids, "position_ids": positions, "attn_metadata": rows})
+def _attend(
+    attention: Any, index: int, stock: Callable[..., Any], q: Any, k: Any, v: Any, metadata: Any,
+    *arguments: Any, **options: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(metadata, PlannedRows):
+        return stock(q, k, v, metadata, *arguments, **options)
+    if arguments:
+        raise LayoutError(
+            "attention_call", f"the attention of layer {index} is called with more by place than is known"
+        )
+    return metadata.attend(attention, index, q, k, v, options)

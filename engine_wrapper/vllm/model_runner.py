@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.layer_loop import follow, follow_all
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, check_plan, difference
-from engine_wrapper.vllm.rows import KEYS_PER_ROW, VllmRows
-from semblend_trt.runtime import EngineMode
+from engine_wrapper.layer_schedule import follow, follow_all
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
+from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
+from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine_wrapper.layer_loop import EvidenceSink
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.vllm.metadata import Scheduled
     from engine_wrapper.vllm.model_runner import ModelRunner
     from engine_wrapper.vllm.rows import Decoder
@@ -72,6 +70,7 @@ class PlannedForward:
         self._failed, self._max_rows, self._sink = failed, max_rows, sink
         self._stock = runner.model.forward
         self._is_proven = False
+        self._graphs: StepGraphs  # those of the step that is proven
         # What the scheduler told of the running step, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         runner.model.forward = self._forward
@@ -130,8 +129,8 @@ class PlannedForward:
 
         def run(schedule: LayerSchedule) -> torch.Tensor:
             with VllmRows(self._parts, schedule) as rows:
-                if schedule.checkpoint is None and len(schedule.stages) == 1:
-                    return rows.whole(self._stock)
+                if schedule.check is None and len(schedule.stages) == 1:
+                    return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
@@ -172,6 +171,7 @@ class PlannedForward:
             _OrderCheck(options["positions"], batch).end()
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
+            self._graphs = StepGraphs(options["input_ids"], options["positions"])
             try:
                 self._check(batch.input_ids[rows], hidden[rows], self._blocks()[fits[0]])
             finally:

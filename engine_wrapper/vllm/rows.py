@@ -10,28 +10,28 @@ Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_conte
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Self
 
-    from engine_wrapper.course import Checkpoint, Stage
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry, LayeredPool
     from kernels.sparse_prefill import SequenceRows
     from semblend_trt.ranks import Ranks
@@ -78,12 +78,61 @@ def own_builder(group: Any, max_rows: int) -> Any:
         return type(theirs)(theirs.kv_cache_spec, theirs.layer_names, config, theirs.device)
 
 
+class StepGraphs:
+    """The CUDA graphs that vLLM captured of its compiled model between two attentions, for rows that are not a step's.
+
+    They read the two buffers that steps hand to the model. Facts: vLLM, `compilation/cuda_graph.py`.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """`input_ids` and `positions`: [rows of a step], the beginning of the buffers; graphs of others are left."""
+        self._buffers = (input_ids, positions)
+        addresses = {each.data_ptr() for each in self._buffers}
+        parts = [
+            each.concrete_cudagraph_entries
+            for each in CUDAGraphWrapper._all_instances
+            if each.runtime_mode is CUDAGraphMode.PIECEWISE
+        ]
+        # Adapters have batches of their own.
+        plain = [each for each in (parts[0] if parts else ()) if each == BatchDescriptor(each.num_tokens)]
+        found = [each for each in plain if _read([part.get(each) for part in parts], addresses)]
+        self._batches = sorted(found, key=lambda each: each.num_tokens) if positions.ndim == 1 else []
+
+    @contextmanager
+    def replayed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What to call the model with for these rows, within vLLM's forward context: the buffers, longer by padding, if
+        a graph has room for as many rows. The step finds its buffers as it left them."""
+        rows = len(input_ids)
+        batch = next((each for each in self._batches if each.num_tokens >= rows), None)
+        if batch is None:
+            yield input_ids, positions
+            return
+        ids, places = (each.as_strided((batch.num_tokens,), (1,)) for each in self._buffers)
+        kept = ids.clone(), places.clone()
+        context = get_forward_context()
+        before = context.batch_descriptor, context.cudagraph_runtime_mode
+        ids[:rows], places[:rows] = input_ids, positions
+        context.batch_descriptor, context.cudagraph_runtime_mode = batch, CUDAGraphMode.PIECEWISE
+        try:
+            yield ids, places
+        finally:
+            context.batch_descriptor, context.cudagraph_runtime_mode = before
+            ids.copy_(kept[0])
+            places.copy_(kept[1])
+
+
+def _read(graphs: Sequence[Any], addresses: set[int]) -> bool:
+    """Whether all parts of the model have a graph, and these read the addresses."""
+    is_whole = all(each is not None and each.cudagraph is not None for each in graphs)
+    return is_whole and addresses <= {address for each in graphs for address in each.input_addresses}
+
+
 class _ComparedError(Exception):
     """Leaves a layer whose K and V have been compared."""
 
 
 class VllmRows:
-    """Rows between two layers (`engine_wrapper.layer_loop.LayerRows`), within vLLM's forward context. While it is
+    """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
     entered the context's metadata is its own."""
 
     def __init__(self, parts: Decoder, schedule: LayerSchedule) -> None:
@@ -119,12 +168,12 @@ class VllmRows:
         self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._parts.names, self._slots)
 
-    def whole(self, forward: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
         """The output rows of a schedule of one stage, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
         self.enter(stage)
-        hidden = forward(input_ids=self._schedule.token_ids, positions=self._positions)
-        return hidden.index_select(0, self._schedule.output_rows)
+        with graphs.replayed(self._schedule.token_ids, self._positions) as (input_ids, positions):
+            return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
         """Runs a layer."""
@@ -132,14 +181,14 @@ class VllmRows:
             self._begin()
         self._hidden, self._residual = self._parts.decoder.layers[layer](self._positions, self._hidden, self._residual)
 
-    def compare(self, checkpoint: Checkpoint, ranks: Ranks) -> torch.Tensor:
-        """Runs the checkpoint's layer up to K and V of all rows, which are written once the deviations are taken."""
-        geometry, pool, layer = self._parts.geometry, self._parts.pool, checkpoint.layer
+    def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
+        """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
+        geometry, pool, layer = self._parts.geometry, self._parts.pool, check.layer
         found = list[torch.Tensor]()
 
         def leave(_: Any, arguments: tuple[Any, ...]) -> None:
             keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
-            found.append(checkpoint.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
+            found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
             assert self._slots is not None
             blocks, slots = self._slots // geometry.block_size, self._slots % geometry.block_size
             pool.keys[layer][blocks, :, slots], pool.values[layer][blocks, :, slots] = keys, values

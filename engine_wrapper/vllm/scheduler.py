@@ -14,8 +14,9 @@ from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
-from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.runtime import EngineMode, runtime_for
+from semblend_trt.connector.contract import never_raises
+from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,8 +132,8 @@ class VllmScheduler:
             self._saving[number] = request.request_id
         if self._guard is not None:
             self._guard.release(request.request_id)
-        if (settled := self._scheduler.outcomes.of(number)) is not None:
-            self.stats.settled(settled)
+        if (report := self._scheduler.outcomes.of(number)) is not None:
+            self.stats.request_ended(report)
         return is_saving
 
     def close(self) -> None:

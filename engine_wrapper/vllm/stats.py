@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from semblend_trt.metrics import MAX_REASONS, TOKEN_KINDS
-from semblend_trt.outcome import OTHER_REASON, Outcome
+from semblend_trt.metrics import TOKEN_KINDS
+from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
 
 if TYPE_CHECKING:
-    from semblend_trt.outcome import Settled
+    from semblend_trt.outcome import ReuseReport
 
 # Each counter with its label, its help and the values that are there from the start.
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -32,13 +32,13 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
         """Counts of its own with what `data` holds."""
         return cls().aggregate(cls(data or {}))
 
-    def settled(self, settled: Settled) -> None:
+    def request_ended(self, report: ReuseReport) -> None:
         """Counts how one request ended."""
-        self._add("requests", settled.outcome.value, 1)
-        if settled.reason:
-            self._add("refusals", settled.reason, 1)
+        self._add("requests", report.outcome, 1)
+        if report.reason:
+            self._add("refusals", report.reason, 1)
         for kind in TOKEN_KINDS:
-            self._add("tokens", kind, settled.evidence.get(f"{kind}_tokens") or 0)
+            self._add("tokens", kind, getattr(report, f"{kind}_tokens") or 0)
 
     def take(self) -> ReuseStats | None:
         """What was counted since the last call; None for nothing."""

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.attach import note_evidence
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.publication import note_evidence
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.layers import in_order, layered_pool
 from engine_wrapper.vllm.model_runner import model_runner_of_caller
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from semblend_trt.connector import SemBlendKvConnectorWorker
-from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.runtime import EngineMode, runtime_for
+from semblend_trt.connector.contract import never_raises
+from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +118,7 @@ class VllmWorker:
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
-        self._runtime.active_plans.discard(plan.request_id)
+        self._runtime.active_plans.take(plan.request_id)
         self._runtime.failed_loads.append(plan.request_id)
         self._recovery.compute_again(blocks[first:last])
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.results import Results, parser_of, require_cuda
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
+from kernels.results import Results, parser_of
+from kernels.rope import RopeRotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +22,55 @@ COPY_BYTES = 2 << 30
 HOST_BYTES = 1 << 30
 MATMUL_SIZE = 8192
 _BUSY_CYCLES = 2_000_000
+
+# Qwen2.5-7B: 28 layers, 4 KV heads, head_dim 128, rope_theta 1e6; 32 tokens a block.
+QWEN_7B = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
+ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)), 128)
+# What a layer's cache of vLLM holds, outermost first: as its memory lies, K and V are the halves of one axis.
+VLLM_BLOCK_SIZE = 16
+VLLM_LAYOUTS = {
+    "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads", "channels"),
+    "blocks_kinds_hnd": ("blocks", "kinds", "heads", "tokens", "channels"),
+    "kinds_blocks_nhd": ("kinds", "blocks", "tokens", "heads", "channels"),
+    "blocks_heads_channels": ("blocks", "heads", "tokens", "kinds", "channels"),
+}
+TOKENS = (4096, 8192, 16384, 24576, 32768)
+SHIFT = 7
+
+
+def run_on_card(name: str, measure: Callable[..., None], description: str | None, **switches: str) -> None:
+    """Parses the command line, measures, prints and writes. Ends the program with one sentence without a card.
+
+    `switches`: options without a value and their help, which `measure` takes behind the results.
+    """
+    parser = parser_of(description)
+    for switch, told in switches.items():
+        parser.add_argument(f"--{switch}", action="store_true", help=told)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a CUDA device, and torch sees none.")
+    torch.manual_seed(7)
+    results = Results()
+    with torch.inference_mode():
+        measure(results, **{switch: getattr(options, switch) for switch in switches})
+    if results.rows:
+        results.write(options.json, name)
+
+
+def add_share(results: Results, name: str, milliseconds: float, num_bytes: float) -> float:
+    """Adds how fast bytes were read and written as a share of the card's copy; returns that share."""
+    speed = num_bytes / milliseconds / 1e6
+    baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s; copy {copy_gbps():.0f} GB/s, read + written"
+    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, better="higher")
+    return speed / copy_gbps()
+
+
+def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """Returns the relative error in the 2-norm; a figure counts only if the result is right, else the program ends."""
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= tolerance:
+        sys.exit(f"{what} is wrong: relative error {error:.2e}, above {tolerance:g}")
+    return error
 
 
 def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> float:
@@ -67,26 +120,18 @@ def copy_gbps(num_bytes: int = COPY_BYTES) -> float:
 @cache
 def matmul_tflops(size: int = MATMUL_SIZE) -> float:
     """TFLOP/s of a bf16 [size, size] x [size, size] product of random matrices."""
-    first = torch.randn(size, size, dtype=torch.bfloat16, device="cuda")
-    second = torch.randn(size, size, dtype=torch.bfloat16, device="cuda")
+    first, second = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")
     output = torch.empty_like(first)
     return 2 * size**3 / time_ms(lambda: torch.mm(first, second, out=output)) / 1e9
 
 
 @cache
-def host_to_device_gbps(num_bytes: int = HOST_BYTES) -> float:
-    """GB/s of one copy from pinned host memory to the card."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).fill_(7)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    return num_bytes / time_ms(lambda: device.copy_(host, non_blocking=True), repeats=5) / 1e6
-
-
-@cache
-def device_to_host_gbps(num_bytes: int = HOST_BYTES) -> float:
-    """GB/s of one copy from the card to pinned host memory."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda")
-    return num_bytes / time_ms(lambda: host.copy_(device, non_blocking=True), repeats=5) / 1e6
+def host_gbps(to_device: bool) -> float:
+    """GB/s of one copy from pinned host memory to the card, or from the card to it."""
+    host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(7)
+    device = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device="cuda")
+    target, source = (device, host) if to_device else (host, device)
+    return HOST_BYTES / time_ms(lambda: target.copy_(source, non_blocking=True), repeats=5) / 1e6
 
 
 @cache
@@ -95,21 +140,41 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
 
 
-def main() -> None:
-    """Prints the ceilings, and writes them where `--json` says."""
-    arguments = parser_of(__doc__).parse_args()
-    require_cuda()
-    results = Results()
-    results.add(
-        "copy_gbps", copy_gbps(), "GB/s", better="higher", baseline=f"copy of {COPY_BYTES} bytes, read + written"
-    )
-    results.add(
-        "matmul_bf16_tflops", matmul_tflops(), "TFLOP/s", better="higher", baseline=f"{MATMUL_SIZE}^3 through torch.mm"
-    )
-    for name, measure in (("host_to_device", host_to_device_gbps), ("device_to_host", device_to_host_gbps)):
-        results.add(f"{name}_gbps", measure(), "GB/s", better="higher", baseline=f"{HOST_BYTES} bytes, pinned")
-    results.write(arguments.json, "ceilings")
+def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16) -> ContiguousKv:
+    """A donor of `tokens` random tokens of QWEN_7B on the card."""
+    shape = (QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.kv_heads, tokens, QWEN_7B.head_dim)
+    return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
+
+
+def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
+    """A pool of random values that holds `tokens` tokens in shuffled blocks."""
+    blocks = torch.randperm(QWEN_7B.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    shape = (len(blocks), QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.row_elements)
+    return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, QWEN_7B)
+
+
+def random_layers(layout: str, tokens: int) -> PagedKv:
+    """As `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
+    sizes = replace(QWEN_7B, block_size=VLLM_BLOCK_SIZE)
+    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    axes = VLLM_LAYOUTS[layout]
+    names = ("kinds", "blocks", "heads", "tokens", "channels")
+    lengths = dict(zip(names, (2, len(blocks), sizes.kv_heads, sizes.block_size, sizes.head_dim), strict=True))
+    order = [axes.index(axis) for axis in names]
+    shape = [lengths[axis] for axis in axes]
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
+    keys, values = zip(*(cache.permute(order) for cache in caches), strict=True)
+    return PagedKv(LayeredPool(keys, values), blocks, sizes)
+
+
+def add_ceilings(results: Results) -> None:
+    """Adds the rows."""
+    copied = f"copy of {COPY_BYTES} bytes, read + written"
+    results.add("copy_gbps", copy_gbps(), "GB/s", copied, better="higher")
+    results.add("matmul_bf16_tflops", matmul_tflops(), "TFLOP/s", f"{MATMUL_SIZE}^3 through torch.mm", better="higher")
+    for name, to_device in (("host_to_device", True), ("device_to_host", False)):
+        results.add(f"{name}_gbps", host_gbps(to_device), "GB/s", f"{HOST_BYTES} bytes, pinned", better="higher")
 
 
 if __name__ == "__main__":
-    main()
+    run_on_card("ceilings", add_ceilings, __doc__)

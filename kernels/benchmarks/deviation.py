@@ -9,60 +9,52 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.benchmarks.ceilings import copy_gbps, time_ms, wall_ms
-from kernels.benchmarks.shapes import (
+from kernels.benchmarks.ceilings import (
     QWEN_7B,
     ROTATION,
     SHIFT,
     TOKENS,
     VLLM_LAYOUTS,
+    add_share,
+    check_close,
+    copy_gbps,
     random_donor,
     random_layers,
     random_pool,
+    run_on_card,
+    time_ms,
+    wall_ms,
 )
 from kernels.deviation import FreshRows, Move, deviation, eager
-from kernels.results import Results, parser_of, require_cuda, say
+from kernels.results import say
 
 if TYPE_CHECKING:
     from kernels.deviation.spans import Fresh
     from kernels.layout import ContiguousKv, PagedKv
+    from kernels.results import Results
+    from kernels.span_table import Tiling
 
 LAYER = 2
 
 
-def main() -> None:
+def measure(results: Results) -> None:
     """Checks some calls against torch, sweeps the tilings, and measures the default one."""
-    arguments = parser_of(__doc__).parse_args()
-    require_cuda()
-    results = Results()
     say(f"relative error against torch: {_check():.1e}")
     _sweep(TOKENS[-1])
     for tokens in TOKENS:
-        donor, fresh = random_donor(tokens), random_pool(tokens + 32)
-        milliseconds = _kernel_ms(Move(donor, 0, SHIFT, tokens), fresh)
-        speed = _bytes_read(tokens) / milliseconds / 1e6
+        spans, fresh = [Move(random_donor(tokens), 0, SHIFT, tokens)], random_pool(tokens + 32)
         name = f"deviation_{tokens // 1024}k"
-        baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s read; copy {copy_gbps():.0f} GB/s read and written"
-        results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
-        spans = [Move(donor, 0, SHIFT, tokens)]
+        add_share(results, name, _kernel_ms(spans[0], fresh), _bytes_read(tokens))
         call = wall_ms(lambda spans=spans, fresh=fresh: deviation(spans, fresh, LAYER, ROTATION))  # type: ignore[misc]
-        results.add(f"{name}_call_ms", call, "ms", baseline="host clock, checks and launch included")
-    for layout in VLLM_LAYOUTS:
-        _measure_layout(results, layout)
-    results.write(arguments.json, "deviation")
+        results.add(f"{name}_call_ms", call, "ms", "host clock, checks and launch included")
+    tokens = TOKENS[-1]
+    for layout in VLLM_LAYOUTS:  # a check's comparison: rows of a forward with what was placed into vLLM's pool
+        placed = Move(random_layers(layout, tokens), 0, 0, tokens, turn=0)
+        add_share(results, f"deviation_{layout}", _kernel_ms(placed, _rows(tokens)), _bytes_read(tokens))
 
 
 def _bytes_read(tokens: int) -> int:
     return 2 * tokens * QWEN_7B.bytes_per_token(torch.bfloat16) // QWEN_7B.num_layers
-
-
-def _measure_layout(results: Results, layout: str) -> None:
-    """A check's comparison: the rows of a forward with what was placed into a pool as vLLM lays it out."""
-    tokens = TOKENS[-1]
-    milliseconds = _kernel_ms(Move(random_layers(layout, tokens), 0, 0, tokens, turn=0), _rows(tokens))
-    speed = _bytes_read(tokens) / milliseconds / 1e6
-    baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s read; copy {copy_gbps():.0f} GB/s read and written"
-    results.add(f"deviation_{layout}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
 
 
 def _rows(tokens: int) -> FreshRows:
@@ -70,22 +62,17 @@ def _rows(tokens: int) -> FreshRows:
     return FreshRows(k, v)
 
 
-def _kernel_ms(span: Move, fresh: Fresh, tiling: object = None) -> float:
+def _kernel_ms(span: Move, fresh: Fresh, tiling: Tiling | None = None) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.deviation import triton_deviation
-    from kernels.kv_move.move import sizes_of, tensor_of
-    from kernels.triton_spans import Tiling
 
-    chosen = tiling if isinstance(tiling, Tiling) else triton_deviation.DEFAULT
-    table = triton_deviation.table_of([span], fresh, ROTATION, chosen)
     output = torch.empty(2, span.length, device="cuda")
-    base = fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
-    sizes = sizes_of(span.source)
-    return time_ms(lambda: triton_deviation.launch(table, base, output, LAYER, sizes, ROTATION, chosen))
+    tiling = tiling or triton_deviation.DEFAULT
+    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION, tiling))
 
 
 def _sweep(tokens: int) -> None:
-    from kernels.triton_spans import Tiling
+    from kernels.span_table import Tiling
 
     donor, fresh = random_donor(tokens), random_pool(tokens + 32)
     say(f"tilings at {tokens} tokens; copy {copy_gbps():.0f} GB/s")
@@ -95,19 +82,15 @@ def _sweep(tokens: int) -> None:
 
 
 def _check() -> float:
-    """A figure counts only if the result is right: the same spans through torch, on the card."""
     errors = []
     donors: list[PagedKv | ContiguousKv] = [random_donor(300), *(random_layers(each, 300) for each in VLLM_LAYOUTS)]
     for donor in donors:
         spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
         for fresh in (random_pool(320), _rows(320)):
             expected = eager.deviation(spans, fresh, LAYER, ROTATION)
-            actual = deviation(spans, fresh, LAYER, ROTATION)
-            errors.append(float((actual - expected).norm() / expected.norm()))
-    if not max(errors) <= 1e-4:
-        raise SystemExit(f"deviation is wrong: relative error {max(errors):.2e} against torch")
+            errors.append(check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
     return max(errors)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_card("deviation", measure, __doc__)

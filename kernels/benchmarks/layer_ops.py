@@ -12,64 +12,65 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
-from kernels.benchmarks.ceilings import copy_gbps, time_ms
-from kernels.benchmarks.shapes import QWEN_7B, ROTATION, random_pool
+from kernels.benchmarks.ceilings import (
+    QWEN_7B,
+    ROTATION,
+    add_share,
+    check_close,
+    copy_gbps,
+    random_pool,
+    run_on_card,
+    time_ms,
+)
+from kernels.dispatch import has_kernels
 from kernels.kv_move.move import tensor_of
-from kernels.layer_ops import add_rms_norm, eager, has_kernels, rotate_rows, silu_mul, slots_of
+from kernels.layer_ops import add_rms_norm, eager, rotate_rows, silu_mul, slots_of
 from kernels.layout import pool_view
-from kernels.results import Results, parser_of, require_cuda, say
+from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kernels.results import Results
 
 HIDDEN, INNER, HEADS, EPS = 3584, 18944, 28, 1e-6
 LAYER = 2
 ROWS = {"24k": 24576, "128": 128}
 TOLERANCE = 1e-2
 
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One operation on its inputs: the kernel, the same in Transformers, and the bytes that must be read and written.
 
-    `check` returns the relative error of the kernel against torch, on copies of the inputs.
+    `check` returns what the kernel and torch make of copies of the inputs.
     """
 
     name: str
     run: Callable[[], object]
     transformers: Callable[[], object]
     num_bytes: int
-    check: Callable[[], float]
+    check: Callable[[], Pairs]
 
 
-def main() -> None:
+def measure(results: Results) -> None:
     """Checks every operation against torch at each size, then measures it."""
-    arguments = parser_of(__doc__).parse_args()
-    require_cuda()
     if not has_kernels(torch.device("cuda")):
         raise SystemExit("This benchmark needs Triton, which the extra `gpu` installs.")
-    torch.manual_seed(7)
-    results = Results()
     for size, rows in ROWS.items():
         for make in (norm_case, swiglu_case, rotation_case):
-            with torch.inference_mode():
-                _measure(results, make(rows), size)
-    results.write(arguments.json, "layer_ops")
-
-
-def _measure(results: Results, case: Case, size: str) -> None:
-    error = case.check()
-    if not error <= TOLERANCE:
-        raise SystemExit(f"{case.name} is wrong: relative error {error:.2e} against torch")
-    say(f"{case.name} on {size} rows: relative error against torch {error:.1e}")
-    ours, theirs = time_ms(case.run), time_ms(case.transformers)
-    speed = case.num_bytes / ours / 1e6
-    baseline = f"Transformers {theirs:.4f} ms; copy {copy_gbps():.0f} GB/s, read + written"
-    name = f"layer_ops_{case.name}_{size}"
-    results.add(f"{name}_ms", ours, "ms", baseline=baseline)
-    results.add(f"{name}_gbps", speed, "GB/s", better="higher", baseline=baseline)
-    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", better="higher", baseline=baseline)
+            case = make(rows)
+            error = max(check_close(case.name, *pair, TOLERANCE) for pair in case.check())
+            say(f"{case.name} on {size} rows: relative error against torch {error:.1e}")
+            ours, theirs = time_ms(case.run), time_ms(case.transformers)
+            baseline = f"Transformers {theirs:.4f} ms; copy {copy_gbps():.0f} GB/s, read + written"
+            name = f"layer_ops_{case.name}_{size}"
+            results.add(f"{name}_ms", ours, "ms", baseline)
+            results.add(f"{name}_gbps", case.num_bytes / ours / 1e6, "GB/s", baseline, better="higher")
+            add_share(results, name, ours, case.num_bytes)
 
 
 def norm_case(rows: int) -> Case:
@@ -78,10 +79,10 @@ def norm_case(rows: int) -> Case:
     module = Qwen2RMSNorm(HIDDEN, EPS).to(values.device, values.dtype)
     module.weight.copy_(weight)
 
-    def check() -> float:
+    def check() -> Pairs:
         sums = residual.clone(), residual.clone()
         actual = add_rms_norm(values, sums[0], weight, EPS)
-        return max(_error(actual, eager.add_rms_norm(values, sums[1], weight, EPS)), _error(*sums))
+        return [(actual, eager.add_rms_norm(values, sums[1], weight, EPS)), sums]
 
     return Case(
         "add_rms_norm",
@@ -102,7 +103,7 @@ def swiglu_case(rows: int) -> Case:
         lambda: silu_mul(gate_up),
         lambda: activation(gate) * up,
         gate_up.nbytes + gate.nbytes,
-        lambda: _error(silu_mul(gate_up), eager.silu_mul(gate_up)),
+        lambda: [(silu_mul(gate_up), eager.silu_mul(gate_up))],
     )
 
 
@@ -126,12 +127,12 @@ def rotation_case(rows: int) -> Case:
         layer_pool[blocks, 0, :, offsets] = turned[0].transpose(0, 1)
         layer_pool[blocks, 1, :, offsets] = value
 
-    def check() -> float:
+    def check() -> Pairs:
         turned, pools = (qkv.clone(), qkv.clone()), (pool.clone(), pool.clone())
         rotate_rows(turned[0], cos, sin, slots, pools[0], LAYER, QWEN_7B)
         eager.rotate_rows(turned[1], cos, sin, slots, pools[1], LAYER, QWEN_7B, None)
-        written = (pool_view(each, QWEN_7B)[:, LAYER][blocks, :, :, offsets] for each in pools)
-        return max(_error(*turned), _error(*written))
+        actual, expected = (pool_view(each, QWEN_7B)[:, LAYER][blocks, :, :, offsets] for each in pools)
+        return [turned, (actual, expected)]
 
     read, turned_heads, moved_heads = qkv.nbytes, HEADS + kv_heads, 2 * kv_heads
     written = rows * (turned_heads + moved_heads) * head_dim * qkv.element_size()
@@ -148,9 +149,5 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm())
-
-
 if __name__ == "__main__":
-    main()
+    run_on_card("layer_ops", measure, __doc__)

@@ -1,12 +1,13 @@
 """Measures sparse_prefill and write_rows: dense against torch's flash SDPA, sparse rows, short suffixes and decode.
 
 The shape is one layer of Qwen2.5-7B (28 query heads, 4 KV heads, head dimension 128, bf16) in a pool of 28 layers whose
-blocks are shuffled. Every output is checked before it is timed. `sparse_prefill_sweep` times other tiles.
+blocks are shuffled. Every output is checked before it is timed. `--sweep` times other tiles and pieces of KV instead,
+to see whether those chosen by default are the best.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -17,26 +18,70 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.benchmarks.ceilings import copy_gbps, time_ms, wall_ms
+from kernels.benchmarks.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms, wall_ms
 from kernels.layout import KvGeometry, pool_view
-from kernels.results import Results, parser_of, require_cuda
+from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.tiles import TileConfig, attention_work
-from kernels.sparse_prefill.triton_attention import choose_config, processors_of, sparse_prefill
-from kernels.sparse_prefill.triton_rows import write_rows
+from kernels.sparse_prefill.triton_attention import choose_config, processors_of, sparse_prefill, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from kernels.results import Results
 
 HEADS = 28
-GEOMETRY = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
 LAYER = 14
 MAX_ERROR = 1e-2
 DENSE_TOKENS = (8192, 16384, 24576, 32768)
 SPARSE_TOKENS = 24576
 SPARSE_PERCENT = (1, 5, 10, 25)
 SUFFIX_ROWS = 128
+SDPA_GOAL, SPARSE_GOAL = 0.70, 1.6
+# What a sweep tries.
+TILES = (
+    TileConfig(128, 64, 8, 3),
+    TileConfig(128, 64, 8, 4),
+    TileConfig(128, 64, 8, 2, 2, 128),
+    TileConfig(128, 32, 8, 4, 2, 128),
+    TileConfig(128, 128, 8, 2),
+    TileConfig(128, 128, 8, 3),
+    TileConfig(128, 64, 4, 3),
+    TileConfig(64, 64, 4, 2, 2),
+    TileConfig(64, 64, 4, 3, 2),
+    TileConfig(64, 32, 4, 4, 2),
+    TileConfig(64, 32, 4, 3, 3, 160),
+    TileConfig(64, 128, 4, 2),
+)
+DECODE_TILES = (
+    TileConfig(16, 32, 4, 4, 4),
+    TileConfig(16, 64, 4, 2, 4),
+    TileConfig(16, 64, 4, 3, 2),
+    TileConfig(16, 64, 4, 3, 3),
+    TileConfig(16, 64, 4, 4, 2),
+    TileConfig(16, 64, 2, 3, 3),
+    TileConfig(16, 128, 4, 2, 2),
+    TileConfig(16, 128, 8, 2, 2),
+)
+# Query heads, KV heads and head dimension of other models, with the tiles that fit them.
+OTHER_HEADS = {
+    (32, 8, 64): (
+        TileConfig(128, 64, 8, 3),
+        TileConfig(128, 64, 8, 3, 2, 128),
+        TileConfig(128, 128, 8, 3),
+        TileConfig(128, 64, 4, 3),
+        TileConfig(64, 64, 4, 3, 3),
+    ),
+    (32, 8, 80): (TileConfig(128, 64, 8, 3), TileConfig(128, 128, 8, 2), TileConfig(64, 64, 4, 3, 2)),
+    (16, 4, 256): (
+        TileConfig(128, 64, 8, 2),
+        TileConfig(128, 32, 8, 2),
+        TileConfig(128, 32, 8, 3),
+        TileConfig(64, 64, 4, 2),
+        TileConfig(64, 32, 4, 3),
+    ),
+}
+PIECES = (256, 512, 1024, 2048, 4096, 8192, 32768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +129,7 @@ class Case:
             beyond = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
             scores = (queries @ keys.transpose(1, 2) * self.scale).masked_fill(beyond, -torch.inf)
             expected = (scores.softmax(-1) @ values).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-            worst = max(worst, float((output[rows].double() - expected).norm() / expected.norm()))
-        if not worst <= MAX_ERROR:
-            sys.exit(f"sparse_prefill is wrong: relative error {worst:g}, above {MAX_ERROR:g}")
+            worst = max(worst, check_close("sparse_prefill", output[rows], expected, MAX_ERROR))
         return worst
 
     def dense_kv(self, sequence: SequenceRows) -> torch.Tensor:
@@ -95,7 +138,7 @@ class Case:
         return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.last_position + 1]
 
 
-def make_case(positions: Sequence[torch.Tensor], geometry: KvGeometry = GEOMETRY, heads: int = HEADS) -> Case:
+def make_case(positions: Sequence[torch.Tensor], geometry: KvGeometry = QWEN_7B, heads: int = HEADS) -> Case:
     """A case with the given positions of each sequence, in blocks of its own, shuffled."""
     generator = torch.Generator().manual_seed(7)
     needed = [geometry.blocks_for(int(own[-1]) + 1) for own in positions]
@@ -133,141 +176,162 @@ def sdpa_ms(case: Case, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> flo
     return time_ms(attend, repeats=10)
 
 
-def measure_dense(results: Results, config: TileConfig | None) -> float:
+def measure_dense(results: Results) -> float:
     """Adds the rows of dense prefill; returns its milliseconds at SPARSE_TOKENS."""
-    shares, reference = {}, 0.0
+    times, shares = {}, {}
     for tokens in DENSE_TOKENS:
-        case = make_case([torch.arange(tokens)])
-        error = case.check(case.run(config))
-        ours, flash = time_ms(partial(case.run, config), repeats=10), sdpa_ms(case)
-        shares[tokens] = flash / ours
-        if tokens == SPARSE_TOKENS:
-            reference = ours
+        case, size = make_case([torch.arange(tokens)]), f"{tokens // 1024}k"
+        error = case.check(case.run())
+        times[tokens], flash = time_ms(case.run, repeats=10), sdpa_ms(case)
+        shares[size] = flash / times[tokens]
         baseline = f"torch SDPA flash: {flash:.3f} ms, {case.flops / flash / 1e9:.0f} TFLOP/s; error {error:.1e}"
-        size = f"{tokens // 1024}k"
-        results.add(f"dense_prefill_{size}_ms", ours, "ms", baseline=baseline)
-        tflops = case.flops / ours / 1e9
-        results.add(f"dense_prefill_{size}_tflops", tflops, "TFLOP/s", better="higher", baseline=baseline)
-        results.add(
-            f"dense_prefill_share_of_sdpa_{size}",
-            shares[tokens],
-            "ratio",
-            goal=0.70,
-            better="higher",
-            baseline=baseline,
-        )
+        results.add(f"dense_prefill_{size}_ms", times[tokens], "ms", baseline)
+        tflops = case.flops / times[tokens] / 1e9
+        results.add(f"dense_prefill_{size}_tflops", tflops, "TFLOP/s", baseline, better="higher")
+        results.add(f"dense_prefill_share_of_sdpa_{size}", shares[size], "ratio", baseline, SDPA_GOAL, "higher")
         try:
             cudnn = sdpa_ms(case, SDPBackend.CUDNN_ATTENTION)
-            print(f"  for comparison, torch SDPA cuDNN: {cudnn:.3f} ms, {case.flops / cudnn / 1e9:.0f} TFLOP/s")
+            say(f"  for comparison, torch SDPA cuDNN: {cudnn:.3f} ms, {case.flops / cudnn / 1e9:.0f} TFLOP/s")
         except RuntimeError as refusal:
-            print(f"  torch SDPA cuDNN does not run: {str(refusal).splitlines()[0]}")
-    results.add(
-        "dense_prefill_share_of_sdpa",
-        min(shares.values()),
-        "ratio",
-        goal=0.70,
-        better="higher",
-        baseline=f"torch SDPA flash, the least of {', '.join(f'{tokens // 1024}k' for tokens in shares)}",
-    )
-    return reference
+            say(f"  torch SDPA cuDNN does not run: {str(refusal).splitlines()[0]}")
+    baseline = f"torch SDPA flash, the least of {', '.join(shares)}"
+    results.add("dense_prefill_share_of_sdpa", min(shares.values()), "ratio", baseline, SDPA_GOAL, "higher")
+    return times[SPARSE_TOKENS]
 
 
-def measure_sparse(results: Results, config: TileConfig | None, dense_ms: float) -> None:
-    """Adds the rows of random rows: time over (their share of the causal work x the dense time)."""
-    whole = SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2
+def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal: float | None = None) -> None:
+    """Adds the rows of some rows of SPARSE_TOKENS: time over (their share of the causal work x the dense time)."""
+    error = case.check(case.run())
+    ours, share = time_ms(case.run), case.attended / (SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2)
+    baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
+    results.add(f"{name}_ms", ours, "ms", baseline)
+    results.add(name, ours / (share * dense_ms), "ratio", baseline, goal)
+
+
+def measure_few_rows(results: Results, dense_ms: float) -> None:
+    """Adds the rows of random rows, of a short suffix, and of decode of one sequence and of eight."""
     for percent in SPARSE_PERCENT:
         case = make_case([random_rows(SPARSE_TOKENS, percent)])
-        error = case.check(case.run(config))
-        ours = time_ms(partial(case.run, config))
-        share = case.attended / whole
-        baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
-        results.add(f"sparse_prefill_{percent}pct_ms", ours, "ms", baseline=baseline)
-        results.add(f"sparse_prefill_{percent}pct", ours / (share * dense_ms), "ratio", goal=1.6, baseline=baseline)
-
-
-def measure_few_rows(results: Results, config: TileConfig | None, dense_ms: float) -> None:
-    """Adds the rows of a short suffix and of decode, of one sequence and of eight."""
-    last = torch.arange(SPARSE_TOKENS - SUFFIX_ROWS, SPARSE_TOKENS)
-    case = make_case([last])
-    error = case.check(case.run(config))
-    share = case.attended / (SPARSE_TOKENS * (SPARSE_TOKENS + 1) / 2)
-    ours = time_ms(partial(case.run, config))
-    baseline = f"{share:.4f} of the causal work x dense {dense_ms:.3f} ms; error {error:.1e}"
-    results.add(f"suffix_{SUFFIX_ROWS}_24k_ms", ours, "ms", baseline=baseline)
-    results.add(f"suffix_{SUFFIX_ROWS}_24k", ours / (share * dense_ms), "ratio", baseline=baseline)
+        measure_rows(results, f"sparse_prefill_{percent}pct", case, dense_ms, SPARSE_GOAL)
+    case = make_case([torch.arange(SPARSE_TOKENS - SUFFIX_ROWS, SPARSE_TOKENS)])
+    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k", case, dense_ms)
     started = time.perf_counter()
     for _ in range(100):
-        case.run(config)
+        case.run()
     host_us = (time.perf_counter() - started) * 1e4
     torch.cuda.synchronize()
-    results.add("suffix_host_us", host_us, "us", baseline="host time of one call, its plan made before")
+    results.add("suffix_host_us", host_us, "us", "host time of one call, its plan made before")
     for name, batch in (("decode_24k", [SPARSE_TOKENS]), ("decode_32k", [32768]), ("decode_8x4k", [4096] * 8)):
         case = make_case([torch.tensor([tokens - 1]) for tokens in batch])
         error = case.check(case.run())
         ours = time_ms(case.run)
-        read = sum(batch) * GEOMETRY.bytes_per_token(torch.bfloat16) / GEOMETRY.num_layers
+        read = sum(batch) * QWEN_7B.bytes_per_token(torch.bfloat16) / QWEN_7B.num_layers
         flash = f"torch SDPA flash {sdpa_ms(case):.3f} ms; " if len(batch) == 1 else ""
         baseline = f"{flash}copy {copy_gbps():.0f} GB/s; error {error:.1e}"
-        results.add(f"{name}_ms", ours, "ms", baseline=baseline)
-        results.add(f"{name}_gbps", read / ours / 1e6, "GB/s", better="higher", baseline=baseline)
+        results.add(f"{name}_ms", ours, "ms", baseline)
+        results.add(f"{name}_gbps", read / ours / 1e6, "GB/s", baseline, better="higher")
 
 
 def measure_write(results: Results) -> None:
     """Adds the row of write_rows over all rows of a dense prefill, and checks what it wrote."""
     case = make_case([torch.arange(SPARSE_TOKENS)])
     k, v = torch.randn(
-        2, SPARSE_TOKENS, GEOMETRY.kv_heads, GEOMETRY.head_dim, device="cuda", dtype=torch.bfloat16
+        2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16
     ).unbind()
 
-    def write() -> None:
-        write_rows(k, v, case.pool, case.layer, case.sequences, GEOMETRY)
-
+    write = partial(write_rows, k, v, case.pool, case.layer, case.sequences, QWEN_7B)
     write()
     if not torch.equal(case.dense_kv(case.sequences[0]).transpose(1, 2), torch.stack((k, v))):
         sys.exit("write_rows is wrong: the pool does not hold the rows")
     ours = time_ms(write)
-    gbps = 4 * k.nbytes / ours / 1e6
-    baseline = f"copy {copy_gbps():.0f} GB/s, read + written"
-    results.add("write_rows_24k_ms", ours, "ms", baseline=baseline)
-    results.add("write_rows_24k_share_of_copy", gbps / copy_gbps(), "ratio", better="higher", baseline=baseline)
+    results.add("write_rows_24k_ms", ours, "ms", f"copy {copy_gbps():.0f} GB/s, read + written")
+    add_share(results, "write_rows_24k", ours, 4 * k.nbytes)
 
 
 def measure_plans(results: Results) -> None:
     """Adds the host time that a stage spends before its first layer: rows checked and moved, the launch planned."""
-    blocks = torch.randperm(SPARSE_TOKENS // GEOMETRY.block_size)
-    group = HEADS // GEOMETRY.kv_heads
+    blocks = torch.randperm(SPARSE_TOKENS // QWEN_7B.block_size)
+    group = HEADS // QWEN_7B.kv_heads
     processors = processors_of(torch.device("cuda", 0))
     for name, count in (("suffix", SUFFIX_ROWS), ("dense", SPARSE_TOKENS)):
         positions = torch.arange(SPARSE_TOKENS - count, SPARSE_TOKENS)
-        config = choose_config(count * group, GEOMETRY.head_dim, torch.bfloat16)
+        config = choose_config(count * group, QWEN_7B.head_dim, torch.bfloat16)
 
         def plan(positions: torch.Tensor = positions, config: TileConfig = config) -> None:
             rows = (SequenceRows(0, positions, blocks).to("cuda"),)
-            attention_work(rows, group, GEOMETRY.kv_heads, config, processors)
+            attention_work(rows, group, QWEN_7B.kv_heads, config, processors)
 
-        results.add(f"plan_{name}_24k_us", wall_ms(plan) * 1e3, "us", baseline="host time, once for all layers")
-
-
-def _config(text: str) -> TileConfig:
-    return TileConfig(*(int(size) for size in text.split(",")))
+        results.add(f"plan_{name}_24k_us", wall_ms(plan) * 1e3, "us", "host time, once for all layers")
 
 
-def main() -> None:
-    """Prints the figures, and writes them where `--json` says."""
-    arguments = parser_of(__doc__)
-    fields = ",".join(field.name for field in dataclasses.fields(TileConfig))
-    arguments.add_argument("--config", type=_config, metavar=fields, help="tile of all rows but decode's")
-    options = arguments.parse_args()
-    require_cuda()
-    torch.manual_seed(7)
-    results = Results()
-    dense_ms = measure_dense(results, options.config)
-    measure_sparse(results, options.config, dense_ms)
-    measure_few_rows(results, options.config, dense_ms)
+def sweep_all() -> None:
+    """Shows milliseconds of every tile and piece; an asterisk marks what is chosen by default."""
+    dense = {"dense 16k": make_case([torch.arange(16384)]), "dense 8k": make_case([torch.arange(8192)])}
+    few = {f"{percent} % of 24k": make_case([random_rows(24576, percent)]) for percent in (1, 10)}
+    few["128 at 24k"] = make_case([torch.arange(24576 - 128, 24576)])
+    decode = {"decode 24k": make_case([torch.tensor([24575])]), "decode 8x4k": make_case([torch.tensor([4095])] * 8)}
+    _sweep_tiles("head dimension 128", dense | few, TILES)
+    _sweep_tiles("decode", decode, DECODE_TILES)
+    _sweep_pieces(few | decode)
+    for (heads, kv_heads, head_dim), tiles in OTHER_HEADS.items():
+        geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=32)
+        case = make_case([torch.arange(16384)], geometry, heads)
+        flash = sdpa_ms(case)
+        title = f"head dimension {head_dim}, torch SDPA flash {flash:.3f} ms ({case.flops / flash / 1e9:.0f} TFLOP/s)"
+        _sweep_tiles(title, {"dense 16k": case}, tiles)
+
+
+def _sweep_tiles(title: str, cases: Mapping[str, Case], tiles: Sequence[TileConfig]) -> None:
+    say(f"\n{title}: ms (and TFLOP/s of the first) by block_m x block_n, warps, stages, resident, registers")
+    say(" " * 30 + "".join(f"{name:>14}" for name in cases) + f"{'TFLOP/s':>10}{'compiled s':>12}")
+    first = next(iter(cases.values()))
+    for tile in tiles:
+        began = time.perf_counter()
+        try:
+            for case in cases.values():
+                case.check(case.run(tile))
+        except RuntimeError as refusal:
+            say(f"{_name(tile, first):<30}does not run: {str(refusal).splitlines()[0][:90]}")
+            continue
+        compiled = time.perf_counter() - began
+        timings = [_time_or_nan(case, tile, None) for case in cases.values()]
+        tflops = first.flops / timings[0] / 1e9
+        columns = "".join(f"{timing:>14.4f}" for timing in timings)
+        say(f"{_name(tile, first):<30}{columns}{tflops:>10.0f}{compiled:>12.1f}")
+
+
+def _sweep_pieces(cases: Mapping[str, Case]) -> None:
+    say("\npieces of KV, default tile: ms by the tokens that a program covers")
+    say(f"{'':<16}" + "".join(f"{piece or 'chosen':>10}" for piece in (None, *PIECES)))
+    for name, case in cases.items():
+        timings = (_time_or_nan(case, None, piece) for piece in (None, *PIECES))
+        say(f"{name:<16}" + "".join(f"{timing:>10.4f}" for timing in timings))
+
+
+def _time_or_nan(case: Case, tile: TileConfig | None, piece: int | None) -> float:
+    """Milliseconds, or NaN when that piece needs more memory than the card has."""
+    try:
+        return time_ms(lambda: case.run(tile, piece), repeats=10)
+    except torch.cuda.OutOfMemoryError:
+        return math.nan
+
+
+def _name(tile: TileConfig, case: Case) -> str:
+    packed = max(sequence.count for sequence in case.sequences) * case.q.shape[1] // case.geometry.kv_heads
+    chosen = "*" if tile == choose_config(packed, case.geometry.head_dim, case.q.dtype) else " "
+    registers = tile.max_registers or "all"
+    return f"{chosen} {tile.block_m}x{tile.block_n} {tile.num_warps}w {tile.num_stages}s {tile.resident}r {registers}"
+
+
+def measure(results: Results, *, sweep: bool) -> None:
+    """Adds all rows, or sweeps."""
+    if sweep:
+        sweep_all()
+        return
+    measure_few_rows(results, measure_dense(results))
     measure_write(results)
     measure_plans(results)
-    results.write(options.json, "sparse_prefill")
 
 
 if __name__ == "__main__":
-    main()
+    run_on_card("sparse_prefill", measure, __doc__, sweep="time other tiles and pieces, without rows")

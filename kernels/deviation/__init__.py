@@ -14,6 +14,7 @@ from kernels.kv_move.move import Move, lie_alike, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     from kernels.rope import RopeRotation
 
@@ -34,11 +35,8 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     if not spans:
         return torch.empty(2, 0, device=_tensors(fresh)[0].device)
     check_spans(spans, fresh, layer, rotation)
-    if _triton_serves(spans, fresh):
-        from kernels.deviation import triton_deviation
-
-        return triton_deviation.deviation(spans, fresh, layer, rotation)
-    return eager.deviation(spans, fresh, layer, rotation)
+    found: torch.Tensor = _path_of(spans, fresh).deviation(spans, fresh, layer, rotation)
+    return found
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
@@ -50,17 +48,19 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
     if not spans:
         return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
     check_spans(spans, fresh, layer, rotation)
-    if _triton_serves(spans, fresh):
-        from kernels.deviation import triton_deviation
-
-        return triton_deviation.squares(spans, fresh, layer, rotation)
-    return eager.squares(spans, fresh, layer, rotation)
+    found: torch.Tensor = _path_of(spans, fresh).squares(spans, fresh, layer, rotation)
+    return found
 
 
-def _triton_serves(spans: Sequence[Move], fresh: Fresh) -> bool:
+def _path_of(spans: Sequence[Move], fresh: Fresh) -> ModuleType:
+    """The module that serves the spans."""
     tensors, sources = _tensors(fresh), [span.source for span in spans]
     alike = lie_alike(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,)))
-    return alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources)))
+    if alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources))):
+        from kernels.deviation import triton_deviation
+
+        return triton_deviation
+    return eager
 
 
 def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:

@@ -13,44 +13,40 @@ import triton
 import triton.language as tl
 
 from kernels.deviation.spans import Fresh, FreshRows
+from kernels.dispatch import launch
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.span_table import Memory, SpanTable, memory_at, memory_of, span_table
-from kernels.triton_spans import (
+from kernels.span_table import (
+    Memory,
     Tiling,
     constants,
     factors_of,
     keep_until_read,
     load_part,
     load_planes,
+    memory_at,
+    memory_of,
     plane_at,
     rows_at,
     span_of_tile,
+    span_table,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kernels.rope import RopeRotation
 
 DEFAULT = Tiling(tile_bytes=4096)
 
 
-def deviation(
-    spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling = DEFAULT
-) -> torch.Tensor:
+def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `kernels.deviation.deviation`; the spans were checked, and `triton_serves` them all."""
-    output = _output(spans, fresh)
-    _fill(output, spans, fresh, layer, rotation, tiling)
-    return output
+    return _compared(_output(spans, fresh), spans, fresh, layer, rotation)
 
 
-def squares(
-    spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling = DEFAULT
-) -> torch.Tensor:
+def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `kernels.deviation.squares`; the spans were checked, and `triton_serves` them all."""
-    output = _output(spans, fresh, 2)
-    _fill(output, spans, fresh, layer, rotation, tiling)
-    return output
+    return _compared(_output(spans, fresh, 2), spans, fresh, layer, rotation)
 
 
 def _output(spans: Sequence[Move], fresh: Fresh, *sums: int) -> torch.Tensor:
@@ -58,45 +54,42 @@ def _output(spans: Sequence[Move], fresh: Fresh, *sums: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=_base_of(fresh).device)
 
 
-def _fill(
-    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, tiling: Tiling
-) -> None:
-    base, sizes = _base_of(fresh), sizes_of(spans[0].source)
+def _compared(
+    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
+) -> torch.Tensor:
     spans = [span for span in spans if span.length]
     if spans:
-        table = table_of(spans, fresh, rotation, tiling)
-        launch(table, base, output, layer, sizes, rotation, tiling)
-        keep_until_read([tensor_of(span.source) for span in spans], base)
+        prepared(output, spans, fresh, layer, rotation)()
+    return output
 
 
-def _base_of(fresh: Fresh) -> torch.Tensor:
-    return fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
-
-
-def table_of(spans: Sequence[Move], fresh: Fresh, rotation: RopeRotation, tiling: Tiling) -> SpanTable:
-    """The table of spans that all have a length, on the device of `fresh`."""
-    tokens = tiling.tokens(sizes_of(spans[0].source)[3], tensor_of(spans[0].source).dtype)
-    if isinstance(fresh, FreshRows):
-        k, v = _memory_of_rows(fresh.k), _memory_of_rows(fresh.k if fresh.v is None else fresh.v)
-        return span_table(spans, fresh.k, (k, v), fresh.first_position, rotation, tokens)
-    both = memory_of(fresh)
-    return span_table(spans, tensor_of(fresh), (both, both), 0, rotation, tokens)
-
-
-def launch(
-    table: SpanTable,
-    base: torch.Tensor,
+def prepared(
     output: torch.Tensor,
+    spans: Sequence[Move],
+    fresh: Fresh,
     layer: int,
-    sizes: tuple[int, int, int, int],
     rotation: RopeRotation,
-    tiling: Tiling,
-) -> None:
-    """Launches the kernel on the current stream; `sizes`: layers, kv_factor, kv_heads, head_dim. `output` has three
-    axes for the squares and two for the deviation."""
-    _, kv_factor, kv_heads, head_dim = sizes
-    with torch.cuda.device_of(base):
-        deviation_kernel[(table.num_tiles, kv_factor)](
+    tiling: Tiling = DEFAULT,
+) -> Callable[[], None]:
+    """Uploads the table of spans that all have a length; returns what launches the kernel on the current stream.
+
+    `output` has three axes for the squares and two for the deviation.
+    """
+    base = _base_of(fresh)
+    _, kv_factor, kv_heads, head_dim = sizes_of(spans[0].source)
+    tokens = tiling.tokens(head_dim, base.dtype)
+    if isinstance(fresh, FreshRows):
+        targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.k if fresh.v is None else fresh.v)
+        table = span_table(spans, base, targets, fresh.first_position, rotation, tokens)
+    else:
+        both = memory_of(fresh)
+        table = span_table(spans, base, (both, both), 0, rotation, tokens)
+
+    def run() -> None:
+        launch(
+            deviation_kernel,
+            (table.num_tiles, kv_factor),
+            base,
             base,
             table.words,
             output,
@@ -105,11 +98,18 @@ def launch(
             output.shape[-1],
             layer,
             **constants(table, base.dtype, head_dim, rotation),
-            TOKENS=tiling.tokens(head_dim, base.dtype),
+            TOKENS=tokens,
             HEADS=kv_heads,
             KINDS=kv_factor if output.ndim == 3 else 0,
             num_warps=tiling.warps,
         )
+        keep_until_read([tensor_of(span.source) for span in spans], base)
+
+    return run
+
+
+def _base_of(fresh: Fresh) -> torch.Tensor:
+    return fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
 
 
 def _memory_of_rows(rows: torch.Tensor) -> Memory:

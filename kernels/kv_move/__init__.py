@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
-from kernels.kv_move.layer_moves import LayerMoves
-from kernels.kv_move.move import Move, check_moves, lie_alike, tensor_of
-from kernels.kv_move.warm_up import warm_up
+from kernels.kv_move.move import Move, check_moves, lie_alike, sizes_of, tensor_of
+from kernels.layout import ContiguousKv, PagedKv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kernels.layout import ContiguousKv, PagedKv
+    from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
 
 __all__ = ["LayerMoves", "Move", "kv_move", "warm_up"]
@@ -23,22 +25,78 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     """Writes every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
     float32, bfloat16, float16 and float8_e4m3fn; a shift of 0 copies K bit for bit. With kv_factor 1 (MLA) there is no
-    V, and the rotation's `first_channel` says where the latent ends. On CUDA one Triton launch serves all sources on
-    the target's device or in pinned host memory, on the current stream; torch serves the rest, and the CPU. A
-    ContiguousKv source may lie on another device than the target. Raises ValueError, naming the tensor and its bound,
-    before anything is written; no moves return at once.
+    V, and the rotation's `first_channel` says where the latent ends. The connector refuses fp8 and MLA today. On CUDA
+    one Triton launch serves all sources on the target's device or in pinned host memory, on the current stream; torch
+    serves the rest, and the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError,
+    naming the tensor and its bound, before anything is written; no moves return at once.
     """
-    if not moves:
-        return
-    check_moves(moves, target, rotation)
+    if moves:
+        check_moves(moves, target, rotation)
+        _prepared(moves, target, rotation)(range(sizes_of(target)[0]))
+
+
+class LayerMoves:
+    """The moves of `kv_move`, checked and laid out once, then made for some layers in each call."""
+
+    def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+        """`target` has as many layers as go at once, and every source at least as many.
+
+        Raises ValueError, naming the tensor and its bound. What Triton reads is uploaded on the current stream.
+        """
+        self._room = sizes_of(target)[0]
+        check_moves([_of_layers(move, range(self._room)) for move in moves], target, rotation)
+        self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)
+        self._make = _prepared(moves, target, rotation)
+
+    def make(self, layers: range) -> None:
+        """Moves the sources' `layers` to the first layers of the target, on the current stream.
+
+        Raises ValueError for layers that a source or the target does not have.
+        """
+        if layers.start < 0 or layers.stop > self._layers or len(layers) > self._room:
+            raise ValueError(
+                f"layers {layers.start}..{layers.stop - 1} cannot be moved: the sources have {self._layers}, the "
+                f"target has {self._room}"
+            )
+        if len(layers):
+            self._make(layers)
+
+
+def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: RopeRotation) -> None:
+    """Has what moves between pools of this geometry and dtype, and from and to contiguous KV, compiled for `device`.
+
+    It moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
+    """
+    pool = torch.zeros(1, geometry.num_layers, geometry.kv_factor, geometry.row_elements, dtype=dtype, device=device)
+    token = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, 1, geometry.head_dim)
+    paged, held = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry), ContiguousKv(pool.new_zeros(token))
+    for source, target in ((paged, held), (held, paged)):
+        LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
+
+
+def _prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> Callable[[range], None]:
+    """What makes checked moves of some layers: one Triton launch where it serves, torch for the rest."""
     is_alike = lie_alike(target)
-    served = [
-        is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), (tensor_of(move.source),))
-        for move in moves
-    ]
-    if any(served):
+    served: list[Move] = []
+    rest: list[Move] = []
+    for move in (move for move in moves if move.length):
+        is_served = is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), [tensor_of(move.source)])
+        (served if is_served else rest).append(move)
+    launch: Callable[[range], None] | None = None
+    if served:
         from kernels.kv_move import triton_move
 
-        triton_move.kv_move([move for move, yes in zip(moves, served, strict=True) if yes], target, rotation)
-    if not all(served):
-        eager.kv_move([move for move, yes in zip(moves, served, strict=True) if not yes], target, rotation)
+        launch = triton_move.prepared(served, target, rotation)
+
+    def make(layers: range) -> None:
+        if launch is not None:
+            launch(layers)
+        if rest:
+            part = target.layers(0, len(layers))
+            eager.kv_move([_of_layers(move, layers) for move in rest], part, rotation)
+
+    return make
+
+
+def _of_layers(move: Move, layers: range) -> Move:
+    return replace(move, source=move.source.layers(layers.start, layers.stop))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.kv_move.move import Move, check_moves, sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.rope import RopeRotation, saturated
+from kernels.rope import RopeRotation, planes_of, saturated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,24 +38,19 @@ def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, positio
     """The view [head_dim] of K (kind 0) or V (kind 1) at one position."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, head, position]
-    geometry = kv.geometry
-    block = int(kv.block_ids[position // geometry.block_size])
+    block, slot = int(kv.block_ids[position // kv.geometry.block_size]), position % kv.geometry.block_size
     if isinstance(kv.pool, LayeredPool):
-        return (kv.pool.keys, kv.pool.values)[kind][layer][block, head, position % geometry.block_size]
-    start = (head * geometry.block_size + position % geometry.block_size) * geometry.head_dim
-    return kv.pool[block, layer, kind, start : start + geometry.head_dim]
+        return (kv.pool.keys, kv.pool.values)[kind][layer][block, head, slot]
+    start = (head * kv.geometry.block_size + slot) * kv.geometry.head_dim
+    return kv.pool[block, layer, kind, start : start + kv.geometry.head_dim]
 
 
 def rotated_key(key: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
     """`key` [head_dim] rotated by `shift` positions, in float32."""
     rotated = key.float().clone()
+    first, second = planes_of(rotated, rotation)
     for plane, frequency in enumerate(rotation.inverse_frequencies):
-        if rotation.interleaved:
-            first, second = 2 * plane, 2 * plane + 1
-        else:
-            first, second = plane, plane + rotation.rotary_dim // 2
-        first, second = first + rotation.first_channel, second + rotation.first_channel
         cos, sin = math.cos(shift * frequency), math.sin(shift * frequency)
-        rotated[first] = key[first].float() * cos - key[second].float() * sin
-        rotated[second] = key[second].float() * cos + key[first].float() * sin
+        x, y = float(first[plane]), float(second[plane])
+        first[plane], second[plane] = x * cos - y * sin, y * cos + x * sin
     return rotated

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
+from kernels.dispatch import launch
 from kernels.kv_move.move import Move, sizes_of, tensor_of
 from kernels.layout import ContiguousKv
-from kernels.span_table import SpanTable, memory_of, span_table
-from kernels.triton_spans import (
+from kernels.span_table import (
     Tiling,
     constants,
     factors_of,
     keep_until_read,
     load_part,
     load_planes,
+    memory_of,
     plane_at,
     rows_at,
     span_of_tile,
+    span_table,
     store_part,
 )
 
@@ -42,56 +43,26 @@ def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
     return Tiling(tile_bytes=4096, warps=2, tokens_first=isinstance(target, ContiguousKv))
 
 
-def kv_move(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling | None = None
-) -> None:
-    """As `kernels.kv_move.kv_move`; the moves were checked, and `triton_serves` them all."""
-    moves = [move for move in moves if move.length]
-    if moves:
-        prepared(moves, target, rotation, tiling)(range(sizes_of(target)[0]))
-
-
 def prepared(
     moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling | None = None
 ) -> Callable[[range], None]:
-    """`launch` of moves that all have a length, with their table; to be called with layers, as often as one likes."""
+    """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
+
+    Returns what launches the kernel on the current stream of the target's device, for some layers of the sources, which
+    go to the target's first ones.
+    """
     tiling = tiling or default_tiling(target)
-    table = table_of(moves, target, rotation, tiling)
+    memory, rows = tensor_of(target), memory_of(target)
+    _, kv_factor, kv_heads, head_dim = sizes_of(target)
+    tokens = tiling.tokens(head_dim, memory.dtype)
+    table = span_table(moves, memory, (rows, rows), 0, rotation, tokens)
+    programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
 
     def run(layers: range) -> None:
-        launch(table, target, rotation, tiling, layers)
-        keep_until_read([tensor_of(move.source) for move in moves], tensor_of(target))
-
-    return run
-
-
-def table_of(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling
-) -> SpanTable:
-    """The table of moves that all have a length, on the target's device."""
-    memory = tensor_of(target)
-    rows = memory_of(target)
-    tokens = tiling.tokens(sizes_of(target)[3], memory.dtype)
-    return span_table(moves, memory, (rows, rows), 0, rotation, tokens)
-
-
-def launch(
-    table: SpanTable,
-    target: PagedKv | ContiguousKv,
-    rotation: RopeRotation,
-    tiling: Tiling,
-    layers: range | None = None,
-) -> None:
-    """Launches the kernel on the current stream of the target's device.
-
-    `layers` of the sources, by default as many as the target has from their first on, go to the target's first ones.
-    """
-    memory = tensor_of(target)
-    num_layers, kv_factor, kv_heads, head_dim = sizes_of(target)
-    layers = layers or range(num_layers)
-    grid = (table.num_tiles * len(layers) * kv_factor * triton.cdiv(kv_heads, tiling.heads),)
-    with torch.cuda.device_of(memory):
-        move_kernel[grid](
+        launch(
+            move_kernel,
+            (programs * len(layers),),
+            memory,
             memory,
             table.words,
             table.tiles_at,
@@ -102,11 +73,14 @@ def launch(
             kv_factor,
             kv_heads,
             **constants(table, memory.dtype, head_dim, rotation),
-            TOKENS=tiling.tokens(head_dim, memory.dtype),
+            TOKENS=tokens,
             HEADS=tiling.heads,
             TOKENS_FIRST=tiling.tokens_first,
             num_warps=tiling.warps,
         )
+        keep_until_read([tensor_of(move.source) for move in moves], memory)
+
+    return run
 
 
 @triton.jit

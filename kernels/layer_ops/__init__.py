@@ -5,22 +5,22 @@ On a CUDA device with Triton each is one kernel; elsewhere it is torch. Rounding
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.dispatch import has_triton
+from kernels.dispatch import has_kernels
 from kernels.layer_ops import eager
 from kernels.layout import KvGeometry, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     from kernels.sparse_prefill import SequenceRows
 
-__all__ = ["HeadNorms", "add_rms_norm", "has_kernels", "rotate_rows", "silu_mul", "slots_of"]
+__all__ = ["HeadNorms", "add_rms_norm", "rotate_rows", "silu_mul", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,16 @@ def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torc
         raise ValueError(f"residual has shape {list(residual.shape)}; contiguous {list(rows.shape)} is needed")
     if weight.shape != rows.shape[1:]:
         raise ValueError(f"weight has shape {list(weight.shape)}; {list(rows.shape[1:])} is needed")
-    if has_kernels(rows.device):
-        from kernels.layer_ops import triton_ops
-
-        return triton_ops.add_rms_norm(rows, residual, weight, eps)
-    return eager.add_rms_norm(rows, residual, weight, eps)
+    normed: torch.Tensor = _path_on(rows.device).add_rms_norm(rows, residual, weight, eps)
+    return normed
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (SwiGLU, Shazeer 2020) of `gate_up` [rows, 2 * inner]; returns [rows, inner]."""
     if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
         raise ValueError(f"gate_up has shape {list(gate_up.shape)}; contiguous [rows, 2 * inner] is needed")
-    if has_kernels(gate_up.device):
-        from kernels.layer_ops import triton_ops
-
-        return triton_ops.silu_mul(gate_up)
-    return eager.silu_mul(gate_up)
+    activated: torch.Tensor = _path_on(gate_up.device).silu_mul(gate_up)
+    return activated
 
 
 def rotate_rows(
@@ -94,12 +88,7 @@ def rotate_rows(
         raise ValueError(f"slots is {slots.dtype} of shape {list(slots.shape)}; int64 [{qkv.shape[0]}] is needed")
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
-    if has_kernels(qkv.device):
-        from kernels.layer_ops import triton_ops
-
-        triton_ops.rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
-    else:
-        eager.rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
+    _path_on(qkv.device).rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
 
 
 def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor:
@@ -111,6 +100,10 @@ def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor
     return slots[0] if len(slots) == 1 else torch.cat(slots)
 
 
-def has_kernels(device: torch.device) -> bool:
-    """True when Triton's kernels run there; TRITON_INTERPRET=1 has them interpreted on the host, for tests."""
-    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and has_triton()
+def _path_on(device: torch.device) -> ModuleType:
+    """The module that serves tensors there."""
+    if has_kernels(device):
+        from kernels.layer_ops import triton_ops
+
+        return triton_ops
+    return eager

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dispatch import launch
+from kernels.span_table import load_planes, store_part
+
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
     from kernels.layout import KvGeometry
@@ -40,7 +43,7 @@ def _norm_kernel(
 
 @triton.jit
 def _silu_kernel(gate_up_ptr, output_ptr, inner, BLOCK: tl.constexpr):
-    """A piece of one row."""
+    """BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < inner
@@ -87,11 +90,11 @@ def _rotate_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, BLOCK_H)
     in_half = channels < half
-    mask = (rows < num_rows)[:, None] & in_half[None, :]
+    live = rows < num_rows
+    mask = live[:, None] & in_half[None, :]
     dtype = qkv_ptr.dtype.element_ty
-    offsets = rows.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM + channels[None, :]
-    first = tl.load(qkv_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + offsets + half, mask=mask, other=0.0).to(tl.float32)
+    first_channels = rows.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
+    first, second = load_planes(qkv_ptr, first_channels, live, 0, half, BLOCK_H, False)
     if head < HEADS + KV_HEADS:
         if NORMED:
             is_query = head < HEADS
@@ -107,10 +110,10 @@ def _rotate_kernel(
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
-        tl.store(qkv_ptr + offsets, first.to(dtype), mask=mask)
-        tl.store(qkv_ptr + offsets + half, second.to(dtype), mask=mask)
+        store_part(qkv_ptr, first_channels, live, first.to(dtype), 0, half, BLOCK_H)
+        store_part(qkv_ptr, first_channels, live, second.to(dtype), half, half, BLOCK_H)
     if head >= HEADS:
-        slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+        slots = tl.load(slots_ptr + rows, mask=live, other=-1)
         written = (slots >= 0)[:, None] & mask
         kv_head = (head - HEADS) % KV_HEADS
         kind = (head - HEADS) // KV_HEADS
@@ -127,7 +130,10 @@ def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torc
     """As `kernels.layer_ops.add_rms_norm`."""
     output = torch.empty_like(rows)
     block = triton.next_power_of_2(rows.shape[1])
-    _norm_kernel[(rows.shape[0],)](
+    launch(
+        _norm_kernel,
+        (rows.shape[0],),
+        rows,
         rows,
         rows if residual is None else residual,
         weight,
@@ -146,7 +152,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(SILU_BLOCK, triton.next_power_of_2(inner))
-    _silu_kernel[(rows, triton.cdiv(inner, block))](gate_up, output, inner, BLOCK=block, num_warps=8)
+    grid = (rows, triton.cdiv(inner, block))
+    launch(_silu_kernel, grid, gate_up, gate_up, output, inner, BLOCK=block, num_warps=8)
     return output
 
 
@@ -162,7 +169,10 @@ def rotate_rows(
 ) -> None:
     """As `kernels.layer_ops.rotate_rows`; the arguments were checked."""
     heads = qkv.shape[1] // geometry.head_dim - 2 * geometry.kv_heads
-    _rotate_kernel[(triton.cdiv(qkv.shape[0], ROWS_PER_TILE), heads + 2 * geometry.kv_heads)](
+    launch(
+        _rotate_kernel,
+        (triton.cdiv(qkv.shape[0], ROWS_PER_TILE), heads + 2 * geometry.kv_heads),
+        qkv,
         qkv,
         cos,
         sin,
@@ -173,9 +183,7 @@ def rotate_rows(
         qkv.shape[0],
         layer,
         0.0 if norms is None else norms.eps,
-        pool.stride(0),
-        pool.stride(1),
-        pool.stride(2),
+        *pool.stride()[:3],
         HEADS=heads,
         KV_HEADS=geometry.kv_heads,
         HEAD_DIM=geometry.head_dim,

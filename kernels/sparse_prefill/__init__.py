@@ -40,9 +40,9 @@ def write_rows(
         return
     check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
     if triton_serves(pool, ()):
-        from kernels.sparse_prefill import triton_rows
+        from kernels.sparse_prefill import triton_attention
 
-        triton_rows.write_rows(k, v, pool, layer, sequences, geometry)
+        triton_attention.write_rows(k, v, pool, layer, sequences, geometry)
     else:
         eager.write_rows(k, v, pool, layer, sequences, geometry)
 

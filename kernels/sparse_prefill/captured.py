@@ -4,25 +4,21 @@ A `LaunchShape` fixes the grid for every batch of up to so many rows and sequenc
 a program takes is read from tables on the device, which are refilled before each replay. Spare items cover no token.
 """
 
-# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import triton
-import triton.language as tl
 
-from kernels.sparse_prefill.tiles import MIN_PIECE, TileConfig, cut_rows, equal_pieces
-from kernels.sparse_prefill.triton_attention import LOG2_E, choose_config, launch_join, processors_of
-from kernels.sparse_prefill.triton_kernels import attention_kernel
+from kernels.sparse_prefill.tiles import MIN_PIECE, AttentionWork, BatchIndex, TileConfig, cut_rows, equal_pieces
+from kernels.sparse_prefill.triton_attention import attend, choose_config, processors_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import torch
 
     from kernels.layout import KvGeometry
     from kernels.sparse_prefill.rows import SequenceRows
@@ -142,44 +138,6 @@ def sparse_prefill(
 
     `q`: [shape.rows, heads, head_dim], its channels side by side. Nothing is checked: the caller filled the tables.
     """
-    kv_heads, head_dim, config = geometry.kv_heads, geometry.head_dim, shape.config
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lanes = shape.items * kv_heads * config.block_m
-    lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
-    partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
-    # The interpreter cannot multiply bf16.
-    exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
-    attention_kernel[(shape.items * kv_heads,)](
-        q,
-        pool,
-        output,
-        partial,
-        lse,
-        tables.items,
-        tables.positions,
-        tables.block_ids,
-        layer,
-        shape.items,
-        scale * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        pool.stride(0),
-        pool.stride(1),
-        pool.stride(2),
-        KV_HEADS=kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=geometry.block_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        SPLIT=True,
-        HEAD_MAJOR=False,
-        MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
-        PRECISION="ieee" if exact else None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.max_registers,
-    )
-    launch_join(partial, lse, output, tables.tiles, geometry, config)
-    return output
+    work = AttentionWork(tables.items, tables.tiles, shape.items)
+    index = BatchIndex(tables.positions, tables.block_ids)
+    return attend(q, pool, layer, work, index, geometry, scale, shape.config)

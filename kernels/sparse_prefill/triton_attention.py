@@ -1,6 +1,13 @@
-"""sparse_prefill in Triton: chooses the tiles of a batch and launches them."""
+"""Flash attention (Dao 2023, FlashAttention-2) of packed rows over paged KV in Triton, and the write of K and V.
 
-# mypy: disable-error-code="no-untyped-call"
+KV below a tile's first position needs no mask and is read in a loop of its own; the rest, up to its last position, is
+compared with the rows' positions in registers. Where the KV of a tile is split into pieces, the partial outputs are
+joined by their log-sum-exp (Dao et al. 2023, flash-decoding).
+"""
+
+# Triton decorates untyped functions, and names compile-time constants in capitals.
+# mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803
 from __future__ import annotations
 
 from functools import cache
@@ -10,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sparse_prefill.tiles import TileConfig, attention_work, batch_index
-from kernels.sparse_prefill.triton_kernels import attention_kernel, join_kernel
+from kernels.dispatch import launch
+from kernels.sparse_prefill.tiles import AttentionWork, BatchIndex, TileConfig, attention_work, batch_index, row_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +30,7 @@ LOG2_E = 1.4426950408889634
 # Rounds of programs from which the tiles of one KV head fill the card by themselves: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
+ROWS_PER_TILE = 16
 
 
 def sparse_prefill(
@@ -40,22 +48,45 @@ def sparse_prefill(
     `config` and `piece` (tokens of KV a program covers, a multiple of block_n) override what is chosen by the shapes.
     """
     sequences = tuple(sequences)
-    kv_heads, head_dim = geometry.kv_heads, geometry.head_dim
-    group = q.shape[1] // kv_heads
+    group = q.shape[1] // geometry.kv_heads
     if config is None:
-        config = choose_config(max(sequence.count for sequence in sequences) * group, head_dim, q.dtype)
+        longest = max(sequence.count for sequence in sequences)
+        config = choose_config(longest * group, geometry.head_dim, q.dtype)
     processors = processors_of(q.device)
-    work = attention_work(sequences, group, kv_heads, config, processors, piece)
-    index = batch_index(sequences)
+    work = attention_work(sequences, group, geometry.kv_heads, config, processors, piece)
     q = q if q.stride(2) == 1 else q.contiguous()
+    head_major = work.items.shape[0] >= HEAD_MAJOR_ROUNDS * processors * config.resident
+    return attend(q, pool, layer, work, batch_index(sequences), geometry, scale, config, head_major=head_major)
+
+
+def attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    work: AttentionWork,
+    index: BatchIndex,
+    geometry: KvGeometry,
+    scale: float,
+    config: TileConfig,
+    *,
+    head_major: bool = False,
+) -> torch.Tensor:
+    """Launches the attention of `work`, and the join of its partial outputs where it has any; returns q's shape.
+
+    With `head_major`, neighbouring programs take neighbouring items of one KV head.
+    """
+    kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
+    group, block_d = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_items, block_d = work.items.shape[0], max(16, triton.next_power_of_2(head_dim))
     lanes = work.slots * kv_heads * config.block_m
     lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
-    attention_kernel[(num_items * kv_heads,)](
+    launch(
+        attention_kernel,
+        (num_items * kv_heads,),
+        q,
         q,
         pool,
         output,
@@ -67,11 +98,8 @@ def sparse_prefill(
         layer,
         num_items,
         scale * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        pool.stride(0),
-        pool.stride(1),
-        pool.stride(2),
+        *q.stride()[:2],
+        *pool.stride()[:3],
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -80,7 +108,7 @@ def sparse_prefill(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SPLIT=work.slots > 0,
-        HEAD_MAJOR=num_items >= HEAD_MAJOR_ROUNDS * processors * config.resident,
+        HEAD_MAJOR=head_major,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
         PRECISION="ieee" if exact else None,
         num_warps=config.num_warps,
@@ -88,34 +116,59 @@ def sparse_prefill(
         maxnreg=config.max_registers,
     )
     if work.slots:
-        launch_join(partial, lse, output, work.tiles, geometry, config)
+        # Low tiles are few and cut into many pieces, which then are read side by side; sizes of a sweep on an H200.
+        rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
+        launch(
+            join_kernel,
+            (work.tiles.shape[0] * triton.cdiv(config.block_m, rows), kv_heads),
+            q,
+            partial,
+            lse,
+            output,
+            work.tiles,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_M=config.block_m,
+            ROWS=rows,
+            WAYS=ways,
+            SLOTS=slots,
+            num_warps=4,
+        )
     return output
 
 
-def launch_join(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    output: torch.Tensor,
-    tiles: torch.Tensor,
+def write_rows(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    sequences: Sequence[SequenceRows],
     geometry: KvGeometry,
-    config: TileConfig,
 ) -> None:
-    """Launches the kernel that joins the partial outputs of `tiles`."""
-    # Low tiles are few and cut into many pieces, which then are read side by side; the sizes are a sweep's on an H200.
-    rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
-    join_kernel[(tiles.shape[0] * triton.cdiv(config.block_m, rows), geometry.kv_heads)](
-        partial,
-        lse,
-        output,
+    """As `kernels.sparse_prefill.write_rows`; the arguments were checked. One launch writes all rows of a batch."""
+    sequences = tuple(sequences)
+    tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
+    k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, v))
+    launch(
+        write_kernel,
+        (tiles.shape[0], geometry.kv_heads),
+        pool,
+        k,
+        v,
+        pool,
         tiles,
-        KV_HEADS=geometry.kv_heads,
-        GROUP=output.shape[1] // geometry.kv_heads,
+        index.positions,
+        index.block_ids,
+        layer,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *pool.stride()[:3],
         HEAD_DIM=geometry.head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(geometry.head_dim)),
-        BLOCK_M=config.block_m,
-        ROWS=rows,
-        WAYS=ways,
-        SLOTS=slots,
+        BLOCK_D=triton.next_power_of_2(geometry.head_dim),
+        BLOCK_SIZE=geometry.block_size,
+        ROWS=ROWS_PER_TILE,
         num_warps=4,
     )
 
@@ -142,3 +195,296 @@ def processors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _block_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Index in the block table of each token of a tile that starts at `tokens`; a scalar for a tile within a block."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tokens // BLOCK_SIZE
+    elif BLOCK_N % BLOCK_SIZE == 0:
+        block = tokens // BLOCK_SIZE + tl.arange(0, BLOCK_N) // BLOCK_SIZE
+    else:
+        block = (tokens + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+    return block
+
+
+@triton.jit
+def _slot_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slot in its block of each token of a tile that starts at `tokens`."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        slot = tokens % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    elif BLOCK_N % BLOCK_SIZE == 0:
+        slot = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    else:
+        slot = (tokens + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    return slot
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    normaliser,
+    maximum,
+    q,
+    row_positions,
+    keys,
+    value_offset,
+    table,
+    begin,
+    end,
+    last_block,
+    block_stride,
+    scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MATH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions."""
+    channels = tl.arange(0, BLOCK_D)
+    # The block ids of a tile are loaded while the tile before it is attended to.
+    ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
+    for start in range(begin, end, BLOCK_N):
+        slots = _slot_of(start, BLOCK_SIZE, BLOCK_N)
+        offsets = ids * block_stride + slots * HEAD_DIM
+        ids = tl.load(table + tl.minimum(_block_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N), last_block))
+        # k, v: [block_n, block_d]
+        pointers = keys + offsets[:, None] + channels[None, :]
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(pointers)
+        else:
+            k = tl.load(pointers, mask=channels[None, :] < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(MATH)), input_precision=PRECISION)
+        if MASKED:
+            tokens = start + tl.arange(0, BLOCK_N)
+            scores = tl.where(tokens[None, :] <= row_positions[:, None], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+            # A row that has seen no token yet has no finite maximum.
+            subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.math.exp2(scores * scale - subtracted[:, None])
+            decay = tl.math.exp2(maximum - subtracted)
+            # Slots beyond the reach may hold anything, and 0 * NaN is NaN.
+            readable = (tokens < end)[:, None] & (channels[None, :] < HEAD_DIM)
+            v = tl.load(pointers + value_offset, mask=readable, other=0.0)
+        else:
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+            weights = tl.math.exp2(scores * scale - new_maximum[:, None])
+            decay = tl.math.exp2(maximum - new_maximum)
+            if BLOCK_D == HEAD_DIM:
+                v = tl.load(pointers + value_offset)
+            else:
+                v = tl.load(pointers + value_offset, mask=channels[None, :] < HEAD_DIM, other=0.0)
+        normaliser = normaliser * decay + tl.sum(weights, 1)
+        accumulator = accumulator * decay[:, None]
+        accumulator = tl.dot(weights.to(MATH), v.to(MATH), accumulator, input_precision=PRECISION)
+        maximum = new_maximum
+    return accumulator, normaliser, maximum
+
+
+@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items"])
+def attention_kernel(
+    q_ptr,
+    pool_ptr,
+    output_ptr,
+    partial_ptr,
+    lse_ptr,
+    items_ptr,
+    positions_ptr,
+    block_ids_ptr,
+    layer,
+    num_items,
+    scale,
+    q_row_stride,
+    q_head_stride,
+    pool_block_stride,
+    pool_layer_stride,
+    pool_kind_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    MATH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One item (a tile of packed rows and a piece of its KV) of one KV head."""
+    program = tl.program_id(0)
+    item = program % num_items if HEAD_MAJOR else program // KV_HEADS
+    kv_head = program // num_items if HEAD_MAJOR else program % KV_HEADS
+    record = items_ptr + item * 7
+    first_row = tl.load(record)
+    packed_begin = tl.load(record + 1)
+    packed_end = tl.load(record + 2)
+    first_block = tl.load(record + 3)
+    kv_begin = tl.load(record + 4)
+    piece_end = tl.load(record + 5)
+    slot = tl.load(record + 6)
+
+    packed = packed_begin + tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, BLOCK_D)
+    # Packed rows beyond the tile's end repeat its last row and are not stored.
+    readable = tl.minimum(packed, packed_end - 1)
+    rows = (first_row + readable // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + readable % GROUP
+    row_positions = tl.load(positions_ptr + rows).to(tl.int32)
+    lowest = tl.load(positions_ptr + first_row + packed_begin // GROUP).to(tl.int32)
+    highest = tl.load(positions_ptr + first_row + (packed_end - 1) // GROUP).to(tl.int32)
+    kv_end = tl.minimum(highest + 1, piece_end)
+    # The first position bounds the part that needs no mask.
+    open_end = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, kv_end), kv_begin)
+
+    q_pointers = q_ptr + (rows * q_row_stride + heads * q_head_stride)[:, None] + channels[None, :]
+    q = tl.load(q_pointers, mask=channels[None, :] < HEAD_DIM, other=0.0).to(MATH)
+    keys = pool_ptr + tl.cast(layer, tl.int64) * pool_layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    table = block_ids_ptr + first_block
+    last_block = highest // BLOCK_SIZE
+
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    normaliser = tl.zeros([BLOCK_M], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    accumulator, normaliser, maximum = _attend(
+        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_end,
+        last_block, pool_block_stride, scale, False, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
+    )  # fmt: skip
+    accumulator, normaliser, maximum = _attend(
+        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_end, kv_end,
+        last_block, pool_block_stride, scale, True, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
+    )  # fmt: skip
+
+    empty = normaliser == 0.0
+    accumulator = accumulator / tl.where(empty, 1.0, normaliser)[:, None]
+    stored = (packed < packed_end)[:, None] & (channels[None, :] < HEAD_DIM)
+    joined = False
+    if SPLIT:
+        joined = slot >= 0
+    if joined:
+        lanes = (slot * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        lse = tl.where(empty, float("-inf"), maximum + tl.math.log2(tl.where(empty, 1.0, normaliser)))
+        tl.store(lse_ptr + lanes, lse)
+        tl.store(partial_ptr + (lanes * HEAD_DIM)[:, None] + channels[None, :], accumulator, mask=stored)
+    else:
+        output_pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
+        tl.store(output_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["tiles_ptr"])
+def join_kernel(
+    partial_ptr,
+    lse_ptr,
+    output_ptr,
+    tiles_ptr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    WAYS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
+
+    Each of WAYS groups of threads takes every WAYS-th piece, SLOTS of them at a time.
+    """
+    parts = (BLOCK_M + ROWS - 1) // ROWS
+    record = tiles_ptr + tl.program_id(0) // parts * 5
+    first_lane = tl.program_id(0) % parts * ROWS
+    kv_head = tl.program_id(1)
+    packed_begin = tl.load(record + 1)
+    packed_end = tl.load(record + 2)
+    if packed_begin + first_lane >= packed_end:
+        return
+    first_row = tl.load(record)
+    first_slot = tl.load(record + 3)
+    end_slot = first_slot + tl.load(record + 4)
+
+    # One line for each row and way.
+    lines = tl.arange(0, ROWS * WAYS)
+    lanes = first_lane + lines // WAYS
+    channels = tl.arange(0, BLOCK_D)
+    accumulator = tl.zeros([ROWS * WAYS, BLOCK_D], tl.float32)
+    # A running maximum far below any score, so that pieces without a token keep a weight of zero.
+    maximum = tl.full([ROWS * WAYS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS * WAYS], tl.float32)
+    for start in range(first_slot, end_slot, WAYS * SLOTS):
+        # Unrolled, so that the loads of several pieces are in flight; here threads exchange nothing.
+        for step in tl.static_range(SLOTS):
+            slots = start + step * WAYS + lines % WAYS
+            places = (slots * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + lanes
+            readable = (packed_begin + lanes < packed_end) & (slots < end_slot)
+            lse = tl.load(lse_ptr + places, mask=readable, other=float("-inf"))
+            partial = tl.load(
+                partial_ptr + (places * HEAD_DIM)[:, None] + channels[None, :],
+                mask=readable[:, None] & (channels[None, :] < HEAD_DIM),
+                other=0.0,
+            )
+            new_maximum = tl.maximum(maximum, lse)
+            weight = tl.math.exp2(lse - new_maximum)
+            decay = tl.math.exp2(maximum - new_maximum)
+            accumulator = accumulator * decay[:, None] + partial * weight[:, None]
+            total = total * decay + weight
+            maximum = new_maximum
+    if WAYS > 1:
+        maximum = tl.reshape(maximum, (ROWS, WAYS))
+        weight = tl.math.exp2(maximum - tl.max(maximum, 1)[:, None])
+        total = tl.sum(tl.reshape(total, (ROWS, WAYS)) * weight, 1)
+        accumulator = tl.sum(tl.reshape(accumulator, (ROWS, WAYS, BLOCK_D)) * weight[:, :, None], 1)
+    packed = packed_begin + first_lane + tl.arange(0, ROWS)
+    live = packed < packed_end
+    rows = (first_row + packed // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + packed % GROUP
+    pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
+    # Rows beyond the tile's end have no weight.
+    joined = accumulator / tl.where(live, total, 1.0)[:, None]
+    tl.store(pointers, joined.to(output_ptr.dtype.element_ty), mask=live[:, None] & (channels[None, :] < HEAD_DIM))
+
+
+@triton.jit(do_not_specialize=["tiles_ptr", "positions_ptr", "block_ids_ptr", "layer"])
+def write_kernel(
+    k_ptr,
+    v_ptr,
+    pool_ptr,
+    tiles_ptr,
+    positions_ptr,
+    block_ids_ptr,
+    layer,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    pool_block_stride,
+    pool_layer_stride,
+    pool_kind_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """K and V of one tile of rows and one KV head."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(tiles_ptr + tile * 4)
+    begin = tl.load(tiles_ptr + tile * 4 + 1)
+    end = tl.load(tiles_ptr + tile * 4 + 2)
+    first_block = tl.load(tiles_ptr + tile * 4 + 3)
+    own = begin + tl.arange(0, ROWS)
+    rows = (first_row + own).to(tl.int64)
+    positions = tl.load(positions_ptr + rows, mask=own < end, other=0)
+    blocks = tl.load(block_ids_ptr + first_block + positions // BLOCK_SIZE, mask=own < end, other=0)
+    channels = tl.arange(0, BLOCK_D)
+    mask = (own < end)[:, None] & (channels[None, :] < HEAD_DIM)
+    k = tl.load(k_ptr + (rows * k_row_stride + head * k_head_stride)[:, None] + channels[None, :], mask=mask)
+    v = tl.load(v_ptr + (rows * v_row_stride + head * v_head_stride)[:, None] + channels[None, :], mask=mask)
+    slots = blocks * pool_block_stride + positions % BLOCK_SIZE * HEAD_DIM
+    offset = tl.cast(layer, tl.int64) * pool_layer_stride + head * (BLOCK_SIZE * HEAD_DIM)
+    pointers = pool_ptr + offset + slots[:, None] + channels[None, :]
+    tl.store(pointers, k, mask=mask)
+    tl.store(pointers + pool_kind_stride, v, mask=mask)

@@ -20,10 +20,9 @@ import torch
 
 from kernels.layout import ContiguousKv
 from kernels.results import Results, parser_of
-from semblend_trt.donors.disk import DiskTier
-from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.disk_tier import DiskTier
+from semblend_trt.donors.donor_file import DonorText, KvForm
+from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

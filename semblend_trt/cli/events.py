@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import json
 import sys
-from dataclasses import replace
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError, SemBlendError
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.events import SemanticKvEvent
-    from semblend_trt.fleet.observer import FleetObserver
+    from semblend_trt.fleet.directory import Directory
 
 SUMMARY = "show, check or count the fleet's donor events"
 DEFAULT_URL = "nats://127.0.0.1:4222"
 MAX_SECONDS = 86400
+EXAMPLES = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,23 +52,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--no-resync", action="store_true", help="do not ask the workers for all donors anew")
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What came on the subject: its count and bytes, what was wrong by reason, and the last sentences about that."""
+
+    messages: int = 0
+    size: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    sentences: deque[str] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
+
+    def note(self, reason: str, sentence: str) -> None:
+        self.problems[reason] += 1
+        self.sentences.append(f"{reason}: {sentence}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Listens and prints. Raises SemBlendError when it cannot listen."""
-    from semblend_trt.fleet.observer import FleetObserver
+    from semblend_trt.fleet.directory import Directory
 
-    observer = FleetObserver()
+    seen = _Seen()
+    # Its clock stands, so that workers that fall silent stay in the report.
+    directory = Directory(clock=lambda: 0.0, on_problem=seen.note)
     is_tail = arguments.action == "tail"
 
     def show(payload: bytes, sender: str | None) -> None:
-        event = observer.observe(payload, sender)
-        if is_tail:
-            _say(_line(event, payload, observer, as_json=arguments.json))
+        seen.messages, seen.size = seen.messages + 1, seen.size + len(payload)
+        verdict = directory.observe(payload, sender)
+        if is_tail and verdict is None:
+            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
+        elif is_tail:
+            _say(_line(payload, as_json=arguments.json))
 
     asks = not is_tail and not arguments.no_resync
     asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks))
     if is_tail:
         return 0
-    report = _stats(observer) if arguments.action == "stats" else _check(observer)
+    report = _stats(seen, directory) if arguments.action == "stats" else _check(seen, directory)
     _say(json.dumps(report) if arguments.json else _shown(report))
     return int(arguments.action == "check" and bool(report["problems"]))
 
@@ -137,9 +157,10 @@ async def _listen(
         await client.close()
 
 
-def _line(event: SemanticKvEvent | None, payload: bytes, observer: FleetObserver, *, as_json: bool) -> str:
-    if event is None:
-        return printable(f"not an event ({len(payload)} bytes): {observer.problems[-1]}")
+def _line(payload: bytes, *, as_json: bool) -> str:
+    from semblend_trt.fleet.wire import decode
+
+    event = decode(payload)
     if as_json:
         return json.dumps(event.model_dump(mode="json", exclude_none=True))
     data = event.data.model_dump(mode="json", exclude={"namespace", "segments", "block_ids", "kind"})
@@ -151,30 +172,29 @@ def _line(event: SemanticKvEvent | None, payload: bytes, observer: FleetObserver
     return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {event.data.kind} {details}")
 
 
-def _check(observer: FleetObserver) -> dict[str, Any]:
+def _check(seen: _Seen, directory: Directory) -> dict[str, Any]:
+    workers = directory.workers()
     return {
-        "messages": observer.messages,
-        "workers": len(observer.workers),
-        "heartbeats_compared": sum(view.checked_heartbeats for view in observer.workers.values()),
-        "problems": dict(observer.problem_counts),
-        "examples": list(observer.problems)[-20:],
+        "messages": seen.messages,
+        "workers": len(workers),
+        "heartbeats_compared": sum(each.compared for each in workers),
+        "problems": dict(seen.problems),
+        "examples": list(seen.sentences),
     }
 
 
-def _stats(observer: FleetObserver) -> dict[str, Any]:
+def _stats(seen: _Seen, directory: Directory) -> dict[str, Any]:
     workers = {}
-    for (worker_id, rank), view in sorted(observer.workers.items()):
-        tiers: dict[str, int] = {}
-        for donor in view.donors.values():
-            tiers[donor.tier] = tiers.get(donor.tier, 0) + donor.tokens
-        workers[f"{worker_id}.{rank}"] = {
-            "generation": view.generation,
-            "donors": len(view.donors),
-            "tokens": tiers,
-            "tenants": len({donor.tenant_key for donor in view.donors.values()}),
-            "events": dict(view.events),
+    for each in directory.workers():
+        tokens, tenants = directory.tokens_of(each.worker)
+        workers[f"{each.worker[0]}.{each.worker[1]}"] = {
+            "generation": each.generation,
+            "donors": each.donors,
+            "tokens": dict(tokens),
+            "tenants": tenants,
+            "events": dict(each.events),
         }
-    return {"messages": observer.messages, "bytes": observer.bytes, "workers": workers}
+    return {"messages": seen.messages, "bytes": seen.size, "workers": workers}
 
 
 def _shown(report: dict[str, Any], indent: str = "") -> str:

@@ -1,42 +1,286 @@
-"""The connector contract, and the one place that imports TensorRT-LLM's base classes.
+"""The connector contract: what each version of it calls, and the one place that imports TensorRT-LLM's base classes.
 
 Where tensorrt_llm is importable (either module path it has used) our connector derives from its classes; elsewhere
-from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3, main).
+from the classes below, which have the same abstract methods. The embedded engine takes its rules from the versions, so
+that a connector meets every one that it may be attached to. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
+`kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3 release candidates and main).
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from semblend_trt.connector.contract_versions import (
-    NEW_MODULE,
-    OLD_MODULE,
-    V11,
-    VERSIONS,
-    RequestData,
-    SchedulerOutput,
-    match_of,
-)
+from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     import torch
 
-    from semblend_trt.connector.contract_versions import ContractVersion
+logger = logging.getLogger(__name__)
 
-__all__ = [
-    "MODULE_PATHS",
-    "KvCacheConnectorScheduler",
-    "KvCacheConnectorWorker",
-    "RequestData",
-    "SchedulerOutput",
-    "flashinfer_layout",
-    "version_of",
-]
+OLD_MODULE = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
+NEW_MODULE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
+
+
+@dataclass(slots=True)
+class RequestDataV11:
+    """One scheduled request, as 1.1 and 1.2 tell it: new requests in full, cached ones as deltas."""
+
+    request_id: int
+    new_tokens: list[int]
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+
+
+@dataclass(slots=True)
+class RequestDataV13(RequestDataV11):
+    """As the 1.3 release candidates tell it: with retention priorities, and the salt as a number."""
+
+    priorities: list[int] | None = None
+    cache_salt_id: int | None = None
+
+
+@dataclass(slots=True)
+class RequestData(RequestDataV11):
+    """As main tells it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
+
+    `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
+    than one group `new_block_ids` is empty. -1 in it stands for a block without a page.
+    """
+
+    block_hashes: list[int] = field(default_factory=list)
+    priorities: list[int] | None = None
+    cache_salt: str | None = None
+    new_block_ids_by_layer_group: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulerOutputV11:
+    """What one iteration runs, up to 1.3: requests seen for the first time, and requests seen before."""
+
+    new_requests: list[RequestDataV11] = field(default_factory=list)
+    cached_requests: list[RequestDataV11] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """As main tells it: with the owner of the block ids under attention data parallelism."""
+
+    new_requests: list[RequestData] = field(default_factory=list)
+    cached_requests: list[RequestData] = field(default_factory=list)
+    attention_dp_rank: int | None = None
+
+
+SCHEDULER_METHODS = frozenset(
+    {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"}
+)
+WORKER_METHODS = frozenset(
+    {
+        "bind_connector_meta",
+        "register_kv_caches",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "wait_for_save",
+        "get_finished",
+    }
+)
+GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
+
+# Bound by nanobind; what V1 hands to the query has these and nothing else.
+BOUND_ATTRIBUTES = frozenset(
+    {
+        "request_id",
+        "get_tokens",
+        "get_token",
+        "get_num_tokens",
+        "prompt_len",
+        "orig_prompt_len",
+        "max_new_tokens",
+        "state",
+        "context_current_position",
+        "context_chunk_size",
+        "context_remaining_length",
+        "is_first_context_chunk",
+        "is_last_context_chunk",
+        "prepopulated_prompt_len",
+        "lora_task_id",
+        "multimodal_hashes",
+        "sampling_config",
+        "is_context_only_request",
+        "is_generation_only_request",
+        "is_dummy_request",
+        "client_id",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ContractVersion:
+    """One version of the contract.
+
+    `scheduler_methods` and `worker_methods` are those that the engine may call. `request_attributes` are what the query
+    can read of a request under the V1 cache manager, which hands it another object than the later calls. The rest:
+
+    - `floors_local_match`: V1 tells the query only whole shared blocks of what the engine has.
+    - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
+      disappears.
+    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
+    - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
+    - `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended. Otherwise only
+      the equal blocks of the reuse tree are pinned, and the request's own are freed at its end.
+    - `pins_with_transceiver`: saved requests are pinned in a disaggregated set-up, too.
+    - `unpins_every_save`: all requests that one `get_finished` names are unpinned; otherwise the first one is, and the
+      others' blocks are lost.
+    - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
+    - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
+    - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
+      the engine takes V1 whatever was asked for.
+    """
+
+    name: str
+    module_path: str
+    request_data: type[RequestDataV11]
+    scheduler_output: type[SchedulerOutputV11] | type[SchedulerOutput]
+    scheduler_methods: frozenset[str]
+    worker_methods: frozenset[str]
+    request_attributes: frozenset[str]
+    floors_local_match: bool
+    tells_cut_short: bool
+    survives_failed_forward: bool
+    defers_cancel: bool
+    holds_saved_blocks: bool
+    pins_with_transceiver: bool
+    unpins_every_save: bool
+    asks_without_reuse: bool
+    flashinfer_layout: str
+    allows_cuda_graphs: bool
+    allows_v2: bool
+
+    @property
+    def request_fields(self) -> tuple[str, ...]:
+        """The fields of RequestData, in order."""
+        return tuple(each.name for each in fields(self.request_data))
+
+
+V11 = ContractVersion(
+    name="1.1",
+    module_path=OLD_MODULE,
+    request_data=RequestDataV11,
+    scheduler_output=SchedulerOutputV11,
+    scheduler_methods=SCHEDULER_METHODS,
+    worker_methods=WORKER_METHODS,
+    request_attributes=BOUND_ATTRIBUTES | {"cache_salt_id"},
+    floors_local_match=False,
+    tells_cut_short=True,
+    survives_failed_forward=True,
+    defers_cancel=False,
+    holds_saved_blocks=False,
+    pins_with_transceiver=False,
+    unpins_every_save=False,
+    asks_without_reuse=False,
+    flashinfer_layout="NHD",
+    allows_cuda_graphs=False,
+    allows_v2=False,
+)
+V12 = replace(
+    V11,
+    name="1.2",
+    worker_methods=WORKER_METHODS | {"register_forward_pass_callable"},
+    tells_cut_short=False,
+    pins_with_transceiver=True,
+    unpins_every_save=True,
+    allows_cuda_graphs=True,
+)
+V13 = replace(
+    V12,
+    name="1.3rc",
+    module_path=NEW_MODULE,
+    request_data=RequestDataV13,
+    scheduler_methods=SCHEDULER_METHODS | {"wait_for_initialization"},
+    flashinfer_layout="HND",
+)
+MAIN = replace(
+    V13,
+    name="main",
+    request_data=RequestData,
+    scheduler_output=SchedulerOutput,
+    scheduler_methods=V13.scheduler_methods | GROUPED_SCHEDULER_METHODS,
+    worker_methods=V12.worker_methods | {"register_kv_cache_layout"},
+    request_attributes=BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
+    floors_local_match=True,
+    defers_cancel=True,
+    holds_saved_blocks=True,
+    asks_without_reuse=True,
+    allows_v2=True,
+)
+# What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, tells every
+# end as 1.1 does, and hands over prompts as arrays, which are faster to read.
+EMBEDDED = replace(
+    MAIN,
+    name="embedded",
+    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array"},
+    floors_local_match=False,
+    tells_cut_short=True,
+    survives_failed_forward=False,
+    asks_without_reuse=False,
+)
+
+VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN, EMBEDDED)}
+
+
+def contract_version(name: str) -> ContractVersion:
+    """The version of this name. Raises ConfigurationError for any other."""
+    version = VERSIONS.get(name)
+    if version is None:
+        raise ConfigurationError(f"contract is {name!r}; it must be one of {', '.join(VERSIONS)}")
+    return version
+
+
+@dataclass(frozen=True, slots=True)
+class ContractMatch:
+    """The version of the contract that a connector module is most like, and what the module has otherwise."""
+
+    version: ContractVersion
+    differences: tuple[str, ...]
+
+
+def match_of(module: ModuleType) -> ContractMatch:
+    """The known version that `module`, TensorRT-LLM's connector module, differs from in the fewest places.
+
+    Compared are its path, the fields of RequestData and the methods of the base classes, because releases are matched
+    to versions of the contract by what they have and not by their number.
+    """
+    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    return min(matches, key=lambda match: len(match.differences))
+
+
+def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
+    found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
+    has = {each.name for each in fields(module.RequestData)}
+    found += _told("field RequestData", has, set(version.request_fields))
+    for base, ours, known in (
+        ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
+        ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
+    ):
+        kind = getattr(module, base)
+        has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
+        found += _told(f"method {base}", has, set(ours))
+    return tuple(found)
+
+
+def _told(what: str, has: set[str], expected: set[str]) -> list[str]:
+    missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
+    return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
+
 
 MODULE_PATHS = (NEW_MODULE, OLD_MODULE)
 _FLASHINFER_PATHS = (
@@ -169,3 +413,27 @@ def flashinfer_layout(llm_args: Any) -> str | None:
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
+
+
+Method = TypeVar("Method", bound="Callable[..., Any]")
+
+
+def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
+    """A method that answers `answer()` when it fails, and counts that under its name in the runtime's `faults`.
+
+    An exception in a leader call would leave the other ranks waiting in the broadcast of its result.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: Any, *arguments: Any) -> Any:
+            try:
+                return method(self, *arguments)
+            except Exception:
+                logger.exception("%s failed; the engine is answered as if there were nothing to reuse", method.__name__)
+                self._runtime.faults[method.__name__] += 1
+                return answer()
+
+        return call  # type: ignore[return-value]
+
+    return decorate

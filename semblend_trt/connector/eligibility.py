@@ -1,4 +1,4 @@
-"""Which engines and requests may take part at all, judged from TensorRT-LLM's LlmArgs and LlmRequest.
+"""Which engines, models and requests may take part at all, judged from TensorRT-LLM's LlmArgs and LlmRequest.
 
 TensorRT-LLM lets several combinations reach a connector that give wrong data (block ids that are no pool rows, more
 than one beam, multimodal placeholders that are equal for different images); they are refused here, by name.
@@ -6,14 +6,23 @@ than one beam, multimodal placeholders that are equal for different images); the
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from semblend_trt.connector.contract import flashinfer_layout
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.policy import allows_reuse, terms_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.model_facts import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 _MISSING = object()
 # How an engine tells a salt: main as text, 1.3rc as an unsigned number of 64 bits.
@@ -112,3 +121,56 @@ def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
     return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]
+
+
+_MISSING = object()
+# Settings that must be off, each with the name of its refusal. One that is missing is not known to be off.
+_OFF = {
+    "torch_compile_config": "compiled_prefill",
+    "cuda_graph_config": "cuda_graphs",
+    "lora_config": "lora",
+    "speculative_config": "speculative_decoding",
+    "sparse_attention_config": "sparse_attention",
+}
+# Settings that older versions do not have.
+_OPTIONAL = ("sparse_attention_config",)
+
+
+def decoder_refusal(llm_args: Any) -> str | None:
+    """Why no plan can be executed under these settings, None when they do not stand in the way."""
+    for name, reason in _OFF.items():
+        value = getattr(llm_args, name, None if name in _OPTIONAL else _MISSING)
+        if value is _MISSING:
+            return "settings_unknown"
+        if value is not None:
+            return reason
+    if getattr(llm_args, "enable_lora", False):
+        return "lora"
+    for name in ("context_parallel", "pipeline_parallel"):
+        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
+            return name
+    # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
+    return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
+
+
+def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | None, str | None]:
+    """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
+    if not allows_reuse(settings.policy):
+        return None, "policy_off"
+    refusal = engine_refusal(llm_args)
+    if refusal is not None:
+        logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
+        return None, refusal
+    try:
+        facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
+        terms_of(settings.policy, settings, facts.num_layers)
+    except ConfigurationError as error:
+        logger.error("KV reuse is off: %s", error)
+        return None, "configuration"
+    except UnsupportedModelError as error:
+        logger.warning("KV reuse is off for this model: %s", error)
+        return None, error.reason
+    except Exception:
+        logger.exception("KV reuse is off: the model's configuration cannot be read")
+        return None, "model_unreadable"
+    return facts, None

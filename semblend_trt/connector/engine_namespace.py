@@ -1,15 +1,24 @@
-"""The namespace of an engine's KV, from the engine's arguments and the model's files."""
+"""The namespace of an engine's KV, from the engine's arguments, the model's files and the adapters' contents."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.adapters import Adapters
-from semblend_trt.connector.digest_cache import DigestCache
-from semblend_trt.connector.model_files import snapshot, tokenizer_digest, weights_digest
+from semblend_trt.connector.model_files import (
+    TOKENIZER_FILES,
+    DigestCache,
+    FileState,
+    adapter_files,
+    digest_in,
+    digest_of_files,
+    snapshot,
+    weights_digest,
+)
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
@@ -18,6 +27,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 
 def namespace_for(
@@ -133,7 +144,7 @@ def tokenizer_folder(llm_args: Any) -> Path | None:
 def _tokenizer_revision(llm_args: Any) -> str:
     try:
         directory = tokenizer_folder(llm_args)
-        digest = None if directory is None else tokenizer_digest(directory)
+        digest = None if directory is None else digest_in(directory, TOKENIZER_FILES)
     except (ConfigurationError, OSError):
         digest = None
     return unknown_value() if digest is None else content_value(digest)
@@ -168,3 +179,68 @@ def _backend(llm_args: Any) -> str:
         return str(told)
     engine = type(llm_args).__module__.split(".", 1)[0]
     return f"{engine}/{getattr(llm_args, 'attn_backend', 'default')}/blocks.layers.kv.heads.tokens.channels"
+
+
+# An engine holds far fewer; requests may name as many as they like.
+MAX_REMEMBERED = 4096
+
+
+class Adapters:
+    """The adapters of `llm_args`' lora_config.lora_dir are read when this is made; requests read nothing.
+
+    An adapter that first comes with a request has an identity of its own, for the life of this engine.
+    """
+
+    def __init__(self, llm_args: Any, cache_path: Path | None = None) -> None:
+        folders = getattr(getattr(llm_args, "lora_config", None), "lora_dir", None) or ()
+        cache = DigestCache.from_setting(cache_path)
+        self._read = {_place(folder): _identity_of(str(folder), cache) for folder in folders}
+        self._of_task: dict[int, tuple[str | None, str]] = {}
+
+    @property
+    def identities(self) -> list[str]:
+        """Of the adapters that the engine was started with: their embeddings may stand for the base model's."""
+        return [identity for identity, _ in self._read.values()]
+
+    def of(self, request: Any) -> str | None:
+        """The identity of the request's adapter, None for the base model.
+
+        The engine keeps the first adapter that it sees under a task id. One that comes under it from elsewhere matches
+        nothing.
+        """
+        task = getattr(request, "lora_task_id", None)
+        if task is None:
+            return None
+        path = getattr(request, "py_lora_path", None)
+        if task not in self._of_task:
+            if len(self._of_task) >= MAX_REMEMBERED:
+                return unknown_value()
+            self._of_task[task] = (path, self._unchanged(path))
+        seen, identity = self._of_task[task]
+        return identity if path == seen else unknown_value()
+
+    def _unchanged(self, path: str | None) -> str:
+        """The identity of an adapter that was read at the start, if it is as it was: the engine reads it about now."""
+        if path is not None and (read := self._read.get(_place(path))) is not None:
+            with suppress(OSError, ConfigurationError):
+                if _states(path) == read[1]:
+                    return read[0]
+        return unknown_value()
+
+
+def _place(path: str | Path) -> str:
+    return str(Path(path).absolute())
+
+
+def _states(path: str) -> tuple[FileState, ...]:
+    return tuple(map(FileState.of, adapter_files(Path(path)).values()))
+
+
+def _identity_of(path: str, cache: DigestCache | None) -> tuple[str, tuple[FileState, ...]]:
+    """An adapter's identity, and the states of its files when it was read."""
+    try:
+        states = _states(path)
+        return content_value(digest_of_files(adapter_files(Path(path)), cache)), states
+    except (OSError, ConfigurationError) as error:
+        logger.warning("adapter %s cannot be read, and its KV is shared with no other engine: %s", path, error)
+        return unknown_value(), ()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from semblend_trt import __version__
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class RequestProgress(NamedTuple):
 class SemBlendConnectorMetadata:
     """Plans to load, requests to follow, donors to keep, what the tiers have to do, requests to forget.
 
-    An empty one does nothing. Room that an intent counts on is made by orders of the same metadata or an earlier one.
+    An empty one does nothing. Room that an intent counts on is made by commands of the same metadata or an earlier one.
     `grown` are requests that gained one token and no block: in most iterations, all that may become donors.
-    `version` is the sender's; `plans` stay the first field, so that a worker of another version sees what was promised.
+    `version` is the sender's.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
     intents: tuple[SaveIntent, ...] = ()
     progress: tuple[RequestProgress, ...] = ()
     forgotten: tuple[int, ...] = ()
-    orders: TierOrders = field(default_factory=TierOrders)
+    commands: OffloadCommands = field(default_factory=OffloadCommands)
     grown: tuple[int, ...] = ()
     version: str = __version__
 

@@ -1,29 +1,33 @@
-"""What must be known of a model before its KV may be moved: its geometry and its rotation.
+"""What must be known of a model before its KV may be moved: its geometry, its rotation, and the pool that holds its KV.
 
-Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. Whatever is not known to
-be safe is refused by name: a wrong rotation is worse than none.
+Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
+safe is refused by name: a wrong rotation is worse than none.
+
+Transformers 5 keeps `rope_parameters`; Transformers 4 keeps `rope_theta`, `rope_scaling` and `partial_rotary_factor`,
+and does not read the other form. The formulas are those of Transformers 5 (`modeling_rope_utils.py`), to the last bit.
+They are kept here because Transformers 4.53 computes yarn from another factor than TensorRT-LLM does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.model_files import is_local, quantisation_digest, snapshot, weights_digest
-from semblend_trt.connector.rope_reading import partial_rotary_factor, rope_parameters, rope_rotation
+import torch
+
+from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
+from kernels.rope import RopeRotation
+from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from kernels.rope import RopeRotation
-
-__all__ = ["ModelFacts", "model_facts", "namespace_for", "weights_digest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
 
 def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
     try:
-        files = None if directory is None else quantisation_digest(directory)
+        files = None if directory is None else digest_in(directory, QUANTISATION_FILES)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     return configuration_digest({**raw, "files of quantisation": files})
@@ -251,3 +255,217 @@ def _described(quantization: dict[str, Any]) -> str:
     name = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
     content = json.dumps(quantization, sort_keys=True, default=str).encode()
     return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+_REFUSED = {
+    "dynamic": "rope_dynamic",
+    "ntk": "rope_dynamic",
+    "longrope": "rope_longrope",
+    "su": "rope_longrope",
+    "mrope": "rope_multimodal",
+}
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+    """One description of the rotation, equal for every form and version: `rope_type`, `rope_theta` and what it needs.
+
+    `raw` is the configuration as written, `config` as Transformers understands it, which is what the engine rotates by.
+    Raises UnsupportedModelError where the two differ, or layers do.
+    """
+    understood = _understood(config)
+    for written in (_new_form(raw), _old_form(raw)):
+        for name in sorted(written.keys() & understood.keys()):
+            if written[name] != understood[name]:
+                raise UnsupportedModelError(
+                    "rope_unknown",
+                    f"{name} of RoPE is {written[name]!r} in the configuration, but Transformers "
+                    f"{metadata.version('transformers')} reads {understood[name]!r}; save the model with that version",
+                )
+        # A model that rotates whole heads does not read this one: it is kept, to be refused.
+        understood = {**written, **understood} if "partial_rotary_factor" in written else understood
+    if understood["rope_type"] in ("llama3", "yarn"):
+        # Engines take different values for one that is not named.
+        understood.pop("original_max_position_embeddings", None)
+        understood.update(_original_positions(raw))
+    if understood.get("partial_rotary_factor") == 1:  # only some model types name it
+        del understood["partial_rotary_factor"]
+    return understood
+
+
+def rope_rotation(parameters: dict[str, Any], head_dim: int) -> RopeRotation:
+    """The rotation by `parameters`, as `rope_parameters` gives them.
+
+    Raises UnsupportedModelError for a type whose frequencies depend on the length, and for values that are none.
+    """
+    kind = parameters["rope_type"]
+    if kind not in _FREQUENCIES:
+        raise UnsupportedModelError(
+            _REFUSED.get(kind, "rope_unknown"),
+            f"RoPE type {kind!r} cannot be moved; supported are {', '.join(_FREQUENCIES)}",
+        )
+    rotary_dim = int(head_dim * partial_rotary_factor(parameters))
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise UnsupportedModelError("rope_unknown", f"RoPE of {rotary_dim} channels does not fit heads of {head_dim}")
+    frequencies = _FREQUENCIES[kind](parameters, rotary_dim)
+    if not bool(frequencies.isfinite().all()):
+        raise UnsupportedModelError("rope_unknown", f"RoPE by {parameters} has frequencies that are not finite")
+    return RopeRotation(tuple(frequencies.double().tolist()), rotary_dim, interleaved=False)
+
+
+def partial_rotary_factor(parameters: dict[str, Any]) -> float:
+    """The share of a head's channels that rotates."""
+    return _number(parameters, "partial_rotary_factor", 1.0)
+
+
+def _understood(config: Any) -> dict[str, Any]:
+    """What Transformers made of either form; a `rope_theta` beside it is that of version 4."""
+    theta = getattr(config, "rope_theta", None)
+    if theta is None:
+        told = _one_form(getattr(config, "rope_parameters", None) or {})
+    else:
+        told = {**_one_form(getattr(config, "rope_scaling", None) or {}), "rope_theta": theta}
+        told.update(_partial(getattr(config, "partial_rotary_factor", None)))
+    if "rope_theta" not in told:
+        raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
+    return told
+
+
+def _new_form(raw: dict[str, Any]) -> dict[str, Any]:
+    written = raw.get("rope_parameters")
+    return _one_form(written) if written else {}
+
+
+def _old_form(raw: dict[str, Any]) -> dict[str, Any]:
+    told = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
+    if raw.get("rope_theta") is not None:
+        told["rope_theta"] = raw["rope_theta"]
+    return {**told, **_partial(raw.get("partial_rotary_factor"))}
+
+
+def _one_form(written: dict[str, Any]) -> dict[str, Any]:
+    """`written` with its type under `rope_type` and without what says nothing."""
+    if any(isinstance(value, dict) for value in written.values()):
+        raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
+    told = {name: value for name, value in written.items() if value is not None and name != "partial_rotary_factor"}
+    old_type = told.pop("type", None)
+    kind = told.setdefault("rope_type", old_type or "default")
+    if old_type not in (None, kind):
+        raise UnsupportedModelError("rope_unknown", f"RoPE has type {old_type!r} and rope_type {kind!r} at once")
+    return {**told, **_partial(written.get("partial_rotary_factor"))}
+
+
+def _partial(factor: float | None) -> dict[str, float]:
+    return {} if factor is None else {"partial_rotary_factor": float(factor)}
+
+
+def _original_positions(raw: dict[str, Any]) -> dict[str, Any]:
+    name = "original_max_position_embeddings"
+    # What stands beside the RoPE has priority, in Transformers and in TensorRT-LLM.
+    for written in (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
+        if written.get(name):
+            return {name: written[name]}
+    return {}
+
+
+def _number(parameters: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = parameters.get(name, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UnsupportedModelError("rope_unknown", f"{name} of RoPE is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    return 1.0 / _waves(parameters, rotary_dim)
+
+
+def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    """theta^(2i/rotary_dim), float32 [rotary_dim / 2]."""
+    theta = _number(parameters, "rope_theta")
+    return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
+
+
+def _linear(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    return _default(parameters, rotary_dim) / _number(parameters, "factor")
+
+
+def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    """Long waves are stretched by the factor, short ones are left, those between are blended."""
+    frequencies = _default(parameters, rotary_dim)
+    factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    if low >= high:
+        raise UnsupportedModelError(
+            "rope_unknown", f"low_freq_factor {low:g} of RoPE is not below high_freq_factor {high:g}"
+        )
+    waves = 2 * math.pi / frequencies
+    stretched = torch.where(waves > original / low, frequencies / factor, frequencies)
+    smooth = (original / waves - low) / (high - low)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    between = ~(waves < original / high) * ~(waves > original / low)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    """Peng et al. 2023, YaRN; its scaling of cos and sin does not change how a key moves."""
+    if parameters.get("truncate", True) is not True:
+        raise UnsupportedModelError(
+            "rope_unknown", "yarn with truncate off is computed differently by different engines"
+        )
+    theta, factor = _number(parameters, "rope_theta"), _number(parameters, "factor")
+    if theta <= 1:
+        raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
+    original = _number(parameters, "original_max_position_embeddings")
+    fast, slow = (_number(parameters, name, default) for name, default in _YARN_BETAS.items())
+
+    def channel(turns: float) -> float:
+        return (rotary_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+    first, last = max(math.floor(channel(fast)), 0), float(min(math.ceil(channel(slow)), rotary_dim - 1))
+    if first == last:
+        last += 0.001  # as Transformers does, against a division by 0
+    kept = 1 - torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float) - first) / (last - first), 0, 1)
+    waves = _waves(parameters, rotary_dim)
+    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
+    """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
+    LayeredPool; None when there is none, or when its strides are not those of a pool."""
+    kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
+    if isinstance(pool, LayeredPool):
+        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
+        try:
+            check_pool(pool, geometry)
+        except ValueError:
+            return None
+        return geometry
+    row = kv_heads * facts.head_dim
+    if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
+        return None
+    if tuple(pool.shape[1:3]) != (facts.num_layers, 2) or pool.shape[3] % row or pool.dtype not in SUPPORTED_DTYPES:
+        return None
+    if pool.stride(3) != 1 or _has_overlaps(pool):
+        return None
+    # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
+    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row)
+
+
+def described(pool: Any) -> str:
+    """The pool in words, for the log."""
+    if not isinstance(pool, torch.Tensor):
+        return f"a pool of type {type(pool).__name__}"
+    return f"a pool of shape {list(pool.shape)}, strides {list(pool.stride())} and dtype {pool.dtype}"
+
+
+def _has_overlaps(pool: torch.Tensor) -> bool:
+    """Whether two places of `pool` may be the same memory, by its strides."""
+    reach = 1
+    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach = max(reach, stride * size)
+    return False

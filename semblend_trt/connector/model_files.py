@@ -1,27 +1,233 @@
-"""The files of a model: where they are, and digests that tell one model's from another's."""
+"""The files of a model: where they are, and digests that tell one model's from another's.
+
+Files are read by several threads, and read once as long as they stay as they are: their digests are kept between
+processes where only this user writes.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import logging
 import os
 import re
+import secrets
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from semblend_trt.connector.file_digests import FileState, digest_of_files
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import open_file, open_folder, refuse_others
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
-    from semblend_trt.connector.digest_cache import DigestCache
+    from collections.abc import Iterator, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+# A file is a tree of chunks, so that one large file keeps all threads busy too.
+CHUNK_BYTES = 32 << 20
+READ_BYTES = 1 << 20
+MAX_THREADS = 32
+PROGRESS_SECONDS = 5.0
+# Two writes may share one time stamp where a file system counts in steps; the coarsest counts in two seconds.
+STAMP_NS = 2_000_000_000
+
+_lock = threading.Lock()
+_known: dict[FileState, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What a file shows without being read. No write leaves all of it as it was: only the kernel sets `ctime_ns`."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Follows symlinks. Raises OSError, also for what is no regular file."""
+        resolved = os.path.realpath(path)
+        found = os.stat(resolved)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return cls(resolved, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+
+    @property
+    def shows_writes(self) -> bool:
+        """Whether another write would make another state: the last one was not just now."""
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > STAMP_NS
+
+
+def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
+    """SHA-256 over names and every byte of the files, whatever their order; hex.
+
+    What was read before and has not changed is taken from this process' memory or from `cache`. Raises OSError when a
+    file cannot be read, or changes meanwhile.
+    """
+    states = {name: FileState.of(path) for name, path in sorted(files.items())}
+    with _lock:  # a second engine that starts beside this one finds what is read here
+        digests = {state: found for state in states.values() if (found := _remembered(state, cache)) is not None}
+        unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
+        for state, digest in zip(unread, _read(unread), strict=True):
+            if FileState.of(Path(state.path)) != state:
+                raise OSError(errno.EBUSY, "it changed while it was read", state.path)
+            digests[state] = digest
+            if state.shows_writes:
+                _known[state] = digest
+                if cache is not None:
+                    cache.keep(state, digest)
+    lines = "".join(f"{len(name)}:{name}:{digests[state]}\n" for name, state in states.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
+    if not state.shows_writes:
+        return None
+    if state not in _known and cache is not None and (kept := cache.find(state)) is not None:
+        _known[state] = kept
+    return _known.get(state)
+
+
+def _read(states: Sequence[FileState]) -> list[str]:
+    """The digest of each file: SHA-256 over its size and the digests of its chunks. Says how far it is meanwhile."""
+    chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
+    trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
+    total, done, begun = sum(state.size for state in states), 0, time.monotonic()
+    told = begun
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(MAX_THREADS, cores)) as threads:
+        for (state, start), digest in zip(chunks, threads.map(lambda chunk: _chunk(*chunk), chunks), strict=True):
+            trees[state].update(digest)
+            done, now = done + min(CHUNK_BYTES, state.size - start), time.monotonic()
+            if now - told >= PROGRESS_SECONDS:
+                told, rate = now, done / (now - begun)
+                message = "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s"
+                logger.info(message, done / 1e9, total / 1e9, rate / 1e9)
+    return [tree.hexdigest() for tree in trees.values()]
+
+
+def _chunk(state: FileState, start: int) -> bytes:
+    digest, end = hashlib.sha256(), min(start + CHUNK_BYTES, state.size)
+    # A pipe in the file's place would keep an open that waits for its writer.
+    file = os.open(state.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        for offset in range(start, end, READ_BYTES):
+            read = os.pread(file, min(READ_BYTES, end - offset), offset)
+            if len(read) < min(READ_BYTES, end - offset):
+                raise OSError(errno.EIO, "it is shorter than it was", state.path)
+            digest.update(read)
+    finally:
+        os.close(file)
+    return digest.digest()
+
+
+OFF = "off"
+_NAME = "semblend-trt"
+_MAX_BYTES = 16384
+_HEX = frozenset("0123456789abcdef")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class DigestCache:
+    """One small file for each file whose digest is known, in `folder`; its mode is 700, and theirs 600.
+
+    A folder or an entry that belongs to another user, or that others can write, is left alone. Nothing raises: what
+    cannot be read or kept is computed again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def from_setting(cls, path: Path | None) -> DigestCache | None:
+        """The cache of SEMBLEND_DIGEST_CACHE: unset stands for the user's cache folder. None for off, and without a
+        home."""
+        if path is None:
+            path = user_folder()
+        return None if path is None or str(path) == OFF else cls(path)
+
+    def find(self, state: FileState) -> str | None:
+        """The digest of the file in this very state, None when it is not known."""
+        try:
+            with self._opened() as folder:
+                kept = json.loads(_own_content(_entry(state), folder))
+            digest = kept.pop("digest")
+            is_known = kept == asdict(state) and len(digest) == 64 and set(digest) <= _HEX
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        return str(digest) if is_known else None
+
+    def keep(self, state: FileState, digest: str) -> None:
+        """Writes the digest in place of what was known of the same path."""
+        content = json.dumps({**asdict(state), "digest": digest}).encode()
+        name = _entry(state)
+        partial = f"{name}.{secrets.token_hex(8)}"
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            with self._opened() as folder:
+                try:
+                    with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
+                        file.write(content)
+                    os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+                finally:
+                    with suppress(FileNotFoundError):
+                        os.unlink(partial, dir_fd=folder)
+        except OSError as error:
+            logger.info("the digest of %s is not kept in %s: %s", state.path, self._folder, error)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder's descriptor. Raises OSError, PermissionError where others could have written there."""
+        folder = open_folder(self._folder)
+        try:
+            refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
+            yield folder
+        finally:
+            os.close(folder)
+
+
+def user_folder() -> Path | None:
+    """Where digests are kept unless a setting says otherwise; None without a home."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    path = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))
+    return path / _NAME if path.is_absolute() else None
+
+
+def _entry(state: FileState) -> str:
+    return hashlib.sha256(os.fsencode(state.path)).hexdigest()[:32] + ".json"
+
+
+def _own_content(name: str, folder: int) -> bytes:
+    file = open_file(name, folder=folder)
+    try:
+        refuse_others(file, name, _WRITABLE_BY_OTHERS)
+        if os.fstat(file).st_nlink != 1:
+            raise PermissionError(f"{name} is no file of the cache's own")
+        return os.read(file, _MAX_BYTES)
+    finally:
+        os.close(file)
+
 
 # Engines load the first kind that they find; which one that is does not matter when all of them count.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "*.index.json"
 _CONFIGURATIONS = ("config.json", "config.*.json")
-_QUANTISATIONS = ("*quant*.json", "dtypes.json")
-_TOKENIZER_FILES = (
+QUANTISATION_FILES = ("*quant*.json", "dtypes.json")
+TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
     "merges.txt",
@@ -76,69 +282,45 @@ def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
 
 def weight_files(directory: Path) -> dict[str, Path]:
     """A directory's weights and their indexes by name. Raises OSError, and ConfigurationError for a broken index."""
-    names = _names_in(directory, (*_WEIGHTS, _INDEX))
-    for index in [name for name in names if fnmatchcase(name, _INDEX)]:
+    files = _files_in(directory, (*_WEIGHTS, _INDEX))
+    for index in [path for name, path in files.items() if fnmatchcase(name, _INDEX)]:
+        FileState.of(index)  # a pipe would be waited for
         try:
-            named = json.loads(_regular_text(directory / index))["weight_map"]
-            names += sorted(_plain(shard) for shard in set(named.values()))
+            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            if not all(isinstance(shard, str) and "\0" not in shard for shard in shards):
+                raise ValueError("a shard has no name of a file")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigurationError(f"{directory / index} is no index of weights; download it again") from error
-    return {name: directory / name for name in names}
+            raise ConfigurationError(f"{index} is no index of weights; download it again") from error
+        files.update({shard: directory / shard for shard in shards})
+    return files
 
 
-def quantisation_digest(directory: Path) -> str | None:
-    """Digest of a directory's files about quantisation, None when it has none. Raises OSError."""
-    files = {name: directory / name for name in _names_in(directory, _QUANTISATIONS)}
+def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:
+    """Digest of every byte of a directory's files whose names fit, None when it has none. Raises OSError."""
+    files = _files_in(directory, patterns)
     return digest_of_files(files) if files else None
 
 
 def file_states(directory: Path) -> dict[str, FileState]:
     """The states of the files that make a directory's model, by name. Raises OSError and ConfigurationError."""
-    files = {name: directory / name for name in _names_in(directory, (*_CONFIGURATIONS, *_QUANTISATIONS))}
-    return {name: FileState.of(path) for name, path in {**files, **weight_files(directory)}.items()}
+    files = {**_files_in(directory, (*_CONFIGURATIONS, *QUANTISATION_FILES)), **weight_files(directory)}
+    return {name: FileState.of(path) for name, path in files.items()}
 
 
-def adapter_digest(path: str | Path, cache: DigestCache | None = None) -> str:
-    """Digest of every byte of a LoRA adapter, a file or a directory. Raises OSError and ConfigurationError."""
-    return digest_of_files(_adapter_files(Path(path)), cache)
-
-
-def adapter_states(path: str | Path) -> tuple[FileState, ...]:
-    """The states of an adapter's files. Raises OSError and ConfigurationError."""
-    return tuple(FileState.of(file) for file in _adapter_files(Path(path)).values())
-
-
-def tokenizer_digest(directory: Path) -> str | None:
-    """Digest of every byte of a directory's tokenizer files, None when it has none. Raises OSError."""
-    files = {name: directory / name for name in _names_in(directory, _TOKENIZER_FILES)}
-    return digest_of_files(files) if files else None
-
-
-def _adapter_files(place: Path) -> dict[str, Path]:
+def adapter_files(place: Path) -> dict[str, Path]:
+    """The files of a LoRA adapter, which is a file or a directory. Raises OSError and ConfigurationError."""
     if not place.is_dir():
         return {place.suffix: place}
     weights = weight_files(place)
     if not weights:
         raise ConfigurationError(f"adapter {place} holds no weights ({', '.join(_WEIGHTS)})")
-    return {**weights, **{name: place / name for name in _names_in(place, ("adapter_config.json",))}}
+    return {**weights, **_files_in(place, ("adapter_config.json",))}
 
 
-def _names_in(directory: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names that fit a pattern, sorted; a link to nothing is among them, so that it is told and not passed over."""
+def _files_in(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    """By name, sorted; a link to nothing is among them, so that it is told and not passed over."""
     with os.scandir(directory) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if any(fnmatchcase(entry.name, pattern) for pattern in patterns) and not entry.is_dir()
-        )
-
-
-def _regular_text(path: Path) -> str:
-    FileState.of(path)
-    return path.read_text("utf-8")
-
-
-def _plain(name: object) -> str:
-    if not isinstance(name, str) or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file")
-    return name
+        fitting = [
+            each.name for each in entries if any(fnmatchcase(each.name, one) for one in patterns) and not each.is_dir()
+        ]
+    return {name: directory / name for name in sorted(fitting)}

@@ -12,29 +12,35 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.adapters import Adapters
-from semblend_trt.connector.allocation import Iteration, savable_tokens, settle_allocation
-from semblend_trt.connector.contract import KvCacheConnectorScheduler, version_of
-from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, tokens_of
-from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.connector.guarded_calls import never_raises
-from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.kind_reader import kind_reader_for
-from semblend_trt.connector.layer_groups import LayerGroupForms
-from semblend_trt.connector.library import Library
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises, version_of
+from semblend_trt.connector.donor_index import DonorIndex
+from semblend_trt.connector.eligibility import (
+    IneligibleRequest,
+    cache_salt_of,
+    check_eligible,
+    facts_or_refusal,
+    tokens_of,
+)
+from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.model_facts import namespace_for
 from semblend_trt.connector.profile_match import ProfileMatcher
-from semblend_trt.connector.report import ReuseReport, outcome_of, report_of
-from semblend_trt.connector.request_table import RequestTable, TrackedRequest
-from semblend_trt.connector.standing import facts_or_refusal
-from semblend_trt.connector.tier_orders import TierOrders
+from semblend_trt.connector.requests import (
+    Iteration,
+    RequestTable,
+    TrackedRequest,
+    fit_to_blocks,
+    report_of,
+    savable_tokens,
+)
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.block_kind import kind_reader_for
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import Outcome, OutcomeLedger
+from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.runtime import runtime_for
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
@@ -48,10 +54,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler):  # type: ignore[misc]
+class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
     """Looks donors up, plans their reuse, and decides which finished requests become donors.
 
-    `outcomes` counts how every request ended. `library` holds the donors; it exists once the worker has registered
+    `outcomes` counts how every request ended. `donor_index` holds the donors; it exists once the worker has registered
     the engine's caches, because block size and KV dtype are part of every namespace.
     """
 
@@ -59,19 +65,19 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**getattr(llm_args, "settings", {}))
-        self._journal = Journal(self._settings.audit_path)
+        self._audit = AuditEvents(self._settings.audit_path)
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         self._profiles = ProfileMatcher(self._settings)
         self._runtime.check_layers = self._profiles.check_layers
-        self._runtime.read_by(self._drain, self.wait_for_initialization)
+        self._runtime.scheduler = self
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
-        self._metrics.watch_audit(self._journal.dropped)
+        self._metrics.watch_audit(self._audit.dropped)
         self._news = neighbourhood_for(
             self._settings,
             self._refusal,
             partial(tokenizer_folder, llm_args),
-            self._journal,
+            self._audit,
             self._metrics,
             announcer_for(self._settings),
         )
@@ -82,9 +88,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._namespace: CacheNamespace | None = None
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self._adapters: Adapters | None = None
-        self.library: Library | None = None
+        self.donor_index: DonorIndex | None = None
         self.outcomes = OutcomeLedger()
-        self._journal.started(self._settings, self._refusal)
+        self._audit.started(self._settings, self._refusal)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -107,18 +113,18 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             tracked = TrackedRequest.refused(request_id, num_computed_tokens, "internal_error")
         self._metrics.looked_up(perf_counter() - start)
         self._track(tracked)
-        self._journal.lookup(tracked)
+        self._audit.lookup(tracked)
         return tracked.matched_tokens, False
 
     @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Learns the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
-        if tracked is not None and self.library is not None:
-            self._take_over(tracked, block_ids, self.library)
+        if tracked is not None and self.donor_index is not None:
+            self._take_over(tracked, block_ids, self.donor_index)
         if tracked is not None and tracked.plan is not None:
-            settle_allocation(tracked, request, block_ids)
-            self._journal.allocated(tracked.request_id, len(block_ids))
+            fit_to_blocks(tracked, request, block_ids)
+            self._audit.allocated(tracked.request_id, len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
         """Returns this iteration's plans, save intents and block progress, the same for every rank."""
@@ -132,18 +138,28 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Settles the request's outcome; True when its KV is being saved and its blocks must be held."""
+        """Records the request's outcome; True when its KV is being saved and its blocks must be held."""
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return False
         try:
-            self._drain()  # while it is tracked: what its check found may be among the news
+            self.take_events()  # while it is tracked: what its check found may be among the events
             return self._finish(tracked, request, cache_block_ids)
         except Exception:
             self._let_go(tracked)
             raise
         finally:
             self._requests.pop(tracked.request_id)
+
+    @never_raises(lambda: None)
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """The flat form for the V2 cache manager. Of several groups the worker has refused the cache by then."""
+        self.update_state_after_alloc(request, _flat(block_ids))
+
+    @never_raises(lambda: False)
+    def request_finished_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
+        """As `update_state_after_alloc_by_layer_group`."""
+        return bool(self.request_finished(request, _flat(block_ids)))
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
@@ -161,30 +177,30 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         """What reuse did for a request that is running or ended recently; None for an unknown one."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            self._drain()
+            self.take_events()
             return self._news.report(request_id, report_of(tracked))
-        settled = self.outcomes.of(request_id)
-        return None if settled is None else self._news.report(request_id, ReuseReport.from_settled(settled))
+        report = self.outcomes.of(request_id)
+        return None if report is None else self._news.report(request_id, report)
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
-        self._drain()
+        self.take_events()
         while len(self._requests):
-            self._settle(self._requests.pop_oldest())
+            self._end(self._requests.pop_oldest())
         self._news.close()
         if self._kinds is not None:
             self._kinds.close()
-        self._journal.close()
+        self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
-        self._drain()
+        self.take_events()
         refusal = self._standing_refusal()
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
-        library, base, block_size = self._serving()
+        donor_index, base, block_size = self._serving()
         assert self._adapters is not None
         try:
             check_eligible(request)
@@ -198,7 +214,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._match(namespace)
-        planned, tracked.leases = library.plan(
+        planned, tracked.leases = donor_index.plan(
             LookupRequest(
                 request_id=request_id,
                 namespace_key=namespace.key,
@@ -214,7 +230,7 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
         donor_id = f"{self._generation}-{request_id}"
         try:
-            tracked.intent = library.intend(donor_id, tracked, max_new_tokens)
+            tracked.intent = donor_index.intend(donor_id, tracked, max_new_tokens)
             if tracked.intent is not None:
                 self._news.intended(donor_id, namespace, salt)
             self._news.look_up(tracked)  # last, so that the thread that it wakes does not run beside this lookup
@@ -231,22 +247,22 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             return self._refusal or self._runtime.refusal
         return None if self._runtime.pool is not None else "caches_not_registered"
 
-    def _serving(self) -> tuple[Library, CacheNamespace, int]:
-        """Returns the library, the engine's namespace and its block size, built from the registered caches."""
+    def _serving(self) -> tuple[DonorIndex, CacheNamespace, int]:
+        """Returns the donor index, the engine's namespace and its block size, built from the registered caches."""
         assert self._facts is not None
         assert self._runtime.pool is not None
         pool = self._runtime.pool
-        if self.library is None or self._namespace is None:
+        if self.donor_index is None or self._namespace is None:
             self._adapters = Adapters(self._llm_args, self._settings.digest_cache_path)
             self._namespace = namespace_for(
                 self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype, self._adapters
             )
-            self.library = Library(
+            self.donor_index = DonorIndex(
                 self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds
             )
-            self._metrics.watch(self.library)
-            self._journal.profile(self._match(self._namespace), self._namespace, pool.geometry)
-        return self.library, self._namespace, pool.geometry.block_size
+            self._metrics.watch(self.donor_index)
+            self._audit.profile(self._match(self._namespace), self._namespace, pool.geometry)
+        return self.donor_index, self._namespace, pool.geometry.block_size
 
     def _match(self, namespace: CacheNamespace) -> ProfileMatch:
         assert self._runtime.pool is not None
@@ -261,17 +277,17 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
 
     def _track(self, tracked: TrackedRequest) -> None:
         for expired in self._requests.add(tracked):
-            self._settle(expired)
+            self._end(expired)
 
-    def _drain(self) -> None:
-        """Takes the worker's and the wrapper's news: donors that are held now, what checks found, loads that failed."""
-        if self.library is not None:
-            self.library.hear(self._runtime.tier_news)
+    def take_events(self) -> None:
+        """Takes what waits in the runtime: donors that are held now, what checks found, loads that failed."""
+        if self.donor_index is not None:
+            self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
             saved = self._runtime.saved.popleft()
-            if self.library is not None:
-                self.library.saved(saved)
-            self._journal.saved(saved)
+            if self.donor_index is not None:
+                self.donor_index.saved(saved)
+            self._audit.saved(saved)
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()
             if (checked := self._requests.get(evidence.request_id)) is not None:
@@ -281,8 +297,8 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             if tracked is not None:
                 tracked.load_failed = True
                 tracked.release_leases()
-                if self.library is not None and tracked.plan is not None:
-                    self.library.lost({span.donor_id for span in tracked.plan.spans})
+                if self.donor_index is not None and tracked.plan is not None:
+                    self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
 
     # -- an iteration ----------------------------------------------------------------------------------------------
 
@@ -294,9 +310,9 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
             for data in scheduler_output.cached_requests:
                 self._tell(iteration, data, is_first=False)
         for request in ended:
-            self._settle(request)
-        orders = TierOrders() if self.library is None else self.library.take_orders()
-        metadata = iteration.metadata(self._forgotten, orders)
+            self._end(request)
+        commands = OffloadCommands() if self.donor_index is None else self.donor_index.take_commands()
+        metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True
@@ -312,14 +328,14 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
                 if len(data.new_block_ids):
                     self._requests.holds(tracked, data.new_block_ids)
                 if is_first and tracked.plan is not None and tracked.matched_tokens:
-                    self._journal.dispatched(tracked.plan, data)
+                    self._audit.dispatched(tracked.plan, data)
         except Exception:
             logger.exception("the engine's word on a request cannot be read; it does not become a donor")
             self._runtime.faults["request_data"] += 1
             if tracked is not None:
                 tracked.is_followed = False
 
-    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], library: Library) -> None:
+    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], donor_index: DonorIndex) -> None:
         """Blocks behind the engine's own prefix are the request's alone: whoever had them before has ended, told of or
         not.
 
@@ -328,43 +344,36 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         """
         shared, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
         for ended in self._requests.displaced(block_ids[shared:], tracked):
-            self._settle(ended)
+            self._end(ended)
         if copied and not self._holds_saved_blocks and shared < len(block_ids):
-            library.copied_into(block_ids[shared])
+            donor_index.copied_into(block_ids[shared])
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
         tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
-        self._settle_outcome(tracked)
+        self._record_outcome(tracked)
         tracked.release_leases()
         saving = False
-        if tracked.intent is not None and self.library is not None and not tracked.forward_failed:
+        if tracked.intent is not None and self.donor_index is not None and not tracked.forward_failed:
             tokens = savable_tokens(tracked, block_ids, self._serving()[2])
             donor_tokens = tokens_of(request, tokens)
-            saving = self.library.begin_save(tracked.intent, tracked.namespace_key, donor_tokens, tracked.block_ids)
+            saving = self.donor_index.begin_save(tracked.intent, tracked.namespace_key, donor_tokens, tracked.block_ids)
         if not saving:
             self._let_go(tracked)
         return saving
 
-    def _settle(self, tracked: TrackedRequest) -> None:
+    def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)
-        self._settle_outcome(tracked)
+        self._record_outcome(tracked)
 
-    def _settle_outcome(self, tracked: TrackedRequest) -> None:
-        outcome, reason = outcome_of(tracked)
+    def _record_outcome(self, tracked: TrackedRequest) -> None:
         report = report_of(tracked)
-        self.outcomes.settle(
-            tracked.request_id,
-            outcome,
-            reason,
-            exact_prefix_tokens=tracked.num_computed_tokens,
-            **report.figures,
-        )
-        self._metrics.settled(report, tracked.num_computed_tokens)
-        self._journal.settled(tracked.request_id, report, tracked.num_computed_tokens)
-        if outcome is Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
-            self._journal.materialized(tracked.plan)
+        self.outcomes.record(tracked.request_id, report)
+        self._metrics.request_ended(report)
+        self._audit.request_ended(tracked.request_id, report)
+        if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
+            self._audit.materialized(tracked.plan)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
         """Gives back what the request holds of donors, and has the workers forget it."""
@@ -373,5 +382,13 @@ class SemBlendKvConnectorScheduler(LayerGroupForms, KvCacheConnectorScheduler): 
         self._forgotten.append(tracked.request_id)
 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
-        if tracked.intent is not None and self.library is not None:
-            self.library.cancel(tracked.intent)
+        if tracked.intent is not None and self.donor_index is not None:
+            self.donor_index.cancel(tracked.intent)
+
+
+def _flat(by_group: Sequence[Sequence[int]]) -> Any:
+    """The ids of a single group, none of several; None for what cannot be read, which the flat form refuses."""
+    try:
+        return list(by_group[0]) if len(by_group) == 1 else []
+    except TypeError:
+        return None

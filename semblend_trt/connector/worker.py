@@ -1,6 +1,6 @@
 """The connector's worker half, on every rank: places donors' KV before the forward, keeps finished requests' KV after.
 
-It takes no decision: plans, save intents, demotions and drops arrive in the metadata, so that all ranks do the same.
+It takes no decision: plans, save intents, offloads and drops arrive in the metadata, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.disk_keeper import DiskKeeper
-from semblend_trt.connector.layer_groups import single_pool
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.pool_reading import described, geometry_of
-from semblend_trt.connector.rank_agreement import agree_on_loads, agree_on_start, join_ranks
+from semblend_trt.connector.model_facts import described, geometry_of, model_facts
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier, arena_blocks
-from semblend_trt.donors.disk import DiskTier
+from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.news import DiskLink, TierEvent, TierNews
+from semblend_trt.donors.host_tier import HostTier
+from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
-from semblend_trt.runtime import EngineMode, PoolFacts, runtime_for
+from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
+from semblend_trt.runtime import PoolFacts, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from semblend_trt.streams import on
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.connector.tier_orders import TierOrders
+    from semblend_trt.donors.offload import OffloadCommands
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -48,9 +46,9 @@ logger = logging.getLogger(__name__)
 # Of the staging memory: enough slots for loads that copying never waits for the kernels behind it, one for saves.
 _LOAD_SLOTS = 3
 _SAVE_SLOTS = 1
-# Of a save on a card, what the engine's own thread queues, each piece in about 0.1 ms. Another thread would take the
+# Of a save on a card, what the engine's own thread queues, each chunk in about 0.1 ms. Another thread would take the
 # interpreter from the engine at every launch, which costs it several times as much. On the CPU queueing is copying.
-_PIECES_AT_ONCE = 16
+_CHUNKS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.store: DonorStore | None = None
         self.loader: PlanLoader | None = None
         self.saver: DonorSaver | None = None
-        self.keeper: DiskKeeper | None = None
+        self.transfers: DiskTransfers | None = None
         try:
             self._facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
         except UnsupportedModelError as error:
@@ -130,7 +128,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
         try:
-            pool = single_pool(layout)
+            pool = layout.as_single_pool_tensor() if len(layout.groups) == 1 else None
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
             self._refuse("pool_layout")
@@ -150,7 +148,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """None: nothing has to run after a forward, because saves wait for their own event."""
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        """Applies the bound metadata: drops and demotes donors, follows blocks, and places plans' spans on `stream`.
+        """Applies the bound metadata: drops and offloads donors, follows blocks, and places plans' spans on `stream`.
 
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
@@ -161,10 +159,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if metadata is None:
             return
         if self.store is not None and self.saver is not None:
-            self._make_room(metadata.orders, self.store, self.saver)
+            self._make_room(metadata.commands, self.store, self.saver)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
-            self._runtime.active_plans.discard(request_id)
+            self._runtime.active_plans.take(request_id)
         for intent in metadata.intents:
             self._followed[intent.request_id] = _FollowedRequest(intent)
         for progress in metadata.progress:
@@ -179,8 +177,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             finally:
                 # Behind the loads, which the running requests wait for; and told of whatever becomes of these.
                 if self.saver is not None:
-                    for donor_id in metadata.orders.lifts:
-                        self.saver.lift(donor_id)
+                    for donor_id in metadata.commands.promotions:
+                        self.saver.promote(donor_id)
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
@@ -212,9 +210,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._ended_saves.extend(request_id for request_id, _ in ended)
             self._runtime.saved.extend(saved for _, saved in ended)
             self._runtime.saved.extend(self.saver.lost())
-            self._runtime.news_came()
-            if self._runtime.ranks.rank:
-                self._runtime.forget_news()
+            self._runtime.saves_ended()
         count = len(self._ended_saves) if self._holds_saved_blocks else min(1, len(self._ended_saves))
         return [self._ended_saves.popleft() for _ in range(count)], started_loading_req_ids
 
@@ -222,8 +218,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Waits for running saves and for files that are being written, and frees the donors."""
         if self.saver is not None:
             self.saver.close()
-        if self.keeper is not None:
-            self.keeper.close()
+        if self.transfers is not None:
+            self.transfers.close()
             self._runtime.disk = None
         if self.store is not None:
             self.store.clear()
@@ -245,21 +241,21 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
         warm_up(geometry, dtype, device, rotation)
         self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
-        self.keeper = self._open_disk(geometry, dtype, self.store.host)
+        self.transfers = self._open_disk(geometry, dtype, self.store.host)
         self.saver = DonorSaver(
             self.store,
             pool,
             geometry,
             rotation,
             writer,
-            self._runtime.tier_news,
-            self.keeper,
+            self._runtime.offload_events,
+            self.transfers,
             self._runtime.ranks,
-            at_once=_PIECES_AT_ONCE if pool.is_cuda else 0,
+            at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
             snapshots=snapshots,
         )
 
-    def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskKeeper | None:
+    def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskTransfers | None:
         """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
         settings = self._settings
         if not settings.disk_bytes:
@@ -272,21 +268,21 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
         except (OSError, ConfigurationError) as error:
             logger.warning("no donors are kept on disk: %s", error)
-            self._runtime.tier_news.append(TierNews(TierEvent.DISK_UNAVAILABLE, error=str(error)))
+            self._runtime.offload_events.append(OffloadEvent(OffloadEventKind.DISK_UNAVAILABLE, error=str(error)))
             return None
         self._runtime.disk = DiskLink()
-        return DiskKeeper(disk, host, self._runtime.disk, self._runtime.tier_news)
+        return DiskTransfers(disk, host, self._runtime.disk, self._runtime.offload_events)
 
-    def _make_room(self, orders: TierOrders, store: DonorStore, saver: DonorSaver) -> None:
-        for donor_id in (*orders.drops, *orders.releases):
+    def _make_room(self, commands: OffloadCommands, store: DonorStore, saver: DonorSaver) -> None:
+        for donor_id in (*commands.drops, *commands.releases):
             store.drop(donor_id)
-        for donor_id in orders.demotions:
-            saver.demote(donor_id, is_written=donor_id in orders.writes)
-        if self.keeper is not None:
-            for donor_id in orders.drops:
-                self.keeper.drop(donor_id)
-            for donor_id in orders.fetches:
-                self.keeper.fetch(donor_id)
+        for donor_id in commands.offloads:
+            saver.offload(donor_id, is_written=donor_id in commands.writes)
+        if self.transfers is not None:
+            for donor_id in commands.drops:
+                self.transfers.drop(donor_id)
+            for donor_id in commands.fetches:
+                self.transfers.fetch(donor_id)
 
     def _begin_iteration(self) -> None:
         """What a forward that failed was to write, nobody knows: its requests are not kept."""
@@ -331,15 +327,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if followed is None or self.saver is None:
             return False
         intent = followed.intent
-        if not followed.is_whole or followed.iteration > self._completed_iteration:
-            self.saver.refuse(request_id, intent.donor_id, "a forward that was to write its KV has failed")
-            return True
         tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
-        if not tokens:
-            self.saver.refuse(request_id, intent.donor_id, "its blocks are none of the pool's")
-            return True
-        block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
-        self.saver.start(request_id, intent.donor_id, intent.tier, block_ids, tokens, is_written=intent.is_written)
+        if not followed.is_whole or followed.iteration > self._completed_iteration:
+            self.saver.refuse(intent, "a forward that was to write its KV has failed")
+        elif not tokens:
+            self.saver.refuse(intent, "its blocks are none of the pool's")
+        else:
+            block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
+            self.saver.start(intent, block_ids, tokens)
         return True
 
     @property

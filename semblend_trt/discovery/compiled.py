@@ -24,10 +24,8 @@ COMPILED_MODULES = (
     "discovery/fingerprint.py",
     "discovery/raw_memory.py",
     "discovery/winnowing.py",
-    "fleet/keyed_hash.py",
-    "fleet/overlap_tally.py",
-    "fleet/owner_sets.py",
-    "fleet/posting_table.py",
+    "fleet/sketch.py",
+    "fleet/sketch_index.py",
     "semantic/word_embedders.py",
 )
 # Any name is a function of this library, `__dict__` too, and vLLM 0.32 asks all that is loaded for it before it starts.

@@ -17,7 +17,6 @@ from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of,
 from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
-from semblend_trt.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,7 +250,7 @@ class Planner:
             request_id=request.request_id,
             kind=kind,
             spans=tuple(spans),
-            prompt_token_ids=TokenIds(request.tokens),
+            prompt_token_ids=request.tokens,
             num_computed_tokens=computed,
             matched_tokens=0 if selection.discovery_only else spans[-1].target_end - computed,
             block_size=request.block_size,

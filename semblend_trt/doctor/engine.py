@@ -24,7 +24,7 @@ def engine() -> Iterator[Finding]:
     if find_spec("tensorrt_llm") is None:
         yield _embedded()
         return
-    from semblend_trt.connector.contract_versions import match_of
+    from semblend_trt.connector.contract import match_of
 
     release = _release()
     module = _connector_module()
@@ -43,7 +43,7 @@ def engine() -> Iterator[Finding]:
 
 
 def _embedded() -> Finding:
-    from semblend_trt.connector.contract_versions import EMBEDDED
+    from semblend_trt.connector.contract import EMBEDDED
 
     if (refusal := embedded_engine_refusal()) is not None:
         return _chapter.failed(f"no engine serves here: TensorRT-LLM is not installed, and {refusal}")
@@ -75,7 +75,7 @@ def _release() -> str:
 
 
 def _connector_module() -> ModuleType | None:
-    from semblend_trt.connector.contract_versions import NEW_MODULE, OLD_MODULE
+    from semblend_trt.connector.contract import NEW_MODULE, OLD_MODULE
 
     for path in (NEW_MODULE, OLD_MODULE):
         try:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.model_facts import ModelFacts, model_facts, namespace_for
+from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError

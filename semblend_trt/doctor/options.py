@@ -110,7 +110,7 @@ def _connector(config: Any) -> Finding:
 
 
 def _wrapper(llm_args: Any) -> Iterator[Finding]:
-    from semblend_trt.connector.decoder_settings import decoder_refusal
+    from semblend_trt.connector.eligibility import decoder_refusal
 
     reason = decoder_refusal(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
     if getattr(getattr(llm_args, "kv_cache_config", None), "use_kv_cache_manager_v2", None) is True:

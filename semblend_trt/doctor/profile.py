@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.plan import WINDOW_TOKENS
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
-from semblend_trt.span_check import WINDOW_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -83,8 +83,7 @@ def nats(settings: Settings) -> Iterator[Finding]:
 
 def disk(settings: Settings) -> Iterator[Finding]:
     """Whether the disk tier can have its folder. A file is made there for a moment, and nothing is left."""
-    from semblend_trt.donors.disk import FOLDER, is_in_use
-    from semblend_trt.donors.disk_key import key_path, read_key
+    from semblend_trt.donors.disk_tier import FOLDER, is_in_use, key_path, read_key
 
     if not settings.disk_bytes:
         if settings.disk_path is not None:

@@ -20,23 +20,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.file_size import FileSize
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
-    from semblend_trt.donors.host_kv import HostKv
+    from semblend_trt.donors.host_tier import HostKv
 
+
+PAGE = 4096
+_TOKEN_ID_BYTES = 4
+# A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
+_HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
 FORMAT = "semblend-donor-2"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8
 # Far above the header of any model's file; what claims more is none.
 _MOST_HEADER_BYTES = 1 << 20
 _THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DonorText:
+    """`tokens`: int32 [n]; `digest` names the prompt that it was made from, so that the same one is not kept twice."""
+
+    namespace_key: str
+    tokens: npt.NDArray[np.int32]
+    digest: bytes
 
 
 class DonorFileError(SemBlendError):
@@ -71,8 +83,19 @@ class KvForm:
         return self.kv_factor * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def file_size(self) -> FileSize:
-        return FileSize(self.num_layers, self.num_layers * self.layer_bytes)
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the KV, whole pages, so that it begins where a block of the disk does."""
+        return _header_bytes(self.num_layers)
+
+
+def file_bytes(num_layers: int, token_bytes: int, tokens: int) -> int:
+    """Bytes on disk, whole pages, of a donor with `token_bytes` bytes of KV a token; known before it is written."""
+    return _header_bytes(num_layers) + _pages(tokens * (token_bytes + _TOKEN_ID_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +111,7 @@ class _Header:
 
     def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
         """All bytes before the KV, more than are set aside for them where the names are too long; and their seal."""
-        size = form.file_size
-        end = self.tokens * size.bytes_per_token
+        end = self.tokens * form.token_bytes
         about = {
             "format": FORMAT,
             "key": _key_name(key),
@@ -104,25 +126,25 @@ class _Header:
             "tokens": {"dtype": "I32", "shape": [self.tokens], "data_offsets": [end, end + 4 * self.tokens]},
         }
         about["seal"] = seal = hmac.digest(key, _encoded(header), "sha256").hex()
-        room = size.header_bytes - _LENGTH_BYTES
+        room = form.header_bytes - _LENGTH_BYTES
         return room.to_bytes(_LENGTH_BYTES, "little") + _encoded(header).ljust(room), seal
 
 
 def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
     """Writes an empty file; its bytes are on the disk when this returns its seal. Raises OSError, and leaves what there
     is then. `text` holds as many tokens as `kv`."""
-    tokens, size = len(text.tokens), form.file_size
-    end = size.header_bytes + tokens * size.bytes_per_token
+    tokens = len(text.tokens)
+    end = form.header_bytes + tokens * form.token_bytes
     # A full disk is met before anything is copied.
     os.posix_fallocate(descriptor, 0, end + 4 * tokens)
-    digests = _of_layers(form, lambda layer: _layer_written(descriptor, layer, form, kv))
+    digests = _of_layers(form, lambda layer: _moved(_write_all, descriptor, layer, form, kv))
     token_bytes = _token_bytes(text.tokens)
     _write_all(descriptor, token_bytes, end)
     digests.append(hashlib.sha256(token_bytes).hexdigest())
     header, seal = _Header(donor_id, text.namespace_key, text.digest.hex(), tokens, " ".join(digests)).sealed(form, key)
-    if len(header) > size.header_bytes:
+    if len(header) > form.header_bytes:
         raise OSError(
-            f"the header of donor {donor_id:.140} has {len(header)} bytes; {size.header_bytes} are set aside for it"
+            f"donor {donor_id:.140}: its header has {len(header)} bytes; {form.header_bytes} are set aside for it"
         )
     _write_all(descriptor, memoryview(header), 0)
     os.fsync(descriptor)
@@ -133,7 +155,7 @@ def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText
     """Returns the donor's id, its text and the file's seal, checked. Raises DonorFileError, and OSError where the file
     cannot be read."""
     header, seal = _header_of(descriptor, form, key)
-    end = form.file_size.header_bytes + header.tokens * form.file_size.bytes_per_token
+    end = form.header_bytes + header.tokens * form.token_bytes
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
     if hashlib.sha256(_token_bytes(token_ids)).hexdigest() != header.digests.split()[-1]:
         raise DonorFileError("corrupt", "the file does not hold the tokens that were written")
@@ -149,13 +171,13 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
     if found != seal:
         raise DonorFileError("corrupt", "another file of ours has come in its place")
     written = header.digests.split()[: form.num_layers]
-    if _of_layers(form, lambda layer: _layer_read(descriptor, layer, form, held)) != written:
+    if _of_layers(form, lambda layer: _moved(_read_all, descriptor, layer, form, held)) != written:
         raise DonorFileError("corrupt", "the file does not hold the KV that was written")
 
 
 def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
-    """What `work` gives for each layer, some at a time. An error is raised once nobody works any more: it closes the
-    file and gives the memory away."""
+    """What `work` gives for each layer, some at a time. An error is raised when all have ended, because
+    it closes the file and gives the memory away."""
     results, errors = [""] * form.num_layers, []
 
     def run(layers: range) -> None:
@@ -180,29 +202,21 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
     return results
 
 
-def _layer_written(descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
-    """Writes a layer to its place; returns its digest."""
-    at, digest = form.file_size.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
-    for part in _layer_bytes(kv, layer):
-        digest.update(part)
-        _write_all(descriptor, part, at)
-        at += len(part)
-    return digest.hexdigest()
-
-
-def _layer_read(descriptor: int, layer: int, form: KvForm, held: HostKv) -> str:
-    """Reads a layer into `held`; returns the digest of what arrived."""
-    at, digest = form.file_size.header_bytes + layer * held.capacity * form.layer_bytes, hashlib.sha256()
-    for part in _layer_bytes(held, layer):
-        _read_all(descriptor, part, at)
-        digest.update(part)
-        at += len(part)
+def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
+    """Writes a layer to its place in the file, or reads it from there; returns the digest of its bytes in memory."""
+    at, digest = form.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
+    for part in kv.parts:
+        rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], without a copy
+        view = _bytes_of(rows.view(-1).view(torch.uint8).numpy())
+        move(descriptor, view, at)
+        digest.update(view)
+        at += len(view)
     return digest.hexdigest()
 
 
 def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
-    """The header and its seal, once the file is one that the key's owner wrote, of this form, and of its length; at
-    tokens and KV nobody has looked."""
+    """The header and its seal, once the file is one that the key's owner wrote, of this form, and of its length.
+    Tokens and KV are not checked here."""
     length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
     if length > _MOST_HEADER_BYTES:
         raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
@@ -215,7 +229,7 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
     # Nothing that a header says is used before this: whoever sealed another one does not have the key.
     if not hmac.compare_digest(expected, written):
         raise DonorFileError("corrupt", "the file's header is not the one that was sealed")
-    size = form.file_size.header_bytes + header.tokens * (form.file_size.bytes_per_token + 4)
+    size = form.header_bytes + header.tokens * (form.token_bytes + 4)
     if os.fstat(descriptor).st_size != size:
         raise DonorFileError("corrupt", f"the file has {os.fstat(descriptor).st_size} bytes; {size} were written")
     return header, seal
@@ -237,6 +251,14 @@ def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
     return _Header(about["donor_id"], about["namespace_key"], about["digest"], tokens, about["digests"])
 
 
+def _header_bytes(num_layers: int) -> int:
+    return _pages(_HEADER_FIXED + _HEADER_PER_LAYER * num_layers)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
 def _encoded(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode("ascii")
 
@@ -244,13 +266,6 @@ def _encoded(header: dict[str, Any]) -> bytes:
 def _key_name(key: bytes) -> str:
     """Tells keys apart, and nothing about them."""
     return hmac.digest(key, b"semblend donor key", "sha256").hex()[:16]
-
-
-def _layer_bytes(kv: HostKv, layer: int) -> Iterator[memoryview]:
-    """One layer's memory, part by part in the order of its tokens, without a copy."""
-    for part in kv.parts:
-        rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim]
-        yield _bytes_of(rows.view(-1).view(torch.uint8).numpy())
 
 
 def _token_bytes(tokens: npt.NDArray[np.int32]) -> memoryview:

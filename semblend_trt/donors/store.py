@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.layout import PagedKv
-    from semblend_trt.donors.arena import DeviceTier
-    from semblend_trt.donors.host_kv import HostKv
-    from semblend_trt.donors.tiers import HostTier
+    from semblend_trt.donors.device_tier import DeviceTier
+    from semblend_trt.donors.host_tier import HostKv, HostTier
 
 
 class DonorStore:
@@ -30,14 +29,14 @@ class DonorStore:
     def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
         """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
 
-        Who queues reads of host memory tells its end by `HostTier.read_until`.
+        The caller tells the end of queued reads of host memory by `HostTier.read_until`.
 
         Raises DonorUnavailableError when neither tier holds it.
         """
         with ExitStack() as reads:
             yield self._readable(donor_id, reads)
 
-    def demote(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
+    def offload(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
         `copy(source, tokens, held)` fills `held`; nothing writes it any more once it returns or raises. After an error
@@ -48,7 +47,7 @@ class DonorStore:
         try:
             self._copy_down(self.device, donor_id, copy)
         except Exception:
-            # Dropped by the scheduler meanwhile: then nobody misses it.
+            # Dropped by the scheduler meanwhile: then it is not missed.
             if not self.device.drop(donor_id):
                 return False
             raise
@@ -57,7 +56,7 @@ class DonorStore:
             return False
         return True
 
-    def lift(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
+    def promote(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
         """Copies a donor of the host to the device, and then drops it from the host.
 
         `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
@@ -69,7 +68,7 @@ class DonorStore:
             copy(held, target)
         if not self.host.drop(donor_id):
             device.drop(donor_id)
-            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being lifted")
+            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being promoted")
 
     def drop(self, donor_id: str) -> bool:
         """Drops the donor, or stops its save or its way down; False when there is none."""
@@ -87,12 +86,6 @@ class DonorStore:
         if self.device is not None:
             self.device.clear()
         self.host.clear()
-
-    def __len__(self) -> int:
-        return len(self.host) + (0 if self.device is None else len(self.device))
-
-    def __contains__(self, donor_id: object) -> bool:
-        return (self.device is not None and donor_id in self.device) or donor_id in self.host
 
     def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
         if self.device is not None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.continuity import Continuity, Verdict
 from semblend_trt.fleet.events import (
     DonorEvicted,
     DonorRegistered,
@@ -27,11 +28,8 @@ from semblend_trt.fleet.events import (
     ProviderHeartbeat,
     UnknownEvent,
 )
-from semblend_trt.fleet.followed_worker import FollowedDonor, FollowedWorker
-from semblend_trt.fleet.holder import Holder, Worker, WorkerState
-from semblend_trt.fleet.known_namespaces import KnownNamespaces
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
-from semblend_trt.fleet.sketch_index import SketchIndex
+from semblend_trt.fleet.sketch_index import KnownNamespace, KnownNamespaces, Posting, warm_up
 from semblend_trt.fleet.wire import decode, donor_digest
 
 if TYPE_CHECKING:
@@ -42,25 +40,115 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.events import SemanticKvEvent
     from semblend_trt.fleet.sketch import PromptFingerprints
 
-    _Prompts = list[tuple[int, PromptFingerprints]]
+# (worker_id, dp_rank)
+Worker: TypeAlias = tuple[int, int]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
-# Heartbeats missed, or not believed, after which a worker is gone; bounds of what it may say that their interval is.
+# Seconds between two heartbeats until a worker says what they are, and bounds of what it may say.
+FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
+# Heartbeats missed, or not believed, after which a worker is gone.
 HEARTBEATS_MISSED = 3
-SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.1, 60.0
 # A generation is a time in microseconds. One that lies further ahead of this reader's own time replaces no other.
 MOST_AHEAD_US = 86_400_000_000
 # How often silent workers are looked for, in seconds.
 _LOOK_SECONDS = 0.05
+# Donors of a cleared worker that leave the index with each event.
+_REMOVED_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker whose donors hold an estimated `tokens` of a prompt's tokens, all its donors taken together."""
+
+    worker: Worker
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class FollowedDonor:
+    """A donor as it was announced, and where it stands in the index of its namespace, if anywhere."""
+
+    tier: str
+    tokens: int
+    tenant_key: str
+    namespace: KnownNamespace | None = None
+    posting: Posting | None = None
+
+
+@dataclass(slots=True, eq=False)
+class FollowedWorker:
+    """A worker: its number in the indexes, where its events stand, its donors with their `wire.state_digest`.
+
+    `is_synced` when nothing was missed since its last reset. `is_partial` when donors were left out for want of room:
+    heartbeats are compared again when there is some. `is_unplaced` when donors could not be placed for want of a
+    namespace. `unheeded` heartbeats came in its name and were not believed since one event was.
+    """
+
+    number: int
+    generation: int = 0
+    last_id: int = 0
+    is_synced: bool = False
+    seen_at: float = 0.0
+    interval: float = FIRST_INTERVAL
+    donors: dict[str, FollowedDonor] = field(default_factory=dict)
+    digest: int = 0
+    asked_at: float = float("-inf")
+    wants_resync: bool = False
+    is_partial: bool = False
+    is_unplaced: bool = False
+    unheeded: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker that speaks: how many donors it is known to hold, whether nothing that it said was missed.
+
+    `last_seen_s` are the seconds, of the directory's own clock, since it last said something that was believed.
+    `events` counts by kind what was believed, `compared` the heartbeats that were compared with what is known.
+    """
+
+    worker: Worker
+    is_synced: bool
+    donors: int
+    last_seen_s: float
+    generation: int
+    events: Counter[str]
+    compared: int
+
+
+class Verdict(str, Enum):
+    """What an event is to a reader that saw all before it."""
+
+    RESET = "reset"  # forget the worker's donors; what follows is everything
+    NEXT = "next"  # follows what was seen since the reset: apply it
+    UNSYNCED = "unsynced"  # follows the one before, but something was missed earlier
+    GAP = "gap"  # something was missed just before it: ask for a resync
+    DUPLICATE = "duplicate"  # seen, or overtaken: leave it
+    STALE = "stale"  # of an earlier generation: leave it
+    REFUSED = "refused"  # of a worker that is not followed, or not believable: leave it
+
+    @property
+    def is_to_apply(self) -> bool:
+        """True when the event says something that is not known yet."""
+        return self in (Verdict.RESET, Verdict.NEXT, Verdict.UNSYNCED, Verdict.GAP)
+
+
+_MEANING = {
+    Verdict.GAP: "events before it are missing",
+    Verdict.DUPLICATE: "was seen, or comes too late",
+    Verdict.STALE: "is of an earlier generation; two processes may have this worker id",
+}
 
 
 class Directory:
-    """Feed it messages with `observe`, or events with `apply`; ask it with `holders`. Thread safe; raises nothing
-    but what `holders` says.
+    """Feed it messages with `observe`; ask it with `holders`. Thread safe; raises nothing but what `holders` says.
 
     `clock` (seconds, monotonic) times expiry and requests for a resync, `wall_clock` (seconds since 1970) bounds
-    generations. Only workers in `accepted` are followed, where it is given. `counts` tells what became of messages.
+    generations. Only workers in `accepted` are followed, where it is given. `counts` tells what became of messages;
+    `on_problem` gets the name and a sentence of whatever is wrong on the subject.
     """
 
     def __init__(
@@ -72,47 +160,55 @@ class Directory:
         resync_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        on_problem: Callable[[str, str], None] = lambda _reason, _sentence: None,
     ) -> None:
         self._accepted = None if accepted is None else frozenset(accepted)
-        self._max_donors, self._resync_seconds = max_donors, resync_seconds
-        self._clock, self._wall_clock = clock, wall_clock
+        self._max_workers, self._max_donors, self._resync_seconds = max_workers, max_donors, resync_seconds
+        self._clock, self._wall_clock, self._on_problem = clock, wall_clock, on_problem
         self._lock = threading.Lock()
-        self._continuity = Continuity(max_workers)
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
+        self._free_numbers: list[int] = []
+        # Numbers that workers had, and what still stands in the indexes under them.
+        self._cleared: deque[tuple[int, list[FollowedDonor]]] = deque()
         self._namespaces = KnownNamespaces()
-        self._index = SketchIndex(DEFAULT_ENTRIES * max_donors)
-        self._donors = 0
+        self._donors = self._entries = 0
         self._expire_at = float("-inf")
         self.counts: Counter[str] = Counter()
+        warm_up()
 
     def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
-        """Takes one message; None for one that is no event. An event of another worker than `sender` is refused, where
-        it is given."""
+        """Takes one message and says what it was to this reader; None for one that is no event.
+
+        An event of another worker than `sender`, where that is given, is refused.
+        """
         try:
             event = decode(payload)
         except EventError as error:
             with self._lock:
-                self.counts[error.reason] += 1
+                self._problem(error.reason, str(error))
             return None
-        if sender is not None and str(event.worker_id) != sender:
-            with self._lock:
-                self.counts["wrong_subject"] += 1
-            return Verdict.REFUSED
-        return self.apply(event)
+        return self.apply(event, sender)
 
-    def apply(self, event: SemanticKvEvent) -> Verdict:
-        """Takes one event and says what it was to this reader."""
+    def apply(self, event: SemanticKvEvent, sender: str | None = None) -> Verdict:
+        """`observe` of a message that was read already."""
         with self._lock:
+            if sender is not None and str(event.worker_id) != sender:
+                self._problem("wrong_subject", f"came on the subject of worker {sender}", event)
+                return Verdict.REFUSED
             now = self._clock()
             self._expire(now)
+            is_new = (event.worker_id, event.dp_rank) not in self._workers
             verdict = self._judged(event)
             if not verdict.is_to_apply and self._is_given_up(event):
                 verdict = self._judged(event)
-            self.counts[verdict.value] += 1
+            if verdict in _MEANING and not is_new:
+                self._problem(verdict.value, _MEANING[verdict], event)
+            else:
+                self.counts[verdict.value] += 1
             if verdict.is_to_apply:
                 self._take(event, verdict, now)
-            self._index.tidy()
+            self._tidy()
         return verdict
 
     def holders(
@@ -135,9 +231,15 @@ class Directory:
             self._expire(now)
             return tuple(
                 WorkerState(
-                    worker, self._continuity.is_synced(worker), len(followed.donors), max(0.0, now - followed.seen_at)
+                    worker,
+                    each.is_synced,
+                    len(each.donors),
+                    max(0.0, now - each.seen_at),
+                    each.generation,
+                    each.events.copy(),
+                    each.compared,
                 )
-                for worker, followed in sorted(self._workers.items())
+                for worker, each in sorted(self._workers.items())
             )
 
     def donors_of(self, worker: Worker) -> dict[str, str]:
@@ -145,6 +247,16 @@ class Directory:
         with self._lock:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
+
+    def tokens_of(self, worker: Worker) -> tuple[Counter[str], int]:
+        """How many tokens a worker's donors have in each tier, and how many tenants they belong to."""
+        with self._lock:
+            followed = self._workers.get(worker)
+            donors = [] if followed is None else list(followed.donors.values())
+        tokens: Counter[str] = Counter()
+        for donor in donors:
+            tokens[donor.tier] += donor.tokens
+        return tokens, len({donor.tenant_key for donor in donors})
 
     def resyncs_due(self) -> tuple[Worker, ...]:
         """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most, or in a
@@ -154,25 +266,27 @@ class Directory:
             self._expire(now)
             due = []
             for worker, followed in self._workers.items():
-                is_needed = followed.wants_resync or not self._continuity.is_synced(worker)
+                is_needed = followed.wants_resync or not followed.is_synced
                 if is_needed and now - followed.asked_at >= min(self._resync_seconds, followed.interval):
                     followed.asked_at, followed.wants_resync = now, False
                     due.append(worker)
             return tuple(due)
 
-    def _fingerprints(self, token_ids: npt.ArrayLike, salt: str | None, model: str | None) -> _Prompts:
-        """The prompt's fingerprints in each namespace that it may meet, by the namespace's number."""
+    def _fingerprints(
+        self, token_ids: npt.ArrayLike, salt: str | None, model: str | None
+    ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
+        """The prompt's fingerprints in each namespace that it may meet."""
         with self._lock:
             self._expire(self._clock())
             met = self._namespaces.met_by(salt, model)
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
-        return [(each.number, prompt) for each, prompt in zip(met, prompts, strict=True)]
+        return list(zip(met, prompts, strict=True))
 
-    def _holders_of(self, prompts: _Prompts) -> tuple[Holder, ...]:
+    def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
         with self._lock:
             shares = np.zeros(len(self._by_number))
-            for number, prompt in prompts:
-                np.maximum(shares, self._index.search(number, len(shares), prompt), out=shares)
+            for namespace, prompt in prompts:
+                np.maximum(shares, namespace.index.search(len(shares), prompt), out=shares)
             tokens = np.rint(shares * prompts[0][1].tokens).astype(int).tolist()
             held = [
                 Holder(worker, count)
@@ -183,27 +297,48 @@ class Directory:
 
     # -- all below with the lock held ------------------------------------------------------------------------------
 
+    def _problem(self, reason: str, sentence: str, event: SemanticKvEvent | None = None) -> None:
+        self.counts[reason] += 1
+        who = "" if event is None else f"worker {event.worker_id}.{event.dp_rank}, event {event.event_id}: "
+        self._on_problem(reason, who + sentence)
+
     def _judged(self, event: SemanticKvEvent) -> Verdict:
         worker = (event.worker_id, event.dp_rank)
+        followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
         if self._accepted is not None and worker not in self._accepted:
-            self.counts["unknown_worker"] += 1
+            self._problem("unknown_worker", "is of no worker that is followed", event)
             return Verdict.REFUSED
-        generation, known = event.generation, self._continuity.generation(worker)
-        if generation is not None and known is not None and generation > known:
+        if followed is None:
+            if len(self._workers) < self._max_workers:
+                return Verdict.RESET if is_reset else Verdict.GAP
+            self._problem("too_many_workers", f"{self._max_workers} workers are followed, and no more", event)
+            return Verdict.REFUSED
+        # An unknown kind may name none.
+        generation = followed.generation if event.generation is None else event.generation
+        if generation < followed.generation:
+            return Verdict.STALE
+        if generation > followed.generation:
             if generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
-                self.counts["future_generation"] += 1
+                self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
                 return Verdict.REFUSED
-            if not isinstance(event.data, ProviderGenerationReset):
+            if not is_reset:
                 # A restarted worker, whose reset was missed, answers with one; whoever forged this does not have to.
-                self._workers[worker].wants_resync = True
-                self.counts["unproven_generation"] += 1
+                followed.wants_resync = True
+                self._problem("unproven_generation", f"generation {generation} began with no reset", event)
                 return Verdict.REFUSED
-        return self._continuity.observe(event)
+            return Verdict.RESET
+        if event.event_id <= followed.last_id:
+            return Verdict.DUPLICATE
+        if is_reset:
+            return Verdict.RESET
+        if event.event_id > followed.last_id + 1:
+            return Verdict.GAP
+        return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
 
     def _is_given_up(self, event: SemanticKvEvent) -> bool:
         """Counts a heartbeat that is not believed; True when there were so many that what was believed is forgotten.
 
-        A live worker's own heartbeats end in this way what somebody else said in its name, whatever that was.
+        A live worker's own heartbeats end in this way what another process said in its name, whatever that was.
         """
         worker = (event.worker_id, event.dp_rank)
         followed = self._workers.get(worker)
@@ -219,67 +354,87 @@ class Directory:
         worker, data = (event.worker_id, event.dp_rank), event.data
         followed = self._workers.get(worker)
         if followed is None:
-            followed = self._workers[worker] = FollowedWorker(self._number_for(worker), now)
+            followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
+        if event.generation is not None:
+            followed.generation = event.generation
+        followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
         followed.seen_at, followed.unheeded = now, 0
+        followed.events["unknown" if isinstance(data, UnknownEvent) else data.kind] += 1
         if isinstance(data, (ProviderGenerationReset, DonorsPurged)):
-            self._clear(followed)
+            self._clear(worker, followed)
             if verdict is Verdict.RESET:
                 followed.is_partial = followed.is_unplaced = False
         elif isinstance(data, DonorRegistered):
-            self._register(followed, data)
+            self._register(event, followed, data)
         elif isinstance(data, DonorEvicted):
-            self._evict(followed, data)
+            self._evict(event, followed, data)
         elif isinstance(data, DonorRelocated):
-            self._relocate(followed, data)
+            self._relocate(event, followed, data)
         elif isinstance(data, ProviderHeartbeat):
-            self._check(worker, followed, data)
-        elif isinstance(data, UnknownEvent):
+            self._compare(event, followed, data)
+        else:
             self.counts["unknown_kind"] += 1
 
-    def _register(self, followed: FollowedWorker, data: DonorRegistered) -> None:
+    def _register(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
         if self._donors >= self._max_donors:
-            self.counts["too_many_donors"] += 1
+            self._problem("too_many_donors", f"{self._max_donors} donors are known, and no more are kept", event)
             followed.is_partial = True
             return
-        donor = followed.donors[data.donor_id] = FollowedDonor(data.location.tier)
+        donor = FollowedDonor(data.location.tier, data.token_count, data.tenant_key)
+        followed.donors[data.donor_id] = donor
         followed.digest ^= donor_digest(data.donor_id, donor.tier)
         self._donors += 1
         try:
             sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # it tells of the whole donor
             donor.namespace = self._namespaces.enter(data.namespace)
-        except (NamespaceError, RecursionError):
-            self.counts["bad_namespace"] += 1
+        except (NamespaceError, RecursionError) as error:
+            self._problem("bad_namespace", str(error), event)
             followed.is_unplaced |= self._namespaces.is_full
-        except ValueError:
-            self.counts["no_sketch"] += 1
+        except ValueError as error:
+            self._problem("no_sketch", str(error), event)
         else:
-            donor.posting = self._index.add(donor.namespace.number, followed.number, sketch)
-            if donor.posting is None:
-                self.counts["index_full"] += 1
+            if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * self._max_donors:
+                self._problem("index_full", "the sketches that are kept leave no room for it", event)
+            else:
+                donor.posting = donor.namespace.index.add(followed.number, sketch)
+                self._entries += len(donor.posting.entries)
 
-    def _evict(self, followed: FollowedWorker, data: DonorEvicted) -> None:
-        if data.segments is None:
-            self._drop(followed, data.donor_id)
-        elif data.donor_id in followed.donors:  # what is left of it cannot be told from what is gone
-            self._take_back(followed.donors[data.donor_id])
-
-    def _relocate(self, followed: FollowedWorker, data: DonorRelocated) -> None:
+    def _evict(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorEvicted) -> None:
         donor = followed.donors.get(data.donor_id)
-        if donor is not None:
+        if donor is None:
+            self._tell_unknown(event, followed)
+        elif data.segments is None:
+            self._drop(followed, data.donor_id)
+        else:  # what is left of it cannot be told from what is gone
+            self._take_back(donor)
+
+    def _relocate(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRelocated) -> None:
+        donor = followed.donors.get(data.donor_id)
+        if donor is None:
+            self._tell_unknown(event, followed)
+        else:
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
             donor.tier = data.new_location.tier
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
 
-    def _check(self, worker: Worker, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
+    def _tell_unknown(self, event: SemanticKvEvent, followed: FollowedWorker) -> None:
+        if followed.is_synced and not followed.is_partial:
+            self._problem("unknown_donor", "speaks of a donor that was never registered", event)
+
+    def _compare(self, event: SemanticKvEvent, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        if not followed.is_synced:
+            return
+        followed.compared += 1
         lacking, room = heartbeat.donor_count - len(followed.donors), self._max_donors - self._donors
         is_comparable = not followed.is_partial or lacking <= room
         is_known = (lacking, heartbeat.state_digest) == (0, followed.digest)
         is_placed = not followed.is_unplaced or self._namespaces.is_full
-        if self._continuity.is_synced(worker) and ((is_comparable and not is_known) or not is_placed):
-            self.counts["wrong_state"] += 1
-            self._continuity.distrust(worker)
+        if (is_comparable and not is_known) or not is_placed:
+            followed.is_synced = False
+            told = f"holds {heartbeat.donor_count} donors, and its events tell of {len(followed.donors)}"
+            self._problem("wrong_state", told, event)
 
     def _drop(self, followed: FollowedWorker, donor_id: str) -> None:
         donor = followed.donors.pop(donor_id, None)
@@ -289,27 +444,49 @@ class Directory:
             self._donors -= 1
 
     def _take_back(self, donor: FollowedDonor) -> None:
-        if donor.posting is not None:
-            self._index.remove(donor.posting)
+        """Takes a donor out of its namespace and of the index."""
+        self._leave_index(donor)
         if donor.namespace is not None:
             self._namespaces.leave(donor.namespace)
-        donor.posting = donor.namespace = None
+            donor.namespace = None
 
-    def _clear(self, followed: FollowedWorker) -> None:
-        self._index.forget(followed.number)
+    def _leave_index(self, donor: FollowedDonor) -> None:
+        if donor.posting is not None and donor.namespace is not None:
+            self._entries -= len(donor.posting.entries)
+            if donor.namespace.donors:
+                donor.namespace.index.remove(donor.posting)
+            donor.posting = None
+
+    def _clear(self, worker: Worker, followed: FollowedWorker) -> None:
+        """Takes all of a worker's donors out, in no time: it gets another number, and `_tidy` does the work."""
         for donor in followed.donors.values():
             if donor.namespace is not None:
                 self._namespaces.leave(donor.namespace)
+        if followed.donors:
+            self._by_number[followed.number] = None
+            self._cleared.append((followed.number, list(followed.donors.values())))
+            followed.number = self._number_for(worker)
         self._donors -= len(followed.donors)
         followed.donors, followed.digest = {}, 0
 
+    def _tidy(self) -> None:
+        """Does a small part of the work that `_clear` left."""
+        for _ in range(_REMOVED_AT_ONCE if self._cleared else 0):
+            number, donors = self._cleared[0]
+            if donors:
+                self._leave_index(donors.pop())
+            else:
+                self._cleared.popleft()
+                self._free_numbers.append(number)
+                return
+
     def _number_for(self, worker: Worker) -> int:
-        if None in self._by_number:
-            number = self._by_number.index(None)
-            self._by_number[number] = worker
-            return number
-        self._by_number.append(worker)
-        return len(self._by_number) - 1
+        if not self._free_numbers:
+            self._free_numbers.append(len(self._by_number))
+            self._by_number.append(None)
+        number = self._free_numbers.pop()
+        self._by_number[number] = worker
+        return number
 
     def _expire(self, now: float) -> None:
         """Lets silent workers go, looking for them from time to time."""
@@ -322,7 +499,7 @@ class Directory:
 
     def _forget(self, worker: Worker) -> None:
         followed = self._workers.pop(worker)
-        self._clear(followed)
+        self._clear(worker, followed)
         self._by_number[followed.number] = None
-        self._continuity.forget(worker)
+        self._free_numbers.append(followed.number)
         self.counts["expired"] += 1

@@ -1,210 +1,276 @@
-"""SketchIndex: from a prompt's fingerprints to the workers whose donors hold its text, whatever their number."""
+"""The donors' namespaces, and in each the index from a prompt's fingerprints to the workers that hold its text.
+
+A hash table leads from an entry to the set of its holders. Texts are held as a whole, so most entries of a text have
+the same holders and share one set, which a search reads once.
+"""
 
 from __future__ import annotations
 
 import functools
 import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.fleet.overlap_tally import add_up
-from semblend_trt.fleet.owner_sets import DEAD, Owners, bury, join, leave, move, sets_of, words_in_use
-from semblend_trt.fleet.posting_table import clear, copy, enter, find, look_up, places_of, table_of, used_places
-from semblend_trt.fleet.sketch import MAX_LEVEL
+from semblend_trt.discovery.compiled import entry
+from semblend_trt.errors import NamespaceError
+from semblend_trt.fleet.sketch import MAX_LEVEL, Sketch
+from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.owner_sets import Sets
-    from semblend_trt.fleet.sketch import PromptFingerprints, Sketch
+    from semblend_trt.fleet.sketch import PromptFingerprints
 
-    _Change = Callable[[Sets, Owners, npt.NDArray[np.uint64], npt.NDArray[np.int64], int], int]
+    _Entries = npt.NDArray[np.uint32]
+    _Slots = npt.NDArray[np.int64]
 
 # Every 2**32nd value meets an entry that is not its own: one of them says nothing.
 FEWEST_MATCHES = 2
-_FIRST_BITS = 12
-_MOST_FILLED = 0.75
-_SWEPT_AT_ONCE = 4096
-_OwnerKey = tuple[int, int, int]
+# A slot is entry << 32 | number of a set, 0 when it is free; the table doubles when it is so full.
+_ENTRY_SHIFT, _NUMBER, _FREE = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
+_MOST_FILLED, _FEWEST_SLOTS = 0.75, 1 << 10
+# A holder is worker << 26 | level << 20 | number of its donors, int64; a set is its holders' bytes, ascending.
+_WORKER_SHIFT, _LEVEL_SHIFT = 26, 20
+_COUNT = (1 << _LEVEL_SHIFT) - 1
+# The number of the empty set.
+_EMPTY = 1
+
+MAX_NAMESPACES = 16384
+_MAX_SPELLINGS = 1024
+# A request meets the namespaces of one tenant and model: more than one only where adapters or engines differ.
+_MAX_MET = 8
+# One model is one namespace in folders of any name.
+_MAX_NAMES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Posting:
-    """A donor as it stands in the index: its owner's number and its entries, uint32 [n], ascending."""
+    """A donor as it stands in an index: its worker's number, its level, its entries, uint32 [n], ascending."""
 
-    owner: int
-    entries: npt.NDArray[np.uint32]
+    worker: int
+    level: int
+    entries: _Entries
 
 
 class SketchIndex:
-    """Sketches by namespace number and worker number; both are small integers that the caller gives. Not thread safe.
+    """The sketches of one namespace, by workers' numbers, which the caller gives. Not thread safe.
 
     A worker's estimate takes its donors together: an entry of the prompt that several of them hold counts once. For
     one donor it is `sketch.overlap`; a donor of level L shows one in 2**L anchors, each of which stands for as many.
-    Growing doubles the table in the `add` that finds it full: 6 ns a slot and more where the system has to find memory.
+    An entry takes 11 to 21 bytes, whoever holds it.
     """
 
-    def __init__(self, max_pairs: int) -> None:
-        """`max_pairs` bounds the different (entry, owner) pairs. An entry takes 11 to 21 bytes, whoever holds it; sets
-        of several holders take 48 bytes a pair at most, and next to none where texts are held whole.
-        """
-        self._max_pairs = max_pairs
-        self._factor = secrets.randbits(32) | 1
-        self._bits = _FIRST_BITS
-        self._table = table_of(self._bits, self._factor)
-        self._sets = sets_of(1 << _FIRST_BITS)
-        self._owners = _owners_of(64)
-        self._numbers: dict[_OwnerKey, int] = {}
-        self._by_worker: dict[int, set[_OwnerKey]] = {}
-        self._free = list(range(63, 0, -1))
-        self._dead: list[int] = []
-        # The sweep goes down the table, since what is taken out moves those behind it up.
-        self._swept_to = self._unswept = 0
-        _warm_up()
+    def __init__(self) -> None:
+        # Odd and secret, so that nobody can choose entries that meet in one slot.
+        self._factor = np.uint64(secrets.randbits(64) | 1)
+        self._table = np.zeros(_FEWEST_SLOTS, dtype=np.uint64)
+        self._used = np.zeros(1, dtype=np.int64)
+        self._sets: list[bytes] = [b"", b""]
+        self._uses: list[int] = [0, 0]
+        self._numbers: dict[bytes, int] = {b"": _EMPTY}
+        self._free: list[int] = []
 
-    def __len__(self) -> int:
-        """Different (entry, worker, level) that are kept, those that wait to be swept away among them."""
-        return int(self._owners.slots.sum())
-
-    def add(self, namespace: int, worker: int, sketch: Sketch) -> Posting | None:
-        """Enters a donor; None when there is no room for it."""
-        entries = np.sort(sketch.entries.astype(np.uint32, copy=False))
-        if not len(entries):
-            return Posting(0, entries)
-        if len(self) + len(entries) > self._max_pairs:
-            return None
-        self._make_room(len(entries))
-        owner = self._owner_of((namespace, worker, sketch.level))
-        self._change(join, enter(self._table, entries), owner)
-        return Posting(owner, entries)
+    def add(self, worker: int, sketch: Sketch) -> Posting:
+        """Enters a donor."""
+        posting = Posting(worker, sketch.level, np.unique(sketch.entries))
+        self._make_room(len(posting.entries))
+        self._change(self._slots_of(posting.entries, takes=True), posting, 1)
+        return posting
 
     def remove(self, posting: Posting) -> None:
-        """Takes a donor out, whose worker was not forgotten since it was entered."""
-        owners, owner = self._owners, posting.owner
-        if owner:
-            self._change(leave, find(self._table, posting.entries), owner)
-            clear(self._table, posting.entries)
-            if not owners.slots[owner]:
-                key = int(owners.namespaces[owner]), int(owners.workers[owner]), int(owners.levels[owner])
-                del self._numbers[key]
-                self._by_worker[key[1]].discard(key)
-                owners.namespaces[owner] = DEAD
-                self._free.append(owner)
+        """Takes a donor out that was entered."""
+        self._change(self._slots_of(posting.entries), posting, -1)
 
-    def forget(self, worker: int) -> None:
-        """Takes all of a worker's donors out, in no time: `tidy` does the work."""
-        for key in self._by_worker.pop(worker, ()):
-            owner = self._numbers.pop(key)
-            self._owners.namespaces[owner] = DEAD
-            self._dead.append(owner)
-        self._begin_sweep()
-
-    def tidy(self) -> None:
-        """Does a small part of the work that `forget` left."""
-        if self._unswept > 0:
-            stop = self._swept_to or len(self._table.slots)
-            start = stop - _SWEPT_AT_ONCE
-            places, entries = used_places(self._table, start, stop)
-            places.sort()
-            bury(self._sets, self._owners, self._table.slots, places)
-            clear(self._table, entries)
-            self._swept_to, self._unswept = start, self._unswept - _SWEPT_AT_ONCE
-            self._reclaim()
-
-    def search(self, namespace: int, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
+    def search(self, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
         """The share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
-        found, matches = np.zeros(workers), np.zeros(workers, dtype=np.int64)
-        owners, shares = self._owners, np.zeros(MAX_LEVEL + 1)
-        is_asked = owners.namespaces == namespace
-        if is_asked.any():
-            np.divide(1.0, prompt.eligible, out=shares, where=prompt.eligible > 0)
-            reached = np.where(is_asked, owners.workers.astype(np.int64) << 8 | owners.levels, -1)
-            # No sketch can hold what lies below its level.
-            least = int(owners.levels[is_asked].min())
-            hits = look_up(self._table, prompt.entries, prompt.levels, least)
-            hits.sort()
-            add_up(self._sets, reached, hits, shares, found, matches)
-            found[matches < FEWEST_MATCHES] = 0.0
-        return np.minimum(found, 1.0)
+        numbers = (self._table[self._slots_of(prompt.entries)] & _NUMBER).astype(np.int64)
+        is_held = numbers > _EMPTY
+        found, row = np.unique(numbers[is_held], return_inverse=True)
+        # How many of the prompt's entries, of each level or a higher one, each set holds: int64 [sets, levels].
+        cells = row * (MAX_LEVEL + 1) + prompt.levels[is_held]
+        held = np.bincount(cells, minlength=len(found) * (MAX_LEVEL + 1)).reshape(-1, MAX_LEVEL + 1)
+        held = held[:, ::-1].cumsum(axis=1)[:, ::-1]
+        sets = [self._sets[number] for number in found.tolist()]
+        holders, rows = _holders_in(b"".join(sets)), np.repeat(np.arange(len(sets)), [len(each) // 8 for each in sets])
+        worker, level = holders >> _WORKER_SHIFT, holders >> _LEVEL_SHIFT & MAX_LEVEL
+        # Of a worker's levels in a set the lowest counts, which comes first.
+        is_first = np.diff(rows * workers + worker, prepend=-1) != 0
+        worker, level, matched = worker[is_first], level[is_first], held[rows[is_first], level[is_first]]
+        share = np.bincount(worker, matched / np.maximum(prompt.eligible, 1)[level], workers)
+        share[np.bincount(worker, matched, workers) < FEWEST_MATCHES] = 0.0
+        return np.minimum(share, 1.0)
 
-    def _change(self, change: _Change, places: npt.NDArray[np.int64], owner: int) -> None:
-        """Has `change` done at all `places`, with as much room for the sets as it takes."""
-        places.sort()
-        done = change(self._sets, self._owners, self._table.slots, places, owner)
-        while done < len(places):
-            larger = sets_of(3 * words_in_use(self._sets) + (1 << _FIRST_BITS))
-            move(self._sets, self._table.slots, larger)
-            self._sets = larger
-            places = places_of(self._table, places[done:])
-            places.sort()
-            done = change(self._sets, self._owners, self._table.slots, places, owner)
+    # -- the sets ---------------------------------------------------------------------------------------------------
 
-    def _owner_of(self, key: _OwnerKey) -> int:
-        owner = self._numbers.get(key)
-        if owner is None:
+    def _change(self, slots: _Slots, posting: Posting, step: int) -> None:
+        """Counts `step` donors more like `posting` for the entries of `slots`."""
+        before, row, uses = np.unique(self._table[slots] & _NUMBER, return_inverse=True, return_counts=True)
+        holder = posting.worker << _WORKER_SHIFT | posting.level << _LEVEL_SHIFT
+        after = [self._changed(number, holder, step) for number in before.tolist()]
+        for old, new, count in zip(before.tolist(), after, uses.tolist(), strict=True):
+            self._uses[old] -= count
+            self._uses[new] += count
+        for old in before.tolist():
+            if old != _EMPTY and not self._uses[old]:
+                del self._numbers[self._sets[old]]
+                self._sets[old] = b""
+                self._free.append(old)
+        entries = posting.entries.astype(np.uint64) << _ENTRY_SHIFT
+        self._table[slots] = entries | np.array(after, dtype=np.uint64)[row]
+
+    def _changed(self, number: int, holder: int, step: int) -> int:
+        """The number of a set in which `holder`, given without its donors, has `step` donors more."""
+        packed = self._sets[number]
+        holders = _holders_in(packed)
+        at = int(np.searchsorted(holders, holder))
+        known = int(holders[at]) if at < len(holders) and holders[at] & ~_COUNT == holder else holder
+        rest = packed[8 * (at + (known != holder)) :]
+        changed = (known + step).to_bytes(8, sys.byteorder) if (known + step) & _COUNT else b""
+        return self._number_of(packed[: 8 * at] + changed + rest)
+
+    def _number_of(self, packed: bytes) -> int:
+        number = self._numbers.get(packed)
+        if number is None:
             if not self._free:
-                self._grow_owners()
-            owner = self._numbers[key] = self._free.pop()
-            self._by_worker.setdefault(key[1], set()).add(key)
-            owners = self._owners
-            owners.namespaces[owner], owners.workers[owner], owners.levels[owner] = key
-        return owner
+                self._free.append(len(self._sets))
+                self._sets.append(b"")
+                self._uses.append(0)
+            number = self._numbers[packed] = self._free.pop()
+            self._sets[number] = packed
+        return number
+
+    # -- the table --------------------------------------------------------------------------------------------------
+
+    def _slots_of(self, entries: _Entries, *, takes: bool = False) -> _Slots:
+        return _probe(self._table, self._factor, entries, takes, self._used)
 
     def _make_room(self, count: int) -> None:
-        """Doubles the table as often as `count` more entries need it."""
-        while self._table.used[0] + count > _MOST_FILLED * (1 << self._bits):
-            self._bits += 1
-            larger = table_of(self._bits, self._factor)
-            copy(self._table, larger)
-            self._table = larger
-            self._swept_to = 0
-            if self._unswept > 0:
-                self._begin_sweep()
-
-    def _begin_sweep(self) -> None:
-        """Has all slots looked at, the first part twice: what moves up into it may not have been looked at."""
-        self._unswept = len(self._table.slots) + _SWEPT_AT_ONCE
-
-    def _reclaim(self) -> None:
-        """Gives the numbers of dead owners without a slot to others."""
-        gone = [owner for owner in self._dead if not self._owners.slots[owner]]
-        if gone:
-            self._free.extend(gone)
-            self._dead = [owner for owner in self._dead if self._owners.slots[owner]]
-
-    def _grow_owners(self) -> None:
-        before = len(self._owners.slots)
-        larger = _owners_of(2 * before)
-        for name in Owners._fields:
-            getattr(larger, name)[:before] = getattr(self._owners, name)
-        self._owners = larger
-        self._free = list(range(2 * before - 1, before - 1, -1))
+        """Makes the table anew, without entries that are not held any more, where `count` more are too many."""
+        if self._used[0] + count > _MOST_FILLED * len(self._table):
+            before = self._table[self._table & _NUMBER > _EMPTY]
+            size = _FEWEST_SLOTS
+            while size < 2 * (len(before) + count):
+                size *= 2
+            self._table = np.zeros(size, dtype=np.uint64)
+            self._used[0] = 0
+            self._table[self._slots_of((before >> _ENTRY_SHIFT).astype(np.uint32), takes=True)] = before
 
 
 @functools.cache
-def _warm_up() -> None:
-    """Compiles what the index runs, or loads it from disk, so that no event has to wait for it."""
-    table, sets, owners = table_of(_FIRST_BITS, 1), sets_of(1), _owners_of(2)
-    entries, levels = np.ones(1, dtype=np.uint32), np.zeros(1, dtype=np.uint8)
-    places = enter(table, entries)
-    join(sets, owners, table.slots, places, 1)
-    hits, shares, matches = look_up(table, entries, levels, 0), np.zeros(MAX_LEVEL + 1), np.zeros(1, dtype=np.int64)
-    add_up(sets, np.full(2, -1), hits, shares, np.zeros(1), matches)
-    leave(sets, owners, table.slots, find(table, entries), 1)
-    bury(sets, owners, table.slots, used_places(table, 0, 1)[0])
-    move(sets, table.slots, sets_of(1))
-    clear(table, entries)
-    copy(table, table_of(_FIRST_BITS, 1))
+def warm_up() -> None:
+    """Compiles what an index runs, or loads it from disk, so that no event has to wait for it."""
+    SketchIndex().add(0, Sketch(0, 1, np.ones(1, dtype=np.uint32)))
 
 
-def _owners_of(count: int) -> Owners:
-    return Owners(
-        np.full(count, DEAD, dtype=np.int32),
-        np.zeros(count, dtype=np.int32),
-        np.zeros(count, dtype=np.uint8),
-        np.zeros(count, dtype=np.int64),
-    )
+@entry
+def _probe(
+    table: npt.NDArray[np.uint64], factor: np.uint64, entries: _Entries, takes: bool, used: npt.NDArray[np.int64]
+) -> _Slots:
+    """The slot of each entry, or the free one where it belongs, by linear probing: int64 [n].
+
+    With `takes`, which needs room, free ones become slots of the empty set and are counted in `used`, int64 [1].
+    """
+    slots, mask = np.empty(len(entries), dtype=np.int64), len(table) - 1
+    for number in range(len(entries)):
+        wanted = np.uint64(entries[number])
+        at = np.int64(wanted * factor >> _ENTRY_SHIFT) & mask
+        while table[at] != _FREE and table[at] >> _ENTRY_SHIFT != wanted:
+            at = (at + 1) & mask
+        if takes and table[at] == _FREE:
+            table[at] = wanted << _ENTRY_SHIFT | np.uint64(_EMPTY)
+            used[0] += 1
+        slots[number] = at
+    return slots
+
+
+def _holders_in(packed: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(packed, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class KnownNamespace:
+    """A namespace's key, its salt's digest, the names that its model was announced with, its donors' number and their
+    sketches."""
+
+    key: str
+    salt: str
+    models: set[str] = field(default_factory=set)
+    donors: int = 0
+    index: SketchIndex = field(default_factory=SketchIndex)
+
+
+class KnownNamespaces:
+    """The namespaces of donors that are known. Not thread safe."""
+
+    def __init__(self, max_namespaces: int = MAX_NAMESPACES) -> None:
+        self._max_namespaces = max_namespaces
+        self._by_key: dict[str, KnownNamespace] = {}
+        self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
+        self._spellings: OrderedDict[str, CacheNamespace] = OrderedDict()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._by_key) >= self._max_namespaces
+
+    def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
+        """Counts one more donor in the namespace of these `values`.
+
+        Raises NamespaceError for what is no namespace, one whose tenant key is not its salt's, and one too many.
+        """
+        namespace = self._read(values)
+        known = self._by_key.get(namespace.key)
+        if known is None:
+            if self.is_full:
+                raise NamespaceError(f"donors stand in more than {self._max_namespaces} namespaces; no more are kept")
+            salt = str(namespace.extra.get("cache_salt", NO_SALT))
+            known = KnownNamespace(namespace.key, salt)
+            self._by_key[known.key] = known
+            self._by_salt.setdefault(salt, {})[known.key] = known
+        if len(known.models) < _MAX_NAMES:
+            known.models.add(namespace.model)
+        known.donors += 1
+        return known
+
+    def leave(self, known: KnownNamespace) -> None:
+        """Takes back one `enter`; a namespace without donors is forgotten."""
+        known.donors -= 1
+        if not known.donors:
+            del self._by_key[known.key]
+            of_salt = self._by_salt[known.salt]
+            del of_salt[known.key]
+            if not of_salt:
+                del self._by_salt[known.salt]
+
+    def met_by(self, salt: str | None, model: str | None) -> list[KnownNamespace]:
+        """The namespaces that a request with this raw salt may meet, those with the most donors first, a few at most.
+
+        `model` None stands for all models. Raises NamespaceError for a salt that no request may have.
+        """
+        digest = NO_SALT if salt is None else salt_digest(salt)
+        met = [each for each in self._by_salt.get(digest, {}).values() if model is None or model in each.models]
+        return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
+
+    def _read(self, values: Mapping[str, Any]) -> CacheNamespace:
+        """The namespace, read once for all donors that spell it alike."""
+        spelling = repr(values)
+        namespace = self._spellings.get(spelling)
+        if namespace is None:
+            namespace = CacheNamespace.from_dict(values)
+            _check_tenant(namespace)
+            self._spellings[spelling] = namespace
+            if len(self._spellings) > _MAX_SPELLINGS:
+                self._spellings.popitem(last=False)
+        return namespace
+
+
+def _check_tenant(namespace: CacheNamespace) -> None:
+    salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
+    expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
+    if namespace.extra.get("tenant_key", expected) != expected:
+        raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")

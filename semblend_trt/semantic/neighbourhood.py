@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.semantic.embedder import Embedder, EmbedderKind, embedder_for
 from semblend_trt.semantic.neighbours import Neighbours
 
@@ -16,23 +17,22 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from semblend_trt.audit import AuditEvents
     from semblend_trt.config import Settings
-    from semblend_trt.connector.journal import Journal
-    from semblend_trt.connector.report import ReuseReport
-    from semblend_trt.connector.request_table import TrackedRequest
-    from semblend_trt.fleet.announcer import DonorNews
+    from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 
-class Neighbourhood:
+class Neighbourhood(DonorPublisher):
     """Hears the library's news of donors in front of `news`, which hears them too.
 
     Without `neighbours` it only passes the news on. All methods but `report` belong to the scheduler's thread.
     """
 
-    def __init__(self, neighbours: Neighbours | None, news: DonorNews) -> None:
+    def __init__(self, neighbours: Neighbours | None, news: DonorPublisher) -> None:
         self._neighbours, self._news = neighbours, news
         self._key_of_donor: dict[str, str] = {}
 
@@ -85,11 +85,11 @@ class Neighbourhood:
 class _Records:
     """Writes what the neighbours' thread found to the audit log, counts it, and tells the fleet of vectors."""
 
-    def __init__(self, journal: Journal, metrics: Metrics, news: DonorNews) -> None:
-        self._journal, self._metrics, self._news = journal, metrics, news
+    def __init__(self, audit: AuditEvents, metrics: Metrics, news: DonorPublisher) -> None:
+        self._audit, self._metrics, self._news = audit, metrics, news
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
-        self._journal.neighbours(request_id, nearest)
+        self._audit.neighbours(request_id, nearest)
         self._metrics.neighbours_found(nearest)
 
     def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
@@ -103,9 +103,9 @@ def neighbourhood_for(
     settings: Settings,
     refusal: str | None,
     tokenizer_folder: Callable[[], Path | None],
-    journal: Journal,
+    audit: AuditEvents,
     metrics: Metrics,
-    news: DonorNews,
+    news: DonorPublisher,
 ) -> Neighbourhood:
     """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever.
 
@@ -123,7 +123,7 @@ def neighbourhood_for(
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         return text_decoder(folder)
 
-    records = _Records(journal, metrics, news)
+    records = _Records(audit, metrics, news)
     return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)
 
 

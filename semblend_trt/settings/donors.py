@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from semblend_trt.donors.eviction.choice import Eviction
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.settings.environment import SettingsGroup, Variable
 
 

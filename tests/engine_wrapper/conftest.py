@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from semblend_trt.plan import (
     EngineExecution,
@@ -54,7 +56,7 @@ def make_plan() -> PlanMaker:
                 PlanSpan("donor", start + (0 if index in exact else shift), start, stop - start, index in exact)
                 for index, (start, stop) in enumerate(spans)
             ),
-            prompt_token_ids=tuple(tokens),
+            prompt_token_ids=np.array(tokens, dtype=np.int32),
             num_computed_tokens=num_computed,
             matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - num_computed,
             block_size=block_size,
@@ -66,11 +68,14 @@ def make_plan() -> PlanMaker:
 
 @pytest.fixture
 def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Called in a test, it sends what follows through Triton's interpreter; the test is skipped without Triton."""
+    """Called in a test, it sends what follows through Triton's interpreter, unless there is a card to run it; the test
+    is skipped without Triton."""
     if not find_spec("triton"):
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
 
     def begin() -> None:
+        if torch.cuda.is_available():
+            return
         from triton.runtime import interpreter
 
         # As in tests/kernels/conftest.py: NumPy 2.4 refuses `int` of the arrays in which the interpreter holds scalars.

@@ -12,13 +12,14 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
+from tests.semblend_trt.held_donors import held_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +100,7 @@ class Life:
     def _heads(self, llm: LLM) -> list[list[float]]:
         """For each donor and KV head, a sum that no other head is likely to have, in the order of the whole model."""
         host = llm.connector_worker.store.host
-        own = [host.get(donor).tensor.double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
+        own = [held_kv(host, donor).tensor.double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
         # Donors' names differ from run to run, but for what stands behind the dash.
         gathered = self._ranks.gather(own)
         return [[head for part in parts for head in part] for parts in zip(*gathered, strict=True)]
@@ -192,7 +193,7 @@ class Life:
     def _disk(self) -> Told:
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
-            news = [each.event.value for each in runtime_for(llm.llm_args).tier_news]
+            news = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
             served(llm, DONOR)
             return {"news": news, "shifted": served(llm, SHIFTED)}
 

@@ -1,75 +1,210 @@
-"""Attaching changes an engine only where it offers both places; otherwise the engine and the mode stay as they are."""
+"""What TensorRT-LLM's executor serves through scheduler, worker and attachment, in its order of calls."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from engine_wrapper.connector import attach
-from engine_wrapper.publication import PublicationGuard
-from kernels.layout import KvGeometry
-from semblend_trt.evidence import CheckEvidence
-from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
+from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from engine_wrapper.embedded.models import keep_shard
+from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.outcome import Outcome
+from semblend_trt.plan import EngineMode
+from semblend_trt.ranks import Ranks
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
+from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, executor_of
+from tests.semblend_trt.held_donors import held_in
+from tests.semblend_trt.rank_threads import on_ranks
 
-POOL = PoolFacts(KvGeometry(2, 1, 8, 16), 4, torch.float32)
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-
-class Engine:
-    def __init__(self, runner, blocks):
-        self.model_runner, self.block_manager = runner, blocks
-
-
-def test_attach_sets_plan_source_guard_and_mode():
-    engine = Engine(SimpleNamespace(plan_source=None), SimpleNamespace(publication=None))
-    runtime = Runtime(pool=POOL)
-    runtime.engine = engine
-    assert attach(runtime)
-    assert engine.model_runner.plan_source == runtime.active_plans.take
-    assert isinstance(engine.block_manager.publication, PublicationGuard)
-    assert (runtime.mode, runtime.publication_guard) == (EngineMode.WRAPPER, True)
+    from semblend_trt.outcome import ReuseReport
 
 
-def test_evidence_goes_to_the_runtime_and_a_dropped_plan_limits_nothing(make_plan):
-    runtime = Runtime(pool=POOL)
-    runtime.engine = engine = Engine(
-        SimpleNamespace(plan_source=None, evidence_sink=None), SimpleNamespace(publication=None)
-    )
-    assert attach(runtime)
-    for request_id in (1, 2):
-        runtime.active_plans.put(
-            make_plan(tuple(range(40)), [(4, 20)], num_layers=2, block_size=16, request_id=request_id)
+class Service:
+    """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other.
+
+    As one of several `ranks` it holds their part of the model (`source`), and rank 0's scheduler answers for all.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks | None = None, source: Any = None, **settings: Any) -> None:
+        self.ranks = ranks or Ranks()
+        self.args = LlmArgs(path, tensor_parallel_size=self.ranks.size, **settings)
+        runtime_for(self.args).ranks = self.ranks
+        self.scheduler = SemBlendKvConnectorScheduler(self.args) if self.ranks.rank == 0 else None
+        self.worker = SemBlendKvConnectorWorker(self.args)
+        self.executor = executor_of(path, self.worker, self.scheduler, source=source)
+        self.executor._maybe_init_kv_connector_manager()
+        self.manager = self.executor.kv_cache_manager
+
+    def serve(self, request: LlmRequest) -> torch.Tensor:
+        matched, is_async = self.asked(lambda scheduler: scheduler.get_num_new_matched_tokens(request, 0))
+        assert not is_async
+        self.manager.add_sequence(request)
+        self.asked(lambda scheduler: scheduler.update_state_after_alloc(request, request.blocks))
+        data = SimpleNamespace(
+            request_id=request.request_id,
+            new_tokens=request.tokens,
+            new_block_ids=request.blocks,
+            computed_position=0,
+            num_scheduled_tokens=len(request.tokens) - matched,
         )
-    found = [
-        CheckEvidence(1, offered_tokens=16, checked_tokens=16, reused_tokens=0, recomputed_tokens=16, largest_kept=0.0,
-                      is_dropped=True),
-        CheckEvidence(2, offered_tokens=16, checked_tokens=16, reused_tokens=9, recomputed_tokens=7, largest_kept=0.1,
-                      is_dropped=False),
-    ]  # fmt: skip
-    for evidence in found:
-        engine.model_runner.evidence_sink(evidence)
-    assert list(runtime.evidence) == found
-    assert runtime.active_plans.publishable_tokens(1) is None
-    assert runtime.active_plans.publishable_tokens(2) == 4
+        self.bind(new_requests=[data], cached_requests=[])
+        self.worker.start_load_kv(None)
+        request.context_current_position = matched
+        logits = self.executor.prefill(request)
+        self.worker.wait_for_save(None)
+        if self.asked(lambda scheduler: scheduler.request_finished(request, request.blocks)):
+            done: list[int] = self.worker.get_finished([request.request_id], [])[0]
+            while not done:
+                done = self.worker.get_finished([], [])[0]
+        self.manager.free_resources(request)
+        self.bind(new_requests=[], cached_requests=[])
+        return logits
+
+    def bind(self, **scheduled: Any) -> None:
+        metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
+        assert isinstance(metadata, SemBlendConnectorMetadata)
+        self.worker.bind_connector_meta(metadata)
+
+    def asked(self, question: Callable[[SemBlendKvConnectorScheduler], Any]) -> Any:
+        """What rank 0's scheduler answers."""
+        return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
+
+    def report(self, request_id: int) -> ReuseReport:
+        report: ReuseReport | None = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
+        assert report is not None
+        return report
+
+    def close(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self.worker.close()
 
 
-@pytest.mark.parametrize(
-    ("runner", "blocks", "pool"),
-    [
-        (SimpleNamespace(), SimpleNamespace(publication=None), POOL),
-        (SimpleNamespace(plan_source=None), SimpleNamespace(), POOL),
-        (SimpleNamespace(plan_source=None), SimpleNamespace(publication=None), None),
-    ],
-)
-def test_incomplete_engine_is_left_untouched(runner, blocks, pool):
-    engine, before = Engine(runner, blocks), (dict(vars(runner)), dict(vars(blocks)))
-    runtime = Runtime(pool=pool)
-    runtime.engine = engine
-    assert not attach(runtime)
-    assert (vars(runner), vars(blocks)) == before
-    assert (runtime.mode, runtime.publication_guard) == (EngineMode.STOCK, False)
+def text(seed: int, length: int) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_no_engine_at_all():
-    runtime = Runtime(pool=POOL)
-    assert not attach(runtime)
-    assert runtime.mode is EngineMode.STOCK
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "boundary")
+    monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "3")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
+
+
+@pytest.fixture
+def service(tiny_qwen2_path: Path) -> Iterator[Service]:
+    service = Service(tiny_qwen2_path)
+    yield service
+    service.close()
+
+
+def test_documents_at_other_places_are_reused_and_never_published(service: Service) -> None:
+    first, second = text(1, 90), text(2, 80)
+    service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
+    assert service.worker._runtime.mode is EngineMode.WRAPPER, "the first prompt has proven it"
+    published = set(service.manager.impl.tree)
+    shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
+    logits = service.serve(shuffled)
+    report = service.report(2)
+    assert report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE.value
+    assert report.offered_tokens == 170
+    assert service.manager.impl.tree == published
+    assert sorted(service.manager.impl.free) == list(range(96))
+    # With the boundary above the last layer everything is computed again: the very logits of a cold run.
+    again = LlmRequest(3, list(shuffled.tokens))
+    service.manager.add_sequence(again)
+    cold = service.executor.prefill(again)
+    torch.testing.assert_close(logits, cold, atol=1e-3, rtol=0)
+
+
+def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    held = len(held_in(service.worker.store))
+    # Its exact part alone would be long enough; saving it would store the rest in the reuse tree as well.
+    service.serve(LlmRequest(2, [*text(5, 70), *document, *text(7, 9)]))
+    assert len(held_in(service.worker.store)) == held
+    service.serve(LlmRequest(3, text(8, 100)))
+    assert len(held_in(service.worker.store)) == held + 1
+
+
+def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    service = Service(tiny_qwen2_path, cuda_graph_config=object())
+    assert service.worker.attachment is not None
+    assert service.worker.attachment.execution_refusal == "cuda_graphs"
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    published = set(service.manager.impl.tree)
+    logits = service.serve(LlmRequest(2, [*document, *text(7, 9)]))
+    assert torch.isfinite(logits).all()
+    assert runtime_for(service.args).mode is EngineMode.STOCK
+    report = service.report(2)
+    assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
+    assert service.manager.impl.tree == published
+    # Holes need a decoder that computes them.
+    service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
+    report = service.report(3)
+    assert report.reason == "hole_needs_wrapper"
+    service.close()
+
+
+@pytest.mark.parametrize("policy", ["position_fix", "verified"])
+def test_ranks_execute_one_plan_together(
+    tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    document = text(1, 90)
+    prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
+
+    def serve(ranks: Ranks, source: Any = None) -> tuple[torch.Tensor, ReuseReport]:
+        service = Service(tiny_qwen2_path, ranks, source)
+        logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
+        assert service.worker._runtime.mode is EngineMode.WRAPPER
+        report = service.report(2)
+        service.close()
+        return logits[-1], report
+
+    def profile(size: int) -> str:
+        """The path of a profile for engines of so many ranks."""
+        path = tmp_path / f"profile-{size}.json"
+        service = Service(tiny_qwen2_path)
+        namespace, geometry = service.scheduler.namespace, service.manager.geometry  # type: ignore[union-attr]
+        service.close()
+        namespace = replace(namespace, tensor_parallel={"tp_size": size, "pp_size": 1, "cp_size": 1})
+        geometry = replace(geometry, kv_heads=geometry.kv_heads // size)
+        check = ProfileCheck(layer=1, threshold=1.0)
+        ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(path)
+        return str(path)
+
+    monkeypatch.setenv("SEMBLEND_POLICY", policy)
+    monkeypatch.setenv("SEMBLEND_PROFILE", profile(1))
+    expected, alone = serve(Ranks())
+    monkeypatch.setenv("SEMBLEND_PROFILE", profile(2))
+    sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+
+    def serve_part(ranks: Ranks) -> tuple[torch.Tensor, ReuseReport]:
+        keep_shard(sources[ranks.rank], ranks)
+        return serve(ranks, sources[ranks.rank])
+
+    (first, report), (second, _) = on_ranks(2, serve_part)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, atol=1e-3, rtol=0)
+    assert (report.outcome, report.offered_tokens, report.reused_tokens) == (
+        alone.outcome,
+        alone.offered_tokens,
+        alone.reused_tokens,
+    )
+    assert report.reused_tokens == 90 if policy == "position_fix" else 0 < report.reused_tokens < 90

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
 from tests.engine_wrapper.prompts import text
+from tests.semblend_trt.held_donors import held_in, used_blocks
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -72,7 +73,6 @@ def serve(llm, prompt, params=GREEDY):
     worker.saver.drain()
     store = worker.store
     assert store.host.used_bytes <= store.host.byte_budget
-    assert store.device is None or store.device.used_bytes <= store.device.byte_budget
     return output
 
 
@@ -83,13 +83,13 @@ def keep(llm, *numbers):
 
 def held(llm):
     """Donors on the device and on the host; catalog and worker must agree on each."""
-    store, library = llm.connector_worker.store, llm.connector_scheduler.library
+    store, library = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
     for donor_id in library._text_of_donor:
         is_on_device = library.catalog.tier(donor_id) is Tier.DEVICE
         assert donor_id in (store.device if is_on_device else store.host)
         on_device, on_host = on_device + is_on_device, on_host + (not is_on_device)
-    assert on_device + on_host == len(store)
+    assert on_device + on_host == len(held_in(store))
     return on_device, on_host
 
 
@@ -132,7 +132,7 @@ def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
     for each in (llm, reference):
         keep(each, 0, 1, 2)
     assert held(llm) == (2, 1)
-    assert [timing.what for timing in llm.connector_worker.saver.timings].count("demotion") == 1
+    assert [timing.what for timing in llm.connector_worker.saver.timings].count("offload") == 1
     for number in (0, 1, 2):
         output = serve(llm, question_about(number))
         assert output.reused_tokens == len(DOCUMENTS[number])
@@ -143,16 +143,16 @@ def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
     for each in (llm, reference):
         keep(each, 0, 1)
-    library = llm.connector_scheduler.library
+    library = llm.connector_scheduler.donor_index
     donor_id = next(iter(library._text_of_donor))
     assert library.catalog.tier(donor_id) is Tier.HOST
     for _ in range(2):
         assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
-        llm.connector_scheduler._drain()  # hears what became of it
+        llm.connector_scheduler.take_events()  # hears what became of it
         assert library.catalog.tier(donor_id) is Tier.DEVICE
-        assert library.catalog.stats().lifted == 1
+        assert library.catalog.stats().promoted == 1
         assert held(llm) == (1, 1)
-    assert [timing.what for timing in llm.connector_worker.saver.timings].count("lift") == 1
+    assert [timing.what for timing in llm.connector_worker.saver.timings].count("promote") == 1
 
 
 def test_one_plan_takes_documents_from_both_tiers(engine):
@@ -189,9 +189,9 @@ def test_many_times_the_capacity_in_batches(engine):
         llm.settle()
     keep(llm, 0)
     assert serve(llm, question_about(0)).reused_tokens == 200
-    stats = llm.connector_scheduler.library.catalog.stats()
+    stats = llm.connector_scheduler.donor_index.catalog.stats()
     assert stats.leases == stats.saving == 0
-    assert stats.device_blocks_used * BLOCK * TOKEN_BYTES == llm.connector_worker.store.device.used_bytes
+    assert stats.device_blocks_used == used_blocks(llm.connector_worker.store.device)
     assert stats.used_bytes == llm.connector_worker.store.host.used_bytes
 
 

@@ -14,10 +14,10 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.donors import donor_file
-from semblend_trt.donors.disk import FOLDER
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.disk_tier import FOLDER
+from semblend_trt.donors.donor_table import Tier
 from validation.documents import stock_list
 from validation.prompts import render
 
@@ -69,9 +69,9 @@ def serve(llm, prompt, params=GREEDY):
     output = llm.generate([prompt], params)[0]
     llm.settle()
     llm.connector_worker.saver.drain()
-    if llm.connector_worker.keeper is not None:
-        llm.connector_worker.keeper.drain()
-    llm.connector_scheduler._drain()
+    if llm.connector_worker.transfers is not None:
+        llm.connector_worker.transfers.drain()
+    llm.connector_scheduler.take_events()
     return output
 
 
@@ -85,7 +85,7 @@ def ready(llm):
 
 def events(llm):
     """Counts of tier events, heard by an engine's library from now on."""
-    counts, desk = {}, llm.connector_scheduler.library._tiers
+    counts, desk = {}, llm.connector_scheduler.donor_index._offload
     desk._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
 
@@ -117,7 +117,7 @@ def test_second_engine_answers_from_the_firsts_donor(engine, tmp_path):
     expected = keep_one(engine)
     assert len(donor_files(tmp_path)) == 1  # the second prompt's KV is approximate and no donor
     restarted = ready(engine())
-    stats = restarted.connector_scheduler.library.catalog.stats()
+    stats = restarted.connector_scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)
     cold = serve(restarted, second(1))
     assert cold.reused_tokens == 0  # never promised before it has been read
@@ -167,7 +167,7 @@ def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
     assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
     assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
     assert donor_files(tmp_path) == []
-    assert len(restarted.connector_scheduler.library.catalog) == 0
+    assert len(restarted.connector_scheduler.donor_index.catalog) == 0
 
 
 def test_kv_that_was_altered_under_right_digests_is_never_served(engine, tmp_path):
@@ -214,7 +214,7 @@ def test_a_folder_or_key_that_is_not_ours_alone_costs_the_disk_tier_only(engine,
         if hindrance == "linked key":
             (tmp_path / "key").symlink_to(key)
     llm = engine()
-    assert [news.event.value for news in llm.connector_worker._runtime.tier_news] == ["disk_unavailable"]
+    assert [news.kind.value for news in llm.connector_worker._runtime.offload_events] == ["disk_unavailable"]
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
     assert (list(target.iterdir()), stat.S_IMODE(target.stat().st_mode)) == ([], 0o755)
@@ -238,8 +238,8 @@ def test_refused_files_are_counted(engine, tmp_path):
     keep_one(engine)
     donor_files(tmp_path)[0].write_bytes(b"nothing")
     restarted = engine()
-    restarted.connector_worker.keeper.drain()
-    assert [news.event.value for news in restarted.connector_worker._runtime.disk.found] == [
+    restarted.connector_worker.transfers.drain()
+    assert [news.kind.value for news in restarted.connector_worker._runtime.disk.found] == [
         "file_refused",
         "files_read",
     ]
@@ -256,7 +256,7 @@ def test_full_disk_is_counted_and_leaves_no_file(engine, tmp_path, monkeypatch):
     assert serve(llm, SECOND).reused_tokens > 500  # from memory
     assert counts == {"write_failed": 1}
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
-    assert llm.connector_scheduler.library.catalog.stats().disk_bytes_used == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().disk_bytes_used == 0
 
 
 def test_file_that_vanishes_is_a_miss(engine, tmp_path):
@@ -273,13 +273,13 @@ def test_worker_killed_while_writing_leaves_nothing_that_is_found(engine, tmp_pa
     (path,) = donor_files(tmp_path)
     path.rename(path.with_name(path.name.replace(".donor.safetensors", ".donor.unfinished")))
     restarted = ready(engine())
-    assert len(restarted.connector_scheduler.library.catalog) == 0
+    assert len(restarted.connector_scheduler.donor_index.catalog) == 0
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
 
 
 def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
     first, restarted = ready(engine()), engine()
-    assert (first.connector_worker.keeper is None, restarted.connector_worker.keeper is None) == (False, True)
+    assert (first.connector_worker.transfers is None, restarted.connector_worker.transfers is None) == (False, True)
     assert serve(restarted, FIRST).reused_tokens == 0
     assert serve(restarted, SECOND).reused_tokens > 500
     assert donor_files(tmp_path) == []
@@ -288,7 +288,7 @@ def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
 def test_unusable_path_costs_the_disk_tier_only(engine, tmp_path):
     (tmp_path / "file").write_text("in the way")
     llm = engine(path=tmp_path / "file")
-    assert llm.connector_worker.keeper is None
+    assert llm.connector_worker.transfers is None
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
 
@@ -302,12 +302,12 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     reference = ready(engine())
     serve(reference, FIRST)
     expected = serve(reference, SECOND)
-    token_bytes = reference.connector_scheduler.library._bytes_per_token
+    token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
     reference.shutdown()
     for path in donor_files(reference.connector_worker._settings.disk_path):
         path.unlink()
     llm = ready(engine(host_bytes=1100 * token_bytes))
-    library = llm.connector_scheduler.library
+    library = llm.connector_scheduler.donor_index
     serve(llm, FIRST)
     serve(llm, OTHER)
     assert (library.catalog.stats().released, library.catalog.stats().resting) == (1, 1)
@@ -329,18 +329,18 @@ def test_files_stay_within_their_budget(engine, tmp_path):
     for seed in range(5):
         serve(restarted, render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is there?"))
         assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
-        assert restarted.connector_scheduler.library.catalog.stats().disk_bytes_used <= budget
+        assert restarted.connector_scheduler.donor_index.catalog.stats().disk_bytes_used <= budget
     assert donor_files(tmp_path)
 
 
 def test_used_donor_of_the_host_is_lifted_to_the_device(engine):
     reference = engine(disk_bytes=0)
     serve(reference, FIRST)
-    token_bytes = reference.connector_scheduler.library._bytes_per_token
+    token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
     expected = serve(reference, SECOND)
     llm = engine(disk_bytes=0, device_bytes=1024 * token_bytes)
     serve(llm, FIRST)
-    library, store = llm.connector_scheduler.library, llm.connector_worker.store
+    library, store = llm.connector_scheduler.donor_index, llm.connector_worker.store
     (donor_id,) = library._text_of_donor
     serve(llm, OTHER)  # takes the device
     assert library.catalog.tier(donor_id) is Tier.HOST
@@ -349,7 +349,7 @@ def test_used_donor_of_the_host_is_lifted_to_the_device(engine):
     assert (donor_id in store.device, donor_id in store.host) == (True, False)
     assert serve(llm, second(1)).reused_tokens == expected.reused_tokens
     stats = library.catalog.stats()
-    assert (stats.lifted, stats.leases) == (1, 0)
+    assert (stats.promoted, stats.leases) == (1, 0)
     assert stats.used_bytes == store.host.used_bytes
 
 

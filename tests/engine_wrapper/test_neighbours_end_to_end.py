@@ -10,7 +10,7 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 WAIT = 120.0
@@ -63,7 +63,7 @@ def serve(llm, prompt, **options):
     llm.settle()
     scheduler = llm.connector_scheduler
     scheduler.reuse_of(output.request_id)
-    scheduler._drain()
+    scheduler.take_events()
     if scheduler._news.neighbours is not None:
         assert scheduler._news.neighbours.settle(WAIT)
     return output, scheduler.reuse_of(output.request_id)

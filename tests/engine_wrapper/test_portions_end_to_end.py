@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded import model_runner as runner_module
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
 
 if TYPE_CHECKING:
-    from engine_wrapper.embedded import RequestOutput
+    from engine_wrapper.embedded.llm import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)

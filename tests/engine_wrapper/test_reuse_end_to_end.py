@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, OTHER_INSTRUCTION, QUESTION, SHIFTED, text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
@@ -158,7 +158,7 @@ def test_blocks_leases_and_requests_all_return(engine):
         serve(llm, prompt)
     scheduler = llm.connector_scheduler
     assert llm.block_manager.num_free_blocks == start
-    assert scheduler.library.catalog.stats().leases == 0
+    assert scheduler.donor_index.catalog.stats().leases == 0
     assert len(scheduler._requests) == 0
     assert len(llm.connector_worker._followed) == 0
     assert len(scheduler._runtime.active_plans) == 0
@@ -326,7 +326,7 @@ def test_aborted_request_leaves_nothing_behind(engine):
     llm.abort(output.request_id)
     llm.settle()
     assert llm.block_manager.num_free_blocks == start
-    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert len(llm.connector_worker._followed) == 0
 
 
@@ -335,7 +335,7 @@ def test_policy_off_keeps_and_finds_nothing(engine):
     serve(llm, DONOR, PREFILL)
     output = serve(llm, SHIFTED)
     assert (output.reused_tokens, output.reuse_reason) == (0, "policy_off")
-    assert llm.connector_scheduler.library is None  # nothing was even reserved
+    assert llm.connector_scheduler.donor_index is None  # nothing was even reserved
 
 
 def test_every_request_ends_in_exactly_one_outcome(engine):
@@ -378,7 +378,7 @@ def test_scheduler_never_raises_into_the_engine(engine, monkeypatch):
     def broken(*_arguments, **_options):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(llm.connector_scheduler.library, "plan", broken)
+    monkeypatch.setattr(llm.connector_scheduler.donor_index, "plan", broken)
     output = serve(llm, SHIFTED)
     assert output.reused_tokens == 0
     assert llm.connector_scheduler.outcomes.reasons()["internal_error"] == 1
@@ -392,6 +392,6 @@ def test_an_error_of_the_library_leaks_no_lease(engine, monkeypatch, step):
     def broken(*_arguments, **_options):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(llm.connector_scheduler.library, step, broken)
+    monkeypatch.setattr(llm.connector_scheduler.donor_index, step, broken)
     serve(llm, SHIFTED)
-    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from engine_wrapper.embedded import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from tests.engine_wrapper.prompts import DOCUMENT, DONOR, INSTRUCTION, OTHER_INSTRUCTION, QUESTION, SHIFTED, text
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
@@ -67,7 +67,7 @@ def test_without_enabled_everything_is_cold_and_nothing_is_kept(engine):
     serve(llm, DONOR, PREFILL)
     output = serve(llm, SHIFTED)
     assert (output.reused_tokens, output.reuse_outcome, output.reuse_reason) == (0, "cold_fallback", "disabled")
-    assert llm.connector_scheduler.library is None
+    assert llm.connector_scheduler.donor_index is None
     assert_equal_to_cold(engine, output, SHIFTED)
 
 
@@ -77,7 +77,7 @@ def test_discovery_only_reports_donors_and_places_nothing(engine, tmp_path):
     output = serve(llm, SHIFTED)
     assert (output.reused_tokens, output.reuse_outcome) == (0, "semantic_discovery_only")
     assert output.computed_tokens == len(SHIFTED)
-    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert_equal_to_cold(engine, output, SHIFTED)
     assert lookups(llm, tmp_path)[-1]["diagnostics"]["tokens_reused"] == len(DOCUMENT)
 
@@ -142,7 +142,7 @@ def test_max_donors_forgets_the_least_recently_used(engine):
     documents = [text(100 + number, 200) for number in range(3)]
     for document in documents:
         serve(llm, document, PREFILL)
-        assert llm.connector_scheduler.library.catalog.stats().ready <= 2
+        assert llm.connector_scheduler.donor_index.catalog.stats().ready <= 2
     # The exact part of these, their head, is too short to become a donor and push another out.
     reused = [serve(llm, INSTRUCTION + document, PREFILL).reused_tokens for document in reversed(documents)]
     assert reused == [len(DOCUMENT) - 1, len(DOCUMENT) - 1, 0]

@@ -1,119 +1,201 @@
-"""The sparse forward equals the plain Hugging Face forward wherever nothing approximate is used."""
+"""The sparse forward equals Hugging Face's own wherever nothing approximate is used, through the model's layers and
+through fused ones; in checked plans what differs is computed, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.sparse_forward import SparseForward
-from kernels.layout import KvGeometry, pool_view
-from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import PlanKind, SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, SpanCheck
+from semblend_trt.ranks import Ranks
+from tests.engine_wrapper.forward_bench import (
+    BLOCK_SIZE,
+    DEVICE,
+    FAMILIES,
+    KEEP_ALL,
+    NUM_LAYERS,
+    SIZES,
+    Bench,
+    PlanMaker,
+    close,
+    last_rows_of,
+    load,
+    tokens_of,
+)
+from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
-BLOCK_SIZE = 8
-BLOCKS_A_REQUEST = 12
-NUM_LAYERS = 3
-TOLERANCE = 1e-4
 
-PlanMaker = Callable[..., SemanticKvPlan]
+@pytest.fixture(scope="module")
+def benches(tiny_model_paths: dict[str, Path]) -> Callable[[str, bool], Bench]:
+    return cache(lambda family, fused: Bench(load(tiny_model_paths[family]), fused))
 
 
-class Bench:
-    """One tiny model twice: plain, and ours over a pool whose unwritten KV is NaN."""
-
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.device = device
-        self.plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        self.plain.to(device)
-        self.model.to(device)
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
-        shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
-        self.pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        self.forward = SparseForward(self.model, self.pool, self.geometry)
-        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
-        self._blocks = [tuple(order[i::4]) for i in range(4)]
-
-    def blocks(self, request_id: int) -> tuple[int, ...]:
-        return self._blocks[request_id - 1]
-
-    def clear(self) -> None:
-        self.pool.fill_(float("nan"))
-
-    def slice(self, request_id: int, tokens: tuple[int, ...], begin: int = 0, end: int | None = None) -> SequenceSlice:
-        return SequenceSlice(request_id, begin, tokens[begin:end], self.blocks(request_id))
-
-    def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
-        piece = self.slice(plan.request_id, plan.prompt_token_ids, plan.prefix_end, end)
-        return replace(piece, plan=plan)
-
-    def run(self, *slices: SequenceSlice) -> list[torch.Tensor]:
-        """Logits of each slice, [tokens, vocabulary]."""
-        hidden = self.forward(build_schedule(slices, NUM_LAYERS, self.device))
-        return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
-
-    @torch.inference_mode()
-    def reference(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        logits: torch.Tensor = self.plain(torch.tensor([tokens], device=self.device)).logits[0].float()
-        return logits
-
-    def kv(self, request_id: int) -> torch.Tensor:
-        """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""
-        blocks = pool_view(self.pool, self.geometry)[list(self.blocks(request_id))]
-        return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).clone()
-
-    def place(self, request_id: int, kv: torch.Tensor, start: int, end: int) -> None:
-        """Writes positions start..end-1 of `kv` into the request's blocks."""
-        view = pool_view(self.pool, self.geometry)
-        for position in range(start, end):
-            block = self.blocks(request_id)[position // BLOCK_SIZE]
-            view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def shared_bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
-    return Bench(tiny_model_paths[request.param])
+@pytest.fixture(params=FAMILIES)
+def family_bench(request: pytest.FixtureRequest, benches: Callable[[str, bool], Bench], fused: bool) -> Bench:
+    bench = benches(request.param, fused)
+    bench.clear()
+    return bench
 
 
 @pytest.fixture
-def bench(shared_bench: Bench) -> Bench:
-    shared_bench.clear()
-    return shared_bench
+def bench(benches: Callable[[str, bool], Bench], fused: bool) -> Bench:
+    bench = benches("qwen2", fused)
+    bench.clear()
+    return bench
 
 
-@pytest.fixture
-def qwen2(tiny_qwen2_path: Path) -> Bench:
-    return Bench(tiny_qwen2_path)
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def fused(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
-def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+# -- without plans ----------------------------------------------------------------------------------------------------
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert actual.dtype == torch.float32
-    difference = (actual - expected).abs().max().item()
-    assert difference <= TOLERANCE  # NaN fails as well
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])
+def test_a_prompt_equals_the_plain_forward(family_bench: Bench, length: int) -> None:
+    tokens = tokens_of(length)
+    assert close(family_bench.cold(tokens)[0], family_bench.reference(tokens))
+
+
+def test_a_batch_equals_single_runs(family_bench: Bench) -> None:
+    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 33), (2, 1), (3, 58), (4, 16))}
+    together = family_bench.run(*(family_bench.slice(request_id, tokens) for request_id, tokens in prompts.items()))
+    family_bench.clear()
+    for (request_id, tokens), logits in zip(prompts.items(), together, strict=True):
+        assert close(logits, family_bench.reference(tokens))
+        assert close(family_bench.cold(tokens, request_id)[0], logits)
+
+
+def test_chunks_and_decode_steps_equal_one_prompt(family_bench: Bench) -> None:
+    first, second = tokens_of(50, 1), tokens_of(40, 2)
+    family_bench.run(family_bench.slice(2, second, 0, 37))
+    # Chunks of one request run beside decode steps of another.
+    parts, decoded = [], []
+    for step, (begin, end) in enumerate([(0, 13), (13, 32), (32, 33)]):
+        chunk, step_logits = family_bench.run(
+            family_bench.slice(1, first, begin, end), family_bench.slice(2, second, 37 + step, 38 + step)
+        )
+        parts.append(chunk)
+        decoded.append(step_logits)
+    parts += family_bench.run_steps(first, 33, 34)
+    assert close(torch.cat(parts), family_bench.reference(first))
+    assert close(torch.cat(decoded), family_bench.reference(second)[37:])
+
+
+def test_the_model_itself_still_runs_plainly(tiny_model_paths: dict[str, Path], family_bench: Bench) -> None:
+    """A direct call of the model gets Transformers' own attention, padding mask and cache included."""
+    tokens, model = tokens_of(20), family_bench.model
+    plain: Any = AutoModelForCausalLM.from_pretrained(
+        tiny_model_paths[model.config.model_type], dtype=torch.float32, attn_implementation="eager"
+    ).to(DEVICE)
+    with torch.inference_mode():
+        wanted = plain(torch.tensor([tokens], device=DEVICE)).logits[0]
+        assert close(family_bench.reference(tokens), wanted)
+        padded, mask, positions = (
+            torch.tensor([(*front, *rest)], device=DEVICE)
+            for front, rest in (((0, 0, 0), tokens), ((0, 0, 0), [1] * 20), ((0, 0, 0), range(20)))
+        )
+        assert close(model(padded, attention_mask=mask, position_ids=positions).logits[0, 3:], wanted)
+        prompt = torch.tensor([tokens], device=DEVICE)
+        generated = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated[0, 20] == wanted[-1].argmax()
+
+
+# -- with plans -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
+@pytest.mark.parametrize("spans", [[(0, 24)], [(5, 17), (17, 23), (30, 41)], [(8, 40)]])
+def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(
+    bench: Bench, make_plan: PlanMaker, boundary: int, spans: list[tuple[int, int]]
+) -> None:
+    """NaN outside the spans: nothing but placed and computed KV is ever read."""
+    tokens = tokens_of(50)
+    logits, kv = bench.cold(tokens)
+    for start, end in spans:
+        bench.place(1, kv, start, end)
+    plan = make_plan(tokens, spans, boundary=boundary, **SIZES)
+    assert close(bench.run(bench.planned(plan))[0], logits[plan.prefix_end :])
+    assert close(bench.kv(1, 50), kv[:, :, :, :50])
+
+
+@pytest.mark.parametrize("boundary", [1, NUM_LAYERS])
+def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(
+    bench: Bench, make_plan: PlanMaker, boundary: int
+) -> None:
+    tokens = tokens_of(50)
+    plan = make_plan(tokens, [(3, 40)], boundary=boundary, **SIZES)
+    if boundary < NUM_LAYERS:
+        plan = plan.without_spans("donor_unavailable")
+    assert close(bench.run(bench.planned(plan))[0], bench.reference(tokens)[40:])
+
+
+@pytest.mark.parametrize("boundary", range(NUM_LAYERS))
+def test_donor_kv_stays_from_the_boundary_on(bench: Bench, make_plan: PlanMaker, boundary: int) -> None:
+    """Below the boundary the request's own KV replaces the donor's; above it the donor's is what the suffix reads."""
+    tokens = tokens_of(50)
+    (cold, own), (_, donor) = bench.cold(tokens), bench.cold(tokens_of(50, seed=9))
+    bench.place(1, donor, 4, 40)
+    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=boundary, **SIZES)))[0]
+    kv = bench.kv(1)[:, :, :, 4:40]
+    assert boundary == 0 or close(kv[:boundary], own[:boundary, :, :, 4:40])
+    assert torch.equal(kv[boundary:], donor[boundary:, :, :, 4:40])
+    assert logits.isfinite().all()
+    assert (logits - cold[40:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("terms", [{"boundary": 0}, {"boundary": 2}, {"check": SpanCheck(1, 0.1)}], ids=str)
+def test_exact_kv_is_neither_computed_nor_written(bench: Bench, make_plan: PlanMaker, terms: dict[str, Any]) -> None:
+    """The engine's prefix of 8, an exact span up to 24, and behind it a span that a check finds to deviate in one."""
+    tokens = tokens_of(60)
+    logits, own = bench.cold(tokens)
+    bench.place(1, own, 0, 24)
+    exact, donor = bench.kv(1, 24), own.clone()
+    if "check" in terms:
+        donor[:, :, :, 33] *= 2
+    bench.place(1, donor, 26, 48)
+    plan = make_plan(tokens, [(8, 24), (26, 48)], num_computed=8, exact={0}, **terms, **SIZES)
+    assert close(bench.run(bench.planned(plan))[0], logits[48:])
+    assert torch.equal(bench.kv(1, 24), exact)
+    assert bench.evidence == [
+        CheckEvidence(1, 38, 22, 37, 1, pytest.approx(0, abs=1e-3), is_dropped=False) for _ in range("check" in terms)
+    ]
+
+
+@pytest.mark.parametrize("terms", [{"boundary": 1}, {"check": SpanCheck(1, 0.1)}], ids=str)
+def test_chunks_and_decode_steps_follow_a_plan(bench: Bench, make_plan: PlanMaker, terms: dict[str, Any]) -> None:
+    tokens = tokens_of(60)
+    logits, donor = bench.cold(tokens)
+    if "check" in terms:
+        donor[:, :, :, 12] *= 2
+    bench.place(1, donor, 6, 30)
+    parts = bench.run(bench.planned(make_plan(tokens, [(6, 30)], **terms, **SIZES), end=37))
+    assert close(torch.cat(parts + bench.run_steps(tokens, 37, 55)), logits[30:])
+
+
+def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens = tokens_of(50)
+    logits, donor = bench.cold(tokens)
+    donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
+    bench.place(1, donor, 4, 40)
+    assert close(bench.run(bench.planned(make_plan(tokens, [(4, 20), (20, 40)], head=3, **SIZES)))[0], logits[40:])
+    assert bench.evidence == []
 
 
 @contextmanager
 def rows_by_layer(model: Any) -> Iterator[list[int]]:
-    """Counts the rows that really enter each layer."""
+    """Counts the rows that really enter each of the model's own layers."""
     counts = [0] * NUM_LAYERS
 
     def counting(layer: int) -> Callable[..., None]:
@@ -130,236 +212,197 @@ def rows_by_layer(model: Any) -> Iterator[list[int]]:
             handle.remove()
 
 
-# -- without plans ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])
-def test_a_prompt_equals_the_plain_forward(bench: Bench, length: int) -> None:
-    tokens = tokens_of(length)
-    assert_close(bench.run(bench.slice(1, tokens))[0], bench.reference(tokens))
-
-
-def test_a_batch_equals_single_runs(bench: Bench) -> None:
-    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 33), (2, 1), (3, 58), (4, 16))}
-    together = bench.run(*(bench.slice(request_id, tokens) for request_id, tokens in prompts.items()))
-    for (request_id, tokens), logits in zip(prompts.items(), together, strict=True):
-        assert_close(logits, bench.reference(tokens))
-        bench.clear()
-        assert_close(bench.run(bench.slice(request_id, tokens))[0], logits)
-
-
-def test_chunks_and_decode_steps_equal_one_prompt(bench: Bench) -> None:
-    first, second = tokens_of(50, 1), tokens_of(40, 2)
-    parts: list[torch.Tensor] = []
-    bench.run(bench.slice(2, second, 0, 37))
-    # Chunks of one request run beside decode steps of another.
-    decoded = []
-    for step, (begin, end) in enumerate([(0, 13), (13, 32), (32, 33)]):
-        chunk, step_logits = bench.run(bench.slice(1, first, begin, end), bench.slice(2, second, 37 + step, 38 + step))
-        parts.append(chunk)
-        decoded.append(step_logits)
-    parts += [bench.run(bench.slice(1, first, position, position + 1))[0] for position in range(33, 50)]
-    assert_close(torch.cat(parts), bench.reference(first))
-    assert_close(torch.cat(decoded), bench.reference(second)[37:])
-
-
-# -- with plans -------------------------------------------------------------------------------------------------------
-
-
-def own_kv(bench: Bench, tokens: tuple[int, ...], request_id: int = 1) -> torch.Tensor:
-    """The KV that a cold run of `tokens` writes; the pool is NaN again afterwards."""
-    bench.run(bench.slice(request_id, tokens))
-    kv = bench.kv(request_id)
-    bench.clear()
-    return kv
-
-
-@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-@pytest.mark.parametrize("spans", [[(0, 24)], [(5, 17), (17, 23), (30, 41)], [(8, 40)]])
-def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(
-    bench: Bench, make_plan: PlanMaker, boundary: int, spans: list[tuple[int, int]]
-) -> None:
-    """NaN outside the spans: nothing but placed and computed KV is ever read."""
-    tokens = tokens_of(50)
-    kv = own_kv(bench, tokens)
-    for start, end in spans:
-        bench.place(1, kv, start, end)
-    plan = make_plan(tokens, spans, num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary)
-    logits = bench.run(bench.planned(plan))[0]
-    assert_close(logits, bench.reference(tokens)[plan.prefix_end :])
-    torch.testing.assert_close(bench.kv(1)[:, :, :, :50], kv[:, :, :, :50], atol=TOLERANCE, rtol=0)
-
-
-def test_the_highest_boundary_never_reads_the_donor(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(50)
-    plan = make_plan(tokens, [(3, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=NUM_LAYERS)
-    assert_close(bench.run(bench.planned(plan))[0], bench.reference(tokens)[40:])
-
-
-def test_a_plan_that_lost_its_spans_never_reads_the_donor(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(50)
-    plan = make_plan(tokens, [(3, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=1)
-    logits = bench.run(bench.planned(plan.without_spans("donor_unavailable")))[0]
-    assert_close(logits, bench.reference(tokens)[40:])
-
-
-@pytest.mark.parametrize("boundary", range(NUM_LAYERS))
-def test_donor_kv_stays_from_the_boundary_on(qwen2: Bench, make_plan: PlanMaker, boundary: int) -> None:
-    """Below the boundary the request's own KV replaces the donor's; above it the donor's is what the suffix reads."""
-    tokens, other = tokens_of(50), tokens_of(50, seed=9)
-    own, donor = own_kv(qwen2, tokens), own_kv(qwen2, other)
-    qwen2.place(1, donor, 4, 40)
-    plan = make_plan(tokens, [(4, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary)
-    logits = qwen2.run(qwen2.planned(plan))[0]
-    kv = qwen2.kv(1)[:, :, :, 4:40]
-    torch.testing.assert_close(kv[:boundary], own[:boundary, :, :, 4:40], atol=TOLERANCE, rtol=0)
-    assert torch.equal(kv[boundary:], donor[boundary:, :, :, 4:40])
-    assert logits.isfinite().all()
-    assert (logits - qwen2.reference(tokens)[40:]).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-def test_the_exact_prefix_is_read_and_never_written(bench: Bench, make_plan: PlanMaker, boundary: int) -> None:
-    tokens = tokens_of(60)
-    kv = own_kv(bench, tokens)
-    bench.place(1, kv, 0, 16)
-    bench.place(1, kv, 20, 45)
-    prefix = bench.kv(1)[:, :, :, :16]
-    plan = make_plan(
-        tokens, [(20, 45)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary, num_computed=16
-    )
-    assert_close(bench.run(bench.planned(plan))[0], bench.reference(tokens)[45:])
-    assert torch.equal(bench.kv(1)[:, :, :, :16], prefix)
-
-
-def test_chunks_and_decode_steps_follow_a_plan(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(60)
-    bench.place(1, own_kv(bench, tokens), 6, 30)
-    plan = make_plan(tokens, [(6, 30)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=1)
-    parts = bench.run(bench.planned(plan, end=37))
-    parts += bench.run(bench.slice(1, tokens, 37, 55))
-    parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in range(55, 60)]
-    assert_close(torch.cat(parts), bench.reference(tokens)[30:])
-
-
-def test_requests_with_different_plans_share_one_forward(bench: Bench, make_plan: PlanMaker) -> None:
-    first, second, third, fourth = (tokens_of(length, length) for length in (50, 61, 40, 33))
-    kvs = [own_kv(bench, first, 1), own_kv(bench, second, 2)]
-    bench.run(bench.slice(4, fourth, 0, 32))
-    bench.place(1, kvs[0], 5, 31)
-    bench.place(2, kvs[1], 0, 16)
-    bench.place(2, kvs[1], 20, 48)
-    plans = [
-        make_plan(first, [(5, 31)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=2),
-        make_plan(
-            second, [(20, 48)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, request_id=2, num_computed=16, boundary=1
-        ),
-    ]
-    with rows_by_layer(bench.model) as counts:
-        logits = bench.run(
-            bench.planned(plans[0]),
-            bench.slice(3, third),
-            bench.planned(plans[1], end=57),
-            bench.slice(4, fourth, 32, 33),
-        )
-    for actual, expected in zip(
-        logits,
-        (
-            bench.reference(first)[31:],
-            bench.reference(third),
-            bench.reference(second)[48:57],
-            bench.reference(fourth)[32:],
-        ),
-        strict=True,
-    ):
-        assert_close(actual, expected)
-    plain = 40 + 1
-    assert counts == [50 + 41 + plain, 50 + 13 + plain, 24 + 13 + plain]
-
-
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-def test_dropped_rows_are_not_computed(qwen2: Bench, make_plan: PlanMaker, boundary: int) -> None:
-    tokens = tokens_of(50)
-    qwen2.place(1, own_kv(qwen2, tokens), 5, 40)
-    plan = make_plan(tokens, [(5, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary)
-    with rows_by_layer(qwen2.model) as counts:
-        qwen2.run(qwen2.planned(plan))
+def test_dropped_rows_are_not_computed(tiny_qwen2_path: Path, make_plan: PlanMaker, boundary: int) -> None:
+    tokens, bench = tokens_of(50), Bench(load(tiny_qwen2_path), fused=False)
+    bench.place(1, bench.cold(tokens)[1], 5, 40)
+    with rows_by_layer(bench.model) as counts:
+        bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary, **SIZES)))
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
-def test_a_discovery_plan_equals_no_plan(qwen2: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(30)
-    plan = make_plan(
-        tokens, [(4, 20)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, kind=PlanKind.DISCOVERY_ONLY, prefix_end=0
-    )
-    assert_close(qwen2.run(qwen2.planned(plan))[0], qwen2.reference(tokens))
-
-
-# -- around the forward -----------------------------------------------------------------------------------------------
-
-
-def test_hooks_surround_every_layer(qwen2: Bench) -> None:
+def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     calls: list[tuple[str, int]] = []
-    schedule = build_schedule([qwen2.slice(1, tokens_of(9))], NUM_LAYERS)
-    with rows_by_layer(qwen2.model) as counts:
-        qwen2.forward(
+    bench = Bench(load(tiny_qwen2_path), fused=False)
+    schedule = last_rows_of(bench.slice(1, tokens_of(9))).to(DEVICE)
+    with rows_by_layer(bench.model) as counts:
+        bench.forward(
             schedule,
             before_layer=lambda layer: calls.append((f"before, {counts[layer]} rows", layer)),
             after_layer=lambda layer: calls.append((f"after, {counts[layer]} rows", layer)),
         )
-    expected = [(when, layer) for layer in range(NUM_LAYERS) for when in ("before, 0 rows", "after, 9 rows")]
-    assert calls == expected
+    assert calls == [(when, layer) for layer in range(NUM_LAYERS) for when in ("before, 0 rows", "after, 9 rows")]
 
 
-def test_the_model_itself_still_runs_plainly(bench: Bench) -> None:
-    """Somebody who calls the model gets Transformers' own attention, padding mask and cache included."""
-    tokens = tokens_of(20)
-    with torch.inference_mode():
-        assert_close(bench.model(torch.tensor([tokens])).logits[0], bench.reference(tokens))
-        padded = torch.tensor([(0, 0, 0, *tokens)])
-        mask = torch.tensor([[0, 0, 0, *([1] * 20)]])
-        positions = torch.tensor([[0, 0, 0, *range(20)]])
-        logits = bench.model(padded, attention_mask=mask, position_ids=positions).logits[0, 3:]
-        assert_close(logits, bench.reference(tokens))
-        generated = bench.model.generate(torch.tensor([tokens]), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert generated[0, 20] == bench.reference(tokens)[-1].argmax()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-def test_a_batch_with_a_plan_on_cuda(
-    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, boundary: int
-) -> None:
-    bench = Bench(tiny_model_paths[family], device="cuda")
-    tokens, other = tokens_of(50), tokens_of(20, 1)
-    bench.place(1, own_kv(bench, tokens), 5, 40)
-    plan = make_plan(tokens, [(5, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=boundary)
-    planned, plain = bench.run(bench.planned(plan), bench.slice(2, other))
-    assert_close(planned, bench.reference(tokens)[40:])
-    assert_close(plain, bench.reference(other))
-
-
-def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(50)
-    half = Bench(tiny_qwen2_path, torch.bfloat16)
-    half.place(1, own_kv(half, tokens), 5, 40)
-    plan = make_plan(tokens, [(5, 40)], num_layers=NUM_LAYERS, block_size=BLOCK_SIZE, boundary=1)
-    logits, reference = half.run(half.planned(plan))[0], half.reference(tokens)[40:]
+def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool) -> None:
+    tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16), fused)
+    half.place(1, half.cold(tokens)[1], 5, 40)
+    logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1, **SIZES)))[0]
+    reference = half.reference(tokens)[40:]
     assert logits.dtype == torch.float32
     assert (logits - reference).norm() <= 0.05 * reference.norm()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"geometry": KvGeometry(NUM_LAYERS + 1, 2, 16, BLOCK_SIZE)}, "laid out for 4 layers"),
-        ({"geometry": KvGeometry(NUM_LAYERS, 2, 16, BLOCK_SIZE * 2)}, "the pool has shape"),
-        ({"pool": torch.zeros(3, NUM_LAYERS, 2, 2 * BLOCK_SIZE * 16, dtype=torch.bfloat16)}, "the pool is"),
-    ],
-)
-def test_a_pool_that_does_not_fit_is_refused(qwen2: Bench, change: dict[str, Any], message: str) -> None:
-    arguments = {"model": qwen2.model, "pool": qwen2.pool, "geometry": qwen2.geometry} | change
-    with pytest.raises(ConfigurationError, match=message):
-        SparseForward(**arguments)
+# -- with checks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("boundary", [0, 2])
+def test_another_prompts_kv_is_found_out_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, layer: int, boundary: int
+) -> None:
+    tokens = tokens_of(50)
+    logits, kv = bench.cold(tokens)
+    bench.place(1, bench.cold(tokens_of(50, seed=9))[1], 4, 40)
+    plan = make_plan(tokens, [(4, 20), (22, 40)], check=SpanCheck(layer, 0.0), boundary=boundary, **SIZES)
+    assert close(bench.run(bench.planned(plan))[0], logits[40:])
+    assert close(bench.kv(1, 50), kv[:, :, :, :50])
+    assert bench.evidence == [CheckEvidence(1, 34, 34, 0, 34, 0.0, is_dropped=True)]
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench: Bench, make_plan: PlanMaker, layer: int) -> None:
+    """The same as a boundary at the layer over a donor whose KV of that layer is the request's own."""
+    tokens = tokens_of(50)
+    cold_logits, own = bench.cold(tokens)
+    donor = bench.cold(tokens_of(50, seed=9))[1]
+    bench.place(1, torch.cat([own[: layer + 1], donor[layer + 1 :]]), 4, 40)
+    wanted = bench.run(bench.planned(make_plan(tokens, [(4, 40)], boundary=layer, **SIZES)))[0]
+    bench.clear()
+    bench.place(1, donor, 4, 40)
+    logits = bench.run(bench.planned(make_plan(tokens, [(4, 40)], check=SpanCheck(layer, KEEP_ALL), **SIZES)))[0]
+    assert close(logits, wanted)
+    assert layer == NUM_LAYERS - 1 or not close(logits, cold_logits[40:])
+    kv = bench.kv(1)[:, :, :, 4:40]
+    assert close(kv[: layer + 1], own[: layer + 1, :, :, 4:40])
+    assert torch.equal(kv[layer + 1 :], donor[layer + 1 :, :, :, 4:40])
+    (evidence,) = bench.evidence
+    assert (evidence.reused_tokens, evidence.recomputed_tokens, evidence.is_dropped) == (36, 0, False)
+    assert evidence.largest_kept > 0.1
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_planted_tokens_are_computed_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, layer: int, kind: int
+) -> None:
+    """The donor's KV is the request's own but for a few tokens: wrong in the check's layer, NaN above."""
+    tokens, planted = tokens_of(60), [9, 10, 23, 40]
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[layer, kind, :, planted] *= 3
+    donor[layer + 1 :, :, :, planted] = float("nan")
+    bench.place(1, donor, 5, 45)
+    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(layer, 0.1), **SIZES)
+    assert close(bench.run(bench.planned(plan))[0], logits[45:])
+    assert close(bench.kv(1, 60), own[:, :, :, :60])
+    (evidence,) = bench.evidence
+    assert (evidence.checked_tokens, evidence.recomputed_tokens) == (40, len(planted))
+    assert evidence.largest_kept < 1e-3
+
+
+@pytest.mark.parametrize("max_rows", [None, 20])
+def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, max_rows: int | None
+) -> None:
+    """Wrong in the check's layer at the planted tokens; NaN above in those and in short gaps."""
+    tokens, planted = tokens_of(60), [9, 11, 16, 22, 40]
+    between = [10, *range(12, 16), *range(17, 22), *range(41, 45)]
+    logits, own = bench.cold(tokens)
+    donor = own.clone()
+    donor[1, :, :, planted] *= 3
+    donor[2:, :, :, planted + between] = float("nan")
+    bench.place(1, donor, 5, 45)
+    plan = make_plan(tokens, [(5, 20), (20, 45)], check=SpanCheck(1, 0.1), **SIZES)
+    assert close(bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=3)[0], logits[45:])
+    assert close(bench.kv(1, 60), own[:, :, :, :60])
+    (evidence,) = bench.evidence
+    assert (evidence.checked_tokens, evidence.reused_tokens, evidence.recomputed_tokens) == (40, 21, 19)
+
+
+def test_the_largest_share_finds_the_planted_tokens(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens, planted = tokens_of(60), [9, 10, 23, 40]
+    logits, donor = bench.cold(tokens)
+    donor[1:, :, :, planted] += 5
+    bench.place(1, donor, 5, 45)
+    plan = make_plan(tokens, [(5, 45)], check=SpanCheck(1, largest_share=0.1), **SIZES)
+    assert close(bench.run(bench.planned(plan))[0], logits[45:])
+    assert bench.evidence[0].recomputed_tokens == len(planted)
+
+
+def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
+    family_bench: Bench, make_plan: PlanMaker
+) -> None:
+    bench = family_bench
+    prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 50), (2, 61), (3, 40), (4, 33))}
+    cold = {request_id: bench.cold(tokens, request_id) for request_id, tokens in prompts.items()}
+    planted = {1: [8, 30], 2: [25]}
+    for request_id, (start, end) in ((1, (5, 31)), (2, (20, 48)), (3, (0, 16))):
+        donor = cold[request_id][1].clone()
+        donor[1:, :, :, planted.get(request_id, [])] *= 2
+        bench.place(request_id, donor, start, end)
+    bench.place(2, cold[2][1], 0, 16)
+    bench.place(4, cold[4][1], 0, 32)
+    first = make_plan(prompts[1], [(5, 31)], check=SpanCheck(2, 0.1), **SIZES)
+    second = make_plan(
+        prompts[2], [(20, 48)], request_id=2, num_computed=16, check=SpanCheck(1, 0.1), boundary=2, **SIZES
+    )
+    third = make_plan(prompts[3], [(0, 16)], request_id=3, boundary=1, **SIZES)
+    logits = bench.run(
+        bench.planned(first), bench.slice(4, prompts[4], 32, 33), bench.planned(second, end=57), bench.planned(third)
+    )
+    wanted = (cold[1][0][31:], cold[4][0][32:], cold[2][0][48:57], cold[3][0][16:])
+    assert all(close(actual, expected) for actual, expected in zip(logits, wanted, strict=True))
+    # The lower layer decides first.
+    assert [(each.request_id, each.recomputed_tokens) for each in bench.evidence] == [(2, 1), (1, 2)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tests above run the kernels there")
+def test_the_kernels_find_the_same_tokens(
+    tiny_qwen3_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
+) -> None:
+    """The fused layers through Triton's interpreter against the model's own layers in torch."""
+    tokens = tokens_of(44)
+    plain, fused = (Bench(load(tiny_qwen3_path), fused=fused) for fused in (False, True))
+    donor, other = plain.cold(tokens)[1], plain.cold(tokens_of(44, seed=3))[1]
+    donor[:, :, :, 18:27] = other[:, :, :, 18:27]
+    plan = make_plan(tokens, [(5, 20), (22, 40)], check=SpanCheck(1, 0.2), **SIZES)
+    plain.place(1, donor, 5, 40)
+    fused.place(1, donor, 5, 40)
+    wanted = plain.run(plain.planned(plan))[0]
+    interpret()
+    logits = fused.run(fused.planned(plan))[0]
+    assert close(logits, wanted)
+    assert close(fused.kv(1, 44), plain.kv(1, 44))
+    (found,), (expected,) = fused.evidence, plain.evidence
+    assert expected.recomputed_tokens == 7
+    assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
+
+
+def test_compiling_kernels_leaves_the_pool_alone(bench: Bench) -> None:
+    tokens = tokens_of(30)
+    logits, _ = bench.cold(tokens)
+    bench.forward.compile_kernels()
+    assert bench.pool.isnan().all()
+    assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
+
+
+def test_ranks_that_share_the_heads_decide_what_one_would(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
+) -> None:
+    tokens, other = tokens_of(60), tokens_of(60, seed=9)
+    plan = make_plan(tokens, [(5, 45)], check=SpanCheck(1, largest_share=0.3), **SIZES)
+
+    def run(model: Any, ranks: Ranks) -> tuple[torch.Tensor, list[CheckEvidence]]:
+        bench = Bench(model, fused, ranks)
+        bench.place(1, bench.cold(other)[1], 5, 45)
+        return bench.run(bench.planned(plan))[0], bench.evidence
+
+    expected, (evidence,) = run(load(tiny_qwen2_path), Ranks())
+    models = [load(tiny_qwen2_path) for _ in range(2)]
+    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks))
+    assert torch.equal(first, second)
+    assert close(first, expected)
+    assert found == told == [replace(evidence, largest_kept=pytest.approx(evidence.largest_kept, rel=1e-4))]
+    assert (evidence.reused_tokens, evidence.recomputed_tokens) == (28, 12)

@@ -196,14 +196,14 @@ def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device: str) -> 
 @pytest.mark.parametrize("tile_bytes", [64, 16384])
 def test_tilings(heads: int, tokens_first: bool, tile_bytes: int, triton_device: str) -> None:
     from kernels.kv_move import triton_move
-    from kernels.triton_spans import Tiling
+    from kernels.span_table import Tiling
 
     geometry = geometry_of(kv_heads=3)
     moves = [Move(donor_of(geometry, 12, seed, torch.float32), 1, 11 * seed, 6) for seed in range(2)]
     actual, expected = on(target_of(geometry), triton_device), target_of(geometry)
     placed = [Move(on(move.source, triton_device), 1, move.target_start, 6) for move in moves]
     tiling = Tiling(tile_bytes, heads=heads, tokens_first=tokens_first)
-    triton_move.kv_move(placed, actual, rotation_of(8), tiling)
+    triton_move.prepared(placed, actual, rotation_of(8), tiling)(range(2))
     naive.kv_move(moves, expected, rotation_of(8))
     assert_same(memory_of(actual).cpu(), expected.pool)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.results import Measured, Results, command, describe, parser_of, row, versions
+from kernels.results import Count, Measured, Results, command, describe, parser_of, row, run_counted, versions
 
 MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
 
@@ -35,7 +35,12 @@ def test_a_run_is_shown_as_it_goes_and_written_at_its_end(tmp_path: Path, capsys
     results.add("slow", 4, "ms", "cold", 2)
     assert "fast" in (shown := capsys.readouterr().out)
     assert [line.endswith("MISSED") for line in shown.splitlines()] == [False, True]
-    results.write(tmp_path / "machine", "run")
+    earlier = tmp_path / "machine" / "run.json"
+    earlier.parent.mkdir()
+    earlier.write_text("earlier")
+    with earlier.open() as reading:
+        results.write(tmp_path / "machine", "run")
+        assert reading.read() == "earlier"  # a file that is being read is replaced, not written into
     assert "cold" in capsys.readouterr().out
     written = json.loads((tmp_path / "machine" / "run.json").read_text())
     assert [(each["name"], each["goal"], each["holds"]) for each in written] == [("fast", 2, True), ("slow", 2, False)]
@@ -63,3 +68,20 @@ def test_a_row_tells_how_it_was_measured() -> None:
 
 def test_the_help_says_where_rows_go() -> None:
     assert "(default: there)" in parser_of("what it does", Path("there")).format_help()
+
+
+@pytest.mark.parametrize(("given", "goal"), [([], 9), (["--tries", "3"], None)])
+def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path: Path, given: list[str], goal: float | None) -> None:
+    def run(tries: int, victims: int, rows: Results) -> None:
+        rows.add("tried", tries + victims, "tries", "cold", 9)
+
+    counts = [Count("tries", 5, "how many", 2), Count("victims", 4, "of each")]
+    run_counted("run", "what it does", counts, run, [*given, "--json", str(tmp_path)])
+    (written,) = json.loads((tmp_path / "run.json").read_text())
+    assert (written["value"], written["goal"]) == ((7, None) if given else (9, goal))
+
+
+def test_too_few_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_counted("run", None, [Count("tries", 5, "how many", 2)], lambda *_: None, ["--tries", "1"])
+    assert "--tries 1 is too few; at least 2 are needed" in capsys.readouterr().err

@@ -124,13 +124,13 @@ def test_tile_heights(triton_device: str, block_m: int) -> None:
 
 
 def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device: str) -> None:
-    from kernels.sparse_prefill import triton_attention, triton_rows
+    from kernels.sparse_prefill import triton_attention
 
     batch = Batch([list(range(9)), [3, 20]], group=2, kv_heads=2)
     sequences, pool = batch.on(triton_device), batch.pool.to(triton_device, copy=True)
     fused = torch.randn(11, 8, 16, generator=torch.Generator().manual_seed(8))
     q, k, v = fused.to(triton_device).split([4, 2, 2], dim=1)
-    triton_rows.write_rows(k, v, pool, 0, sequences, batch.geometry)
+    triton_attention.write_rows(k, v, pool, 0, sequences, batch.geometry)
     expected = batch.pool.clone()
     naive.write_rows(fused[:, 4:6], fused[:, 6:], expected, 0, batch.sequences, batch.geometry)
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -182,10 +182,10 @@ def test_thousands_of_tokens(head_dim: int, group: int, kv_heads: int, positions
 
 @needs_cuda
 def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
-    from kernels.sparse_prefill import triton_attention, triton_kernels, triton_rows
+    from kernels.sparse_prefill import triton_attention
 
     def compiled() -> list[int]:
-        kernels = (triton_kernels.attention_kernel, triton_kernels.join_kernel, triton_rows.write_kernel)
+        kernels = (triton_attention.attention_kernel, triton_attention.join_kernel, triton_attention.write_kernel)
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     geometry = KvGeometry(num_layers=17, kv_heads=2, head_dim=64, block_size=32)
@@ -199,7 +199,7 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
         ]
         moved = [sequence.to("cuda") for sequence in sequences]
         q = torch.randn(sum(map(len, positions)), 4, 64, device="cuda", dtype=torch.bfloat16)
-        triton_rows.write_rows(q[:, :2], q[:, 2:], pool, layer, moved, geometry)
+        triton_attention.write_rows(q[:, :2], q[:, 2:], pool, layer, moved, geometry)
         config = TileConfig(64, 64, 4, 2)
         triton_attention.sparse_prefill(q, pool, layer, moved, geometry, 0.125, config, piece)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from engine_wrapper.embedded.radix_tree import RootKey
+from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt import staging
 from semblend_trt.discovery.span_index import SpanIndex
@@ -223,7 +223,7 @@ def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp
     library = llm.connector_scheduler._serving()[0]
     lookups, fetched, plan = [], [], library.plan
     monkeypatch.setattr(library, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
-    monkeypatch.setattr(llm.connector_worker.keeper, "fetch", fetched.append)
+    monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)
     for seed in range(8):
         output = serve(llm, text(100 + seed, 120))
         assert (output.reused_tokens, output.computed_tokens) == (0, 120)

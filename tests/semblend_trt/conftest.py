@@ -8,13 +8,18 @@ import socket
 import subprocess
 import sysconfig
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from semblend_trt.fleet.directory import Directory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from semblend_trt.fleet.directory import WorkerState
 
 READY_SECONDS = 30
 
@@ -55,16 +60,34 @@ class NatsServer:
             self._process = None
 
 
+class WatchedDirectory(Directory):
+    """A directory for which no time passes, with the number of problems by name."""
+
+    def __init__(self) -> None:
+        self.problems: Counter[str] = Counter()
+        super().__init__(clock=lambda: 0.0, on_problem=lambda reason, _: self.problems.update([reason]))
+
+    def state(self, worker: tuple[int, int]) -> WorkerState | None:
+        return next((each for each in self.workers() if each.worker == worker), None)
+
+    def is_synced(self, worker: tuple[int, int]) -> bool:
+        state = self.state(worker)
+        return state is not None and state.is_synced
+
+    def compared(self, worker: tuple[int, int]) -> int:
+        """How many of the worker's heartbeats were compared with what is known."""
+        state = self.state(worker)
+        return 0 if state is None else state.compared
+
+
 class Reader:
-    """Reads a subject on a thread of its own, over restarts of the server, and keeps what its observer makes of it.
+    """Reads a subject on a thread of its own, over restarts of the server, and keeps what a directory makes of it.
 
     It asks for a resync whenever it reconnects; `ask` does so at any time.
     """
 
     def __init__(self, url: str, subject: str = "semantic-kv-events", **arguments: Any) -> None:
-        from semblend_trt.fleet.observer import FleetObserver
-
-        self.observer = FleetObserver()
+        self.directory = WatchedDirectory()
         self.payloads: list[bytes] = []
         self._url, self._subject, self._arguments = url, subject, arguments
         self._news = threading.Condition()
@@ -106,7 +129,7 @@ class Reader:
         async def take(message: Any) -> None:
             with self._news:
                 self.payloads.append(message.data)
-                self.observer.observe(message.data)
+                self.directory.observe(message.data)
                 self._news.notify_all()
 
         async def back() -> None:

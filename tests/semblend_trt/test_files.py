@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kernels.files import write_bytes
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable, write_bytes
+from semblend_trt.files import check_writable
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,23 +16,19 @@ from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.host_kv import HostKv
-from semblend_trt.donors.host_memory import HostMemory
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
     PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
-from tests.semblend_trt.held_donors import save
+from tests.semblend_trt.held_donors import held_kv, save, used_blocks
+from tests.semblend_trt.plans import plan_of
 
 GEOMETRY = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
@@ -41,7 +37,6 @@ BLOCKS = (7, 2, 9, 0, 4, 6)
 READERS = {
     "in one call": lambda: None,
     "staged": lambda: HostReader(CPU, ROTATION, Staging(2 * 7 * 128, 2, GEOMETRY, torch.float32, CPU)),
-    "read in place": lambda: HostReader(CPU, ROTATION, None),
 }
 
 
@@ -61,19 +56,8 @@ def store():
     return built
 
 
-def plan(*spans, request_id=1, computed=0, prompt=24, block_size=4, blocks=BLOCKS):
-    end = max((span.target_end for span in spans), default=computed)
-    return SemanticKvPlan(
-        request_id=request_id,
-        kind=PlanKind.REQUEST_LOCAL,
-        spans=spans,
-        prompt_token_ids=tuple(range(prompt)),
-        num_computed_tokens=computed,
-        matched_tokens=end - computed,
-        block_size=block_size,
-        execution=EngineExecution(EngineMode.WRAPPER, 3),
-        target_block_ids=blocks,
-    )
+def plan(*spans, blocks=BLOCKS, **fields):
+    return plan_of(*spans, **{"block_size": 4, "blocks": blocks, **fields})
 
 
 MIXED = plan(PlanSpan("near", 2, 0, 9), PlanSpan("far", 1, 9, 12), PlanSpan("near", 0, 22, 1))
@@ -144,7 +128,7 @@ def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
         save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")
     save(host, "far", kv(15, 2))
-    assert [part.capacity for part in host.get("far").parts] == [10, 5]
+    assert [part.capacity for part in held_kv(host, "far").parts] == [10, 5]
     whole, scattered = empty_pool(), empty_pool()
     far = plan(PlanSpan("far", 1, 9, 12), PlanSpan("far", 8, 21, 2))
     for pool, tier in ((whole, store.host), (scattered, host)):
@@ -171,16 +155,14 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     outside = plan(PlanSpan("far", 0, 0, 4), request_id=3, blocks=(20,))
     homeless = plan(PlanSpan("far", 0, 0, 4), request_id=4, blocks=None)
     longer = plan(PlanSpan("far", 12, 0, 4), request_id=5, blocks=(12,))
-    foreign = replace(plan(PlanSpan("far", 0, 0, 4), request_id=6, blocks=(12,)), block_size=8)
     half = plan(PlanSpan("half", 0, 0, 4), request_id=7, blocks=(12,))
     save(store.host, "half", kv(5, 4).half())
-    failed = loader(store, pool, READERS[reader]()).load([missing, MIXED, outside, homeless, longer, foreign, half])
+    failed = loader(store, pool, READERS[reader]()).load([missing, MIXED, outside, homeless, longer, half])
     assert [(plan.request_id, type(error)) for plan, error in failed] == [
         (2, DonorUnavailableError),
         (3, ValueError),
         (4, PlanError),
         (5, DonorUnavailableError),
-        (6, PlanError),
         (7, ValueError),
     ]
     loader(store, alone).load([MIXED])
@@ -198,11 +180,11 @@ def test_plans_that_place_nothing_need_no_blocks(store):
 def test_donors_are_let_go_when_the_load_is_queued(store):
     loader(store, empty_pool()).load([MIXED])
     assert store.drop("near")
-    assert store.device.used_bytes == 0
+    assert used_blocks(store.device) == 0
 
 
 def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
-    reader = HostReader(CPU, ROTATION, None)
+    reader = READERS["staged"]()
     calls = []
 
     def fails(*arguments):
@@ -215,7 +197,7 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
     assert [plan.request_id for plan, _ in failed] == [1, 5]
     assert len(calls) == 1
     assert store.drop("near")
-    assert store.device.used_bytes == 0
+    assert used_blocks(store.device) == 0
 
 
 def test_leftovers_of_the_load_before_are_joined_first(store):

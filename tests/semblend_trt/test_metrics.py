@@ -7,6 +7,7 @@ import gc
 import logging
 from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +16,8 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
-from semblend_trt.connector.report import ReuseReport
 from semblend_trt.metrics import TOKEN_KINDS, HeldDonors, Metrics, metrics_for
-from semblend_trt.outcome import OTHER_REASON, Outcome
+from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def test_every_outcome_and_kind_is_there_from_the_start(registry: CollectorRegis
 
 
 def test_a_checked_request(registry: CollectorRegistry) -> None:
-    metrics_for(True, registry).settled(CHECKED, 64)
+    metrics_for(True, registry).request_ended(replace(CHECKED, exact_prefix_tokens=64))
     assert value(registry, "requests_total", outcome=USED) == 1
     assert tokens(registry) == {
         "offered": 800,
@@ -80,7 +80,7 @@ def test_a_checked_request(registry: CollectorRegistry) -> None:
 
 
 def test_a_check_that_nobody_reports_counts_what_is_known(registry: CollectorRegistry) -> None:
-    metrics_for(True, registry).settled(UNKNOWN, 0)
+    metrics_for(True, registry).request_ended(UNKNOWN)
     assert tokens(registry) == {"offered": 800, "checked": 0, "reused": 64, "recomputed": 0, "exact_prefix": 0}
     assert value(registry, "kept_deviation_count") == 0
 
@@ -88,7 +88,7 @@ def test_a_check_that_nobody_reports_counts_what_is_known(registry: CollectorReg
 def test_refusals_and_lookups(registry: CollectorRegistry) -> None:
     metrics = metrics_for(True, registry)
     for reason in ("low_reuse", "low_reuse", "deviation"):
-        metrics.settled(ReuseReport(DECLINED, reason), 0)
+        metrics.request_ended(ReuseReport(DECLINED, reason))
     metrics.looked_up(0.002)
     assert value(registry, "requests_total", outcome=DECLINED) == 3
     assert value(registry, "refusals_total", reason="low_reuse") == 2
@@ -102,7 +102,7 @@ def test_engines_of_one_process_share_the_series_and_add_up(registry: CollectorR
     engines = [metrics_for(True, registry) for _ in range(3)]
     libraries = [Library(HeldDonors(2, 100, 10)), Library(HeldDonors(3, 1000, 0))]
     for metrics in engines:
-        metrics.settled(CHECKED, 0)
+        metrics.request_ended(CHECKED)
     for metrics, library in zip(engines, libraries, strict=False):
         metrics.watch(library)
     assert value(registry, "requests_total", outcome=USED) == 3
@@ -199,8 +199,8 @@ def test_a_wrong_report_raises_nothing_and_is_told_once(
 ) -> None:
     metrics = metrics_for(True, registry)
     with caplog.at_level(logging.ERROR):
-        metrics.settled(report, 0)
-        metrics.settled(report, 0)
+        metrics.request_ended(report)
+        metrics.request_ended(report)
         metrics.looked_up("soon")  # type: ignore[arg-type]
     assert len(caplog.records) == 1
 
@@ -220,7 +220,7 @@ def test_reasons_are_bounded_and_none_is_lost(reasons: list[str], limit: int) ->
         patch.setattr("semblend_trt.metrics.MAX_REASONS", limit)
         metrics = metrics_for(True, registry)
         for reason in reasons:
-            metrics.settled(ReuseReport(DECLINED, reason), 0)
+            metrics.request_ended(ReuseReport(DECLINED, reason))
     (family,) = (family for family in registry.collect() if family.name == "semblend_refusals")
     counted = {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
     assert sum(counted.values()) == len(reasons)
@@ -231,7 +231,7 @@ def test_reasons_are_bounded_and_none_is_lost(reasons: list[str], limit: int) ->
 def test_racing_engines_lose_no_count(registry: CollectorRegistry) -> None:
     def serve(_: int) -> None:
         metrics = metrics_for(True, registry)
-        metrics.settled(CHECKED, 1)
+        metrics.request_ended(replace(CHECKED, exact_prefix_tokens=1))
         metrics.watch(Library(HeldDonors(1, 1, 1)))
         generate_latest(registry)
 
@@ -243,6 +243,6 @@ def test_racing_engines_lose_no_count(registry: CollectorRegistry) -> None:
 
 def use_all(metrics: Metrics) -> None:
     metrics.looked_up(0.1)
-    metrics.settled(CHECKED, 3)
+    metrics.request_ended(replace(CHECKED, exact_prefix_tokens=3))
     metrics.watch(Library(HeldDonors(1, 1, 1)))
     metrics.close()

@@ -1,11 +1,22 @@
-"""One rank needs nobody, several get the same of everything; real processes are met in test_tensor_parallel.py."""
+"""Ranks agree on values, on a start and on loads."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
 import torch
 
-from semblend_trt.ranks import Ranks, joined_ranks
+import semblend_trt
+from semblend_trt.errors import ConfigurationError, DonorUnavailableError
+from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, agree_on_start, join_ranks, joined_ranks, ranks_of
+from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
+
+if TYPE_CHECKING:
+    from semblend_trt.plan import SemanticKvPlan
 
 
 def test_one_rank_keeps_what_it_has() -> None:
@@ -38,3 +49,93 @@ def test_a_process_that_has_joined_nobody_is_one_rank_or_unknown() -> None:
     assert found is not None
     assert found.size == 1
     assert joined_ranks(2) is None
+
+
+TWO = SimpleNamespace(tensor_parallel_size=2)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`tensorrt_llm/_utils.py` (1.2 @3277953), on rank 1 of 2."""
+    module: Any = ModuleType("tensorrt_llm._utils")
+    module.mpi_rank, module.mpi_world_size = lambda: 1, lambda: 2
+    module.mpi_allgather = lambda value: ["of rank 0", value]
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
+    monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", module)
+    return module
+
+
+def test_the_ranks_of_an_engine_are_its_own(engine: Any) -> None:
+    found = ranks_of(TWO)
+    assert found is not None
+    assert (found.rank, found.size, found.gather("own")) == (1, 2, ["of rank 0", "own"])
+    assert ranks_of(SimpleNamespace(tensor_parallel_size=4)) is None
+    del engine.mpi_allgather
+    assert ranks_of(TWO) is None
+
+
+def test_ranks_that_cannot_talk_reuse_nothing() -> None:
+    runtime = Runtime()
+    join_ranks(runtime, TWO)
+    assert (runtime.refusal, runtime.ranks.size) == ("ranks_unknown", 1)
+    alone = Runtime()
+    join_ranks(alone, SimpleNamespace(tensor_parallel_size=None))
+    assert alone.refusal is None
+
+
+def test_ranks_that_the_engine_has_named_are_kept(engine: ModuleType) -> None:
+    named = EngineRanks(0, 2, lambda value: [value, value])
+    runtime = Runtime(ranks=named)
+    join_ranks(runtime, TWO)
+    assert runtime.ranks is named
+
+
+def test_a_refusal_of_one_rank_is_that_of_all() -> None:
+    def start(ranks: Ranks) -> str | None:
+        runtime = Runtime(ranks=ranks, refusal="pool_layout" if ranks.rank == 1 else None)
+        agree_on_start(runtime, None)
+        return runtime.refusal
+
+    assert on_ranks(3, start) == ["pool_layout"] * 3
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    def start(ranks: Ranks) -> str:
+        own = ConfigurationError("no memory") if ranks.rank == 1 else None
+        with pytest.raises(ConfigurationError) as raised:
+            agree_on_start(Runtime(ranks=ranks), own)
+        return str(raised.value)
+
+    assert on_ranks(2, start) == ["another rank cannot start: no memory", "no memory"]
+
+
+def test_ranks_of_two_versions_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ("0.0.0", None, None)
+    runtime = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
+    agree_on_start(runtime, None)
+    assert runtime.refusal == "metadata_version"
+    monkeypatch.setattr(semblend_trt, "__version__", "0.0.0")
+    same = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
+    agree_on_start(same, None)
+    assert same.refusal is None
+
+
+def test_a_plan_is_used_where_every_rank_has_placed_it() -> None:
+    plans: list[Any] = ["first", "second", "third"]
+    own = ValueError("own reason")
+
+    def load(ranks: Ranks) -> dict[int, Exception]:
+        return agree_on_loads(ranks, plans, {2: own} if ranks.rank == 1 else {})
+
+    first, second = on_ranks(2, load)
+    assert list(first) == list(second) == [2]
+    assert isinstance(first[2], DonorUnavailableError)
+    assert second[2] is own
+
+
+def test_without_plans_nothing_is_said() -> None:
+    def fail(_: Any) -> list[Any]:
+        raise AssertionError("the other ranks do not listen")
+
+    none: list[SemanticKvPlan] = []
+    assert agree_on_loads(EngineRanks(0, 2, fail), none, {}) == {}

@@ -16,9 +16,9 @@ from kernels.layout import KvGeometry
 from semblend_trt import reuse_profile
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
+from semblend_trt.plan import SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ReuseProfile
-from semblend_trt.span_check import SpanCheck
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
 FIELDS: dict[str, Any] = {

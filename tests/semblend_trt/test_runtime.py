@@ -1,4 +1,4 @@
-"""One runtime an engine, found through its llm_args, gone with it."""
+"""One runtime an engine; a plan in it runs once, and a layer is waited for once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
-from semblend_trt.plan import EngineMode
-from semblend_trt.runtime import MAX_NEWS, Runtime, SavedDonor, runtime_for
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.ranks import EngineRanks
+from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
+from tests.semblend_trt.plans import plan_of
 
 
 class LlmArgs:
@@ -31,110 +35,94 @@ class Engine:
 
 def test_same_arguments_share_a_runtime_and_equal_ones_do_not() -> None:
     first, second = LlmArgs(), LlmArgs()
-    assert runtime_for(first) is runtime_for(first)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: runtime_for(first), range(64)))
+    assert len({id(runtime) for runtime in found}) == 1
     assert runtime_for(first) is not runtime_for(second)
 
 
 def test_fresh_runtime_promises_only_what_a_stock_engine_can() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    assert runtime.mode is EngineMode.STOCK
-    assert not runtime.publication_guard
-    assert runtime.engine is None
-    assert runtime.pool is None
-    assert len(runtime.active_plans) == 0
-
-
-def test_news_that_nobody_reads_do_not_pile_up() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    for number in range(MAX_NEWS + 3):
-        runtime.saved.append(SavedDonor(str(number), 1))
-        runtime.failed_loads.append(number)
-    assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_NEWS
-    assert runtime.saved[-1].donor_id == str(MAX_NEWS + 2)
+    runtime = Runtime()
+    assert (runtime.mode, runtime.publication_guard, runtime.engine, runtime.pool, len(runtime.active_plans)) == (
+        EngineMode.STOCK,
+        False,
+        None,
+        None,
+        0,
+    )
 
 
 class Scheduler:
-    """Reads the news of a runtime, or fails."""
+    """Takes the events of a runtime, or fails."""
 
     def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
-        self.runtime, self.fails, self.read = runtime, fails, list[str]()
-        self.prepared = 0
+        self.runtime, self.fails, self.taken, self.prepared = runtime, fails, list[str](), 0
+        runtime.scheduler = self
 
-    def prepare(self) -> None:
+    def wait_for_initialization(self) -> None:
         self.prepared += 1
 
-    def drain(self) -> None:
+    def take_events(self) -> None:
         if self.fails:
-            raise KeyError("news")
+            raise KeyError("events")
         while self.runtime.saved:
-            self.read.append(self.runtime.saved.popleft().donor_id)
+            self.taken.append(self.runtime.saved.popleft().donor_id)
 
 
-def test_news_are_read_as_they_come_as_long_as_there_is_a_reader() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
-    runtime.saved.append(SavedDonor("before", 1))
-    runtime.news_came()
+def test_events_are_taken_as_long_as_there_is_a_scheduler_and_bounded_without() -> None:
+    runtime = Runtime()
+    for number in range(MAX_EVENTS + 3):
+        runtime.saved.append(SavedDonor(str(number), 1))
+        runtime.failed_loads.append(number)
+    runtime.saves_ended()
+    assert len(runtime.saved) == len(runtime.failed_loads) == runtime.evidence.maxlen == MAX_EVENTS
     scheduler = Scheduler(runtime)
-    runtime.read_by(scheduler.drain)
-    runtime.saved.append(SavedDonor("behind", 1))
-    runtime.news_came()
-    assert scheduler.read == ["before", "behind"]
+    runtime.saves_ended()
+    assert (len(scheduler.taken), scheduler.taken[-1]) == (MAX_EVENTS, str(MAX_EVENTS + 2))
     del scheduler
-    runtime.saved.append(SavedDonor("unread", 1))
-    runtime.news_came()
-    assert [news.donor_id for news in runtime.saved] == ["unread"]
+    runtime.saved.append(SavedDonor("left", 1))
+    runtime.saves_ended()
+    assert [event.donor_id for event in runtime.saved] == ["left"]
+    runtime.ranks = EngineRanks(1, 2, lambda own: [own, own])  # where no scheduler ever stands
+    runtime.saves_ended()
+    assert not runtime.saved
+    assert not runtime.failed_loads
 
 
-def test_a_reader_that_fails_is_counted() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
+def test_a_scheduler_that_fails_is_counted() -> None:
+    runtime = Runtime()
     scheduler = Scheduler(runtime, fails=True)
-    runtime.read_by(scheduler.drain)
     runtime.saved.append(SavedDonor("unread", 1))
-    runtime.news_came()
-    assert runtime.faults == {"saved_news": 1}
+    runtime.saves_ended()
+    assert (runtime.faults, scheduler.taken) == ({"saved_news": 1}, [])
 
 
 def test_the_scheduler_prepares_when_the_caches_are_registered() -> None:
-    llm_args = LlmArgs()
-    runtime = runtime_for(llm_args)
+    runtime = Runtime()
     runtime.caches_registered()  # a rank without a scheduler
     scheduler = Scheduler(runtime)
-    runtime.read_by(scheduler.drain, scheduler.prepare)
     runtime.caches_registered()
     assert scheduler.prepared == 1
 
 
-def test_runtime_ends_with_its_arguments() -> None:
-    llm_args = LlmArgs()
-    gone = weakref.ref(runtime_for(llm_args).active_plans)
-    before = len(runtime_module._runtimes)
-    del llm_args
-    gc.collect()
-    assert gone() is None
-    assert len(runtime_module._runtimes) < before
-
-
-def test_engine_that_holds_its_arguments_does_not_keep_them() -> None:
+def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None:
     llm_args = LlmArgs()
     engine = Engine(llm_args)
     runtime_for(llm_args).engine = engine
     assert runtime_for(llm_args).engine is engine
-    gone = weakref.ref(llm_args)
+    gone, plans = weakref.ref(llm_args), weakref.ref(runtime_for(llm_args).active_plans)
+    before = len(runtime_module._runtimes)
     del llm_args, engine
     gc.collect()
-    assert gone() is None
+    assert gone() is plans() is None
+    assert len(runtime_module._runtimes) < before
 
 
 def test_engine_can_be_taken_away() -> None:
-    llm_args = LlmArgs()
-    engine = Engine(llm_args)
-    runtime_for(llm_args).engine = engine
-    runtime_for(llm_args).engine = None
-    assert runtime_for(llm_args).engine is None
+    runtime, engine = Runtime(), Engine(LlmArgs())
+    runtime.engine = engine
+    runtime.engine = None
+    assert runtime.engine is None
 
 
 def test_arguments_without_weak_references_are_refused() -> None:
@@ -144,8 +132,122 @@ def test_arguments_without_weak_references_are_refused() -> None:
     assert id(llm_args) not in runtime_module._runtimes
 
 
-def test_threads_meet_in_one_runtime() -> None:
-    llm_args = LlmArgs()
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: runtime_for(llm_args), range(64)))
-    assert len({id(runtime) for runtime in found}) == 1
+def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = False, start: int = 4) -> SemanticKvPlan:
+    kind = PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL
+    span = PlanSpan("d", start, start, 8, exact=exact)
+    return plan_of(span, request_id=request_id, kind=kind, computed=start, mode=mode)
+
+
+def active(*plans: SemanticKvPlan) -> ActivePlans:
+    built = ActivePlans()
+    for each in plans:
+        built.put(each)
+    return built
+
+
+def test_each_plan_is_taken_once() -> None:
+    plans = active(*map(plan, range(4)))
+    assert (len(plans), plans.take(0), plans.take(0), plans.take(9)) == (4, plan(0), None, None)
+    assert plans.take_all([3, 7, 1]) == {3: plan(3), 1: plan(1)}
+    assert plans.take_all([3, 1]) == {}
+    assert (plans.take(2), len(plans), plans.take_all([2])) == (plan(2), 0, {})
+
+
+def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
+    plans = active(plan(1, start=6), plan(2))
+    plans.take(1)
+    assert plans.publishable_tokens(1) == 6
+    plans.lift_limit(1)
+    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
+
+
+def test_exact_plan_has_no_limit_and_lifts_none() -> None:
+    plans = active(plan(1, exact=True), plan(2), plan(2, exact=True))
+    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
+
+
+def test_stock_plan_leaves_its_limit_but_waits_for_no_forward() -> None:
+    plans = active(plan(1, mode=EngineMode.STOCK))
+    assert (plans.take(1), plans.publishable_tokens(1)) == (None, 4)
+
+
+def test_second_put_replaces_the_first() -> None:
+    replacement = plan(1).without_spans("gone")
+    plans = active(plan(1), replacement)
+    assert (len(plans), plans.publishable_tokens(1)) == (1, replacement.prompt_length)
+    assert plans.take(1) == replacement
+
+
+def test_each_plan_goes_to_one_of_many_threads() -> None:
+    plans = active(*map(plan, range(200)))
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(plans.take, [request_id for request_id in range(200) for _ in range(4)]))
+    assert sorted(item.request_id for item in taken if item is not None) == list(range(200))
+    assert len(plans) == 0
+
+
+class RecordingStream:
+    def __init__(self):
+        self.waited = []
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+def expecting(*ends):
+    readiness = LayerReadiness()
+    readiness.expect((end, f"below {end}") for end in ends)
+    return readiness
+
+
+def test_each_layer_waits_for_its_own_group_only():
+    readiness, stream = expecting(3, 5, 6), RecordingStream()
+    waited = []
+    for layer in range(6):
+        readiness.wait(layer, stream)
+        waited.append(len(stream.waited))
+    assert waited == [1, 1, 1, 2, 2, 3]
+    assert stream.waited == ["below 3", "below 5", "below 6"]
+    assert not readiness.is_arriving
+
+
+def test_a_layer_further_up_waits_for_all_below():
+    readiness, stream = expecting(2, 4, 6), RecordingStream()
+    readiness.wait(3, stream)
+    assert stream.waited == ["below 2", "below 4"]
+    assert readiness.is_arriving
+
+
+def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
+    readiness, stream = expecting(2, 4), RecordingStream()
+    readiness.wait(0, stream)
+    readiness.join(stream)
+    assert stream.waited == ["below 2", "below 4"]
+    readiness.expect([(1, "again")])
+    readiness.wait(0, stream)
+    assert stream.waited[-1] == "again"
+
+
+def test_on_the_cpu_nothing_is_ever_on_its_way():
+    readiness = LayerReadiness()
+    readiness.expect([(2, None), (4, None)])
+    assert not readiness.is_arriving
+    readiness.wait(0, None)
+    readiness.join(None)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.data())
+def test_whoever_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
+    readiness, stream = expecting(*ends), RecordingStream()
+    for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
+        readiness.wait(layer, stream)
+        assert f"below {next(end for end in ends if end > layer)}" in stream.waited
+    readiness.join(stream)
+    assert stream.waited == [f"below {end}" for end in ends]
+
+
+@pytest.mark.parametrize("layer", [0, 7])
+def test_waiting_with_nothing_expected_waits_for_nothing(layer):
+    stream = RecordingStream()
+    LayerReadiness().wait(layer, stream)
+    assert stream.waited == []

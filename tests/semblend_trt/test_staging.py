@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kernels.kv_move import Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.staging import HostReader, HostWriter, Staging, pieces
+from semblend_trt.staging import HostReader, HostWriter, Staging, batches
 from tests.semblend_trt.held_donors import fill
 
 GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
@@ -42,7 +42,7 @@ def staging(tokens: int, slots: int = 2, device: torch.device = CPU) -> Staging:
 
 @settings(max_examples=40)
 @given(
-    capacity=st.one_of(st.none(), st.integers(1, 120)),
+    capacity=st.integers(1, 120),
     layers=st.integers(1, 5),
     slots=st.integers(1, 3),
     data=st.data(),
@@ -53,8 +53,7 @@ def test_staged_spans_are_those_of_one_plain_move(capacity, layers, slots, data)
     moves = [Move(donors[donor], *place) for donor, *place in chosen]
     expected, target = empty_target(), empty_target()
     kv_move(moves, expected, ROTATION)
-    ring = None if capacity is None else staging(max(capacity, layers), slots)
-    reader = HostReader(CPU, ROTATION, ring)
+    reader = HostReader(CPU, ROTATION, staging(max(capacity, layers), slots))
     for first in range(0, 5, layers):
         reader.place(moves, target, first, min(first + layers, 5))
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
@@ -91,7 +90,7 @@ def test_up_and_down_again_changes_no_bit(device, capacity, sizes):
     held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
     back = HostKv((host_donor(held.capacity, 99, device),))
     fill(back, torch.full_like(held.tensor, math.nan))
-    writer = HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device))
+    writer = HostWriter(ROTATION, staging(capacity, 1, device))
     blocks = empty_target(device)
     writer.copy_up(held, blocks)
     writer.copy(blocks, held.capacity, back)
@@ -99,16 +98,16 @@ def test_up_and_down_again_changes_no_bit(device, capacity, sizes):
 
 
 @given(st.integers(1, 12))
-def test_pieces_keep_order_turn_and_every_token(capacity):
+def test_batches_keep_order_turn_and_every_token(capacity):
     donor = host_donor(14, 1)
     moves = [Move(donor, 3, 9, 11), Move(donor, 0, 21, 5), Move(donor, 13, 40, 1)]
-    divided = list(pieces(moves, capacity))
-    assert all(sum(move.length for move in piece) == capacity for piece in divided[:-1])
+    divided = list(batches(moves, capacity))
+    assert all(sum(move.length for move in batch) == capacity for batch in divided[:-1])
     assert 1 <= sum(move.length for move in divided[-1]) <= capacity
     tokens = [
         (move.source_start + offset, move.target_start + offset, move.shift)
-        for piece in divided
-        for move in piece
+        for batch in divided
+        for move in batch
         for offset in range(move.length)
     ]
     assert tokens == [
@@ -129,9 +128,3 @@ def test_slots_share_the_budget_and_take_turns():
 def test_staging_without_room_for_a_token_is_refused():
     with pytest.raises(ConfigurationError, match="raise SEMBLEND_STAGING_BYTES"):
         Staging(3 * ROW_BYTES - 1, 3, GEOMETRY, torch.float32, CPU)
-
-
-def test_more_layers_than_a_slot_holds_are_refused():
-    moves = [Move(host_donor(14, 1), 0, 0, 4)]
-    with pytest.raises(ValueError, match="do not fit into a staging slot of 4 tokens"):
-        HostReader(CPU, ROTATION, staging(4)).place(moves, empty_target(), 0, 5)

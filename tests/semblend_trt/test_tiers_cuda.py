@@ -13,22 +13,20 @@ from kernels.kv_move import Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt import loader as loader_module
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
-from semblend_trt.layer_readiness import LayerReadiness
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
+from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, HostWriter, Staging
-from tests.semblend_trt.held_donors import save
+from tests.semblend_trt.held_donors import held_kv, save
+from tests.semblend_trt.plans import plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -88,7 +86,7 @@ def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
 class Card:
     """A rank on the card: the arena holds donor "near", the host "far"."""
 
-    def __init__(self, staged: bool = True, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
+    def __init__(self, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
         self.pool = engine_pool()
         device = self.pool.device
         self.store = DonorStore(
@@ -98,14 +96,14 @@ class Card:
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE)
         self.readiness = LayerReadiness()
         self.readiness.is_awaited = awaited
-        reader = HostReader(device, ROTATION, staging(3) if staged else None)
+        reader = HostReader(device, ROTATION, staging(3))
         self.loader = PlanLoader(self.store, self.pool, GEOMETRY, ROTATION, self.readiness, reader)
         self.keep("near", Tier.DEVICE, 1)
         self.keep("far", Tier.HOST, 2)
 
     def keep(self, donor_id: str, tier: Tier, seed: int) -> None:
         put(self.pool, range(60, 92), random_kv(seed))
-        self.saver.start(0, donor_id, tier, list(range(60, 92)), TOKENS)
+        self.saver.start(SaveIntent(0, donor_id, TOKENS, tier), list(range(60, 92)), TOKENS)
         self.saver.drain()
         ((_, news),) = self.saver.finished()
         assert news.error is None
@@ -122,17 +120,8 @@ def card():
     built.saver.close()
 
 
-PLAN = SemanticKvPlan(
-    request_id=1,
-    kind=PlanKind.REQUEST_LOCAL,
-    spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=tuple(range(1600)),
-    num_computed_tokens=0,
-    matched_tokens=1577,
-    block_size=32,
-    execution=EngineExecution(EngineMode.WRAPPER, 12),
-    target_block_ids=tuple(range(50)),
-)
+SPANS = (PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77))
+PLAN = plan_of(*SPANS, prompt=1600, block_size=32, layers=12, blocks=tuple(range(50)))
 
 
 def expected_pool(before: torch.Tensor) -> torch.Tensor:
@@ -147,31 +136,29 @@ def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole(staged):
+def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     half = TOKENS // 2
-    card = Card(staged, host_tokens=3 * half)
+    card = Card(host_tokens=3 * half)
     expected = expected_pool(card.pool)
     host = card.store.host
-    assert host.get("far").tensor.is_pinned()
+    assert held_kv(host, "far").tensor.is_pinned()
     assert host.drop("far")
     for name in ("first", "second", "third"):
         save(host, name, random_kv(5, half))
     assert host.drop("first")
     assert host.drop("third")
     card.keep("far", Tier.HOST, 2)
-    assert [part.capacity for part in host.get("far").parts] == [half, half]
-    assert all(part.tensor.is_pinned() for part in host.get("far").parts)
+    assert [part.capacity for part in held_kv(host, "far").parts] == [half, half]
+    assert all(part.tensor.is_pinned() for part in held_kv(host, "far").parts)
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
-    assert torch.equal(host.get("far").tensor, random_kv(2))
+    assert torch.equal(held_kv(host, "far").tensor, random_kv(2))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     torch.cuda._sleep(A_WHILE)
     card.pool[:50].fill_(float("nan"))
@@ -182,10 +169,9 @@ def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run(st
     assert_equal(card.pool[:50], expected[:50])
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_what_follows_on_the_stream_sees_the_whole_load(staged, own_stream):
-    card = Card(staged)
+def test_what_follows_on_the_stream_sees_the_whole_load(own_stream):
+    card = Card()
     expected = expected_pool(card.pool)
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -249,16 +235,15 @@ def test_beginning_a_save_does_not_wait_for_the_card(card):
     torch.cuda._sleep(A_WHILE)
     behind = torch.cuda.Event()
     behind.record()
-    card.saver.start(0, "next", Tier.HOST, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.HOST), list(range(60, 92)), TOKENS)
     assert not behind.query()
     card.saver.drain()
     assert behind.query()  # it reads what the stream has written by then
     assert torch.equal(card.read("next"), random_kv(3))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "read in place"])
-def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
-    card = Card(staged, host_tokens=TOKENS)
+def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
+    card = Card(host_tokens=TOKENS)
     expected = expected_pool(card.pool)
     put(card.pool, range(60, 92), random_kv(3))
     torch.cuda.synchronize()
@@ -268,7 +253,7 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     assert card.store.host.drop("far")
-    card.saver.start(0, "next", Tier.HOST, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.HOST), list(range(60, 92)), TOKENS)
     assert not behind.query()
     card.saver.drain()
     torch.cuda.synchronize()
@@ -280,11 +265,11 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads(staged):
 def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_a_demotion(card):
     for donor_id, seed in (("near", 1), ("far", 2)):
         assert torch.equal(card.read(donor_id).cpu(), random_kv(seed))
-    card.saver.demote("near")
+    card.saver.offload("near")
     card.saver.drain()
     assert card.saver.lost() == []
     assert "near" not in card.store.device
-    held = card.store.host.get("near").tensor
+    held = held_kv(card.store.host, "near").tensor
     assert held.is_pinned()
     assert torch.equal(held, random_kv(1))
 
@@ -303,11 +288,11 @@ def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
 
 
 def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
-    card.saver.demote("near")
+    card.saver.offload("near")
     put(card.pool, range(60, 92), random_kv(3))
-    card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.DEVICE), list(range(60, 92)), TOKENS)
     card.saver.drain()
-    assert torch.equal(card.store.host.get("near").tensor, random_kv(1))
+    assert torch.equal(held_kv(card.store.host, "near").tensor, random_kv(1))
     assert torch.equal(card.read("next").cpu(), random_kv(3))
 
 
@@ -324,12 +309,12 @@ def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
 
 def test_a_donor_is_lifted_bit_for_bit_and_leaves_the_host(card):
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     assert "far" in card.store.device
     assert "far" not in card.store.host
     assert torch.equal(card.read("far").cpu(), random_kv(2))
-    assert [timing.what for timing in card.saver.timings][-1] == "lift"
+    assert [timing.what for timing in card.saver.timings][-1] == "promote"
 
 
 def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
@@ -339,7 +324,7 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
     for seed in range(4, 14):  # as many as host memory holds
         save(card.store.host, f"other-{seed}", random_kv(seed))
@@ -351,9 +336,9 @@ def test_a_lift_comes_behind_the_loads_that_read_the_donor(card):
 def test_a_lifted_donor_is_loaded_from_the_card(card):
     expected = expected_pool(card.pool)
     card.store.drop("near")
-    card.saver.lift("far")
+    card.saver.promote("far")
     card.saver.drain()
-    card.saver.demote("far")
+    card.saver.offload("far")
     card.saver.drain()
     card.keep("near", Tier.DEVICE, 1)
     card.pool[:50].fill_(float("nan"))
@@ -363,9 +348,9 @@ def test_a_lifted_donor_is_loaded_from_the_card(card):
 
 
 def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
-    card.saver.lift("far")  # "near" has 32 of the 40 blocks
+    card.saver.promote("far")  # "near" has 32 of the 40 blocks
     card.saver.drain()
-    assert torch.equal(card.store.host.get("far").tensor, random_kv(2))
+    assert torch.equal(held_kv(card.store.host, "far").tensor, random_kv(2))
     assert "far" not in card.store.device
 
 
@@ -380,12 +365,12 @@ def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writ
     saver._thread.submit(go_on.wait)
     torch.cuda._sleep(A_WHILE)
     put(pool, blocks, kv)
-    saver.start(0, "donor", Tier.HOST, list(blocks), TOKENS)
+    saver.start(SaveIntent(0, "donor", TOKENS, Tier.HOST), list(blocks), TOKENS)
     pool.fill_(torch.nan)
     go_on.set()
     saver.drain()
     ((_, news),) = saver.finished()
     assert (news.tokens, news.error) == (TOKENS, None)
-    assert torch.equal(store.host.get("donor").tensor.cpu(), kv)
+    assert torch.equal(held_kv(store.host, "donor").tensor.cpu(), kv)
     assert snapshots.free_tokens == ARENA * 32
     saver.close()

@@ -10,9 +10,10 @@ import torch
 from tokenizers import Tokenizer
 
 import validation
-from validation.assets.recipe import arguments, corpus, evaluate, headers, tasks
-from validation.assets.recipe.probe import PlaceProbe
-from validation.assets.recipe.train import hidden_states
+from validation.assets.recipe import evaluate, headers, tasks
+from validation.assets.recipe import tokenizer as corpus
+from validation.assets.recipe import train as arguments
+from validation.assets.recipe.train import PlaceProbe, hidden_states
 
 ASSETS = Path(validation.__file__).parent / "assets"
 

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from validation.arms import DEFAULT_NAMES
 from validation.audit_log import AuditCounts
-from validation.files import write_json
+from validation.exactness import Exactness
 from validation.gates import Gate
-from validation.report import Report
-from validation.summary import summarise
+from validation.output import write_json
+from validation.report import Report, end_to_end_rows, summaries, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +74,53 @@ def test_tables_have_a_line_for_each_workload_and_arm(report: Report) -> None:
 
 def test_summary_keeps_timed_and_untimed_apart(make_sample: Maker) -> None:
     samples = [make_sample(ttft_s=1.0), make_sample(ttft_s=3.0), make_sample(ttft_s=9.0, timed=False, speedup=None)]
-    [line] = summarise(samples)
-    assert (line.samples, line.timed, line.ttft_median_s) == (3, 2, 2.0)
-    assert line.ttft_p95_s == pytest.approx(2.9)
-    assert line.outcomes == {"backend_materialized_reuse": 3}
-    assert line.fires == 3
+    [line] = summaries(samples)
+    assert (line["samples"], line["timed"], line["ttft_median_s"]) == (3, 2, 2.0)
+    assert line["ttft_p95_s"] == pytest.approx(2.9)
+    assert line["outcomes"] == {"backend_materialized_reuse": 3}
+    assert line["fires"] == 3
+
+
+def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample: Callable[..., Sample]) -> None:
+    timed = make_sample(timed=True, ttft_s=0.2, prompt_tokens=100, computed_tokens=100, exact_match=True)
+    follow_up = make_sample(timed=False, ttft_s=0.01, prompt_tokens=100, computed_tokens=4, exact_match=False)
+    line = summary("cold", "reordered", "2k", [timed, follow_up])
+    assert (line["samples"], line["timed"], line["ttft_median_s"], line["computed_tokens"]) == (2, 1, 0.2, 100)
+    assert line["exact_match"] == 0.5
+
+
+def test_the_rows_of_a_run_have_their_names(make_sample: Callable[..., Sample], measured: Measured) -> None:
+    samples = []
+    for size in ("2k", "4k"):
+        samples += [make_sample(size=size, arm="cold", speedup=1.0, ttft_s=0.4), make_sample(size=size)]
+    samples.append(make_sample(workload="unrelated", expects="none", reused_tokens=0))
+    rows = {row.name: row for row in end_to_end_rows(samples, Exactness(1e-5, "stock"), "cpu", measured)}
+    assert list(rows) == [
+        "cpu_shifted_2k_ttft_speedup",
+        "cpu_shifted_4k_ttft_speedup",
+        "cpu_harmless_em_drop",
+        "cpu_unrelated_fires",
+        "wrapper_exactness_max_logit_diff",
+    ]
+    assert all(row.holds for row in rows.values())
+    assert rows["cpu_shifted_4k_ttft_speedup"].value == 4.0
+    assert "400 ms" in rows["cpu_shifted_4k_ttft_speedup"].baseline
+    assert not end_to_end_rows([make_sample(workload="prompts", size="any")], None, "cpu", measured)
+
+
+def test_a_run_with_a_profile_and_a_trap_has_rows_of_both(
+    make_sample: Callable[..., Sample], measured: Measured
+) -> None:
+    samples = [make_sample(size="2k", arm="cold", speedup=1.0, ttft_s=0.4)]
+    samples += [make_sample(size="2k", arm=arm) for arm in ("position_fix", "verified")]
+    samples += [
+        make_sample(workload="header_trap", arm=arm, exact_match=right)
+        for arm, right in (("cold", True), ("position_fix", False), ("verified", True))
+    ]
+    rows = {row.name: row for row in end_to_end_rows(samples, None, "cpu", measured)}
+    assert rows["cpu_verified_2k_ttft_speedup"].value == 4.0
+    assert "of which verified computes" in rows["cpu_verified_2k_ttft_speedup"].baseline
+    assert (rows["cpu_verified_em_drop"].value, rows["cpu_verified_em_drop"].holds) == (0.0, True)
+    assert (rows["cpu_trap_position_fix_em"].value, rows["cpu_trap_position_fix_em"].goal) == (0.0, 0.5)
+    # The trap is no harmless prompt.
+    assert rows["cpu_harmless_em_drop"].value == 0.0

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 import validation
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
-from semblend_trt.connector.model_facts import model_facts, namespace_for
+from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import documents, prompts
 from validation.assets.recipe import evaluate
+from validation.metrics import MARGIN
 from validation.models import PROFILE_NAME
-from validation.noninferiority import MARGIN
 
 ASSETS = Path(validation.__file__).parent / "assets"
 MODEL = ASSETS / "model"

@@ -160,4 +160,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     api.KvCacheConnectorConfig = embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
-    monkeypatch.setattr("validation.trtllm_api.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("validation.trtllm_engine.QUIET_SECONDS", 0.0)

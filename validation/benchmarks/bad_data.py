@@ -20,19 +20,17 @@ import torch
 from kernels.layout import ContiguousKv
 from semblend_trt.benchmarks.fleet_server import NAMESPACE
 from semblend_trt.doctor.options import read_options
-from semblend_trt.donors.disk import FOLDER, DiskTier
-from semblend_trt.donors.donor_file import DonorFileError, KvForm
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.disk_tier import FOLDER, DiskTier
+from semblend_trt.donors.donor_file import DonorFileError, DonorText, KvForm
+from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.observer import FleetObserver
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
-from validation.jsonl import read_cases
+from validation.cases import read_cases
 from validation.replay.trace import trace_file
 
 if TYPE_CHECKING:
@@ -161,30 +159,28 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _parts(part)
 
 
-class Readers:
-    """An observer and a directory that both follow one worker with one donor."""
+class Reader:
+    """A directory that follows one worker with one donor."""
 
     def __init__(self) -> None:
-        self.observer, self.directory = FleetObserver(), Directory(max_donors=16)
+        self.problems = 0
+        self.directory = Directory(max_donors=16, on_problem=self._note)
         for payload in messages(EventFormat.JSON)[:2]:
-            self.observer.observe(payload)
             self.directory.observe(payload)
 
     def give(self, payload: bytes, sender: str | None) -> tuple[bool, str]:
-        """Whether both have counted the message as bad, and what is wrong with how they took it."""
-        applied = sum(self.directory.counts[verdict] for verdict in ("reset", "next", "gap", "unsynced"))
-        problems = self.observer.problem_counts.total()
-        counted = self.directory.counts.total()
-        self.observer.observe(payload, sender)
-        self.directory.observe(payload, sender)
-        applied -= sum(self.directory.counts[verdict] for verdict in ("reset", "next", "gap", "unsynced"))
-        if applied or self.observer.problem_counts.total() == problems:
+        """Whether it has counted the message as bad, and what is wrong with how it took it."""
+        before = self.problems
+        verdict = self.directory.observe(payload, sender)
+        if verdict is not None and verdict.is_to_apply:
             return False, ""
-        wrong = "" if self.directory.counts.total() > counted else "the directory did not count it"
-        held = self.directory.donors_of(_WORKER), list(self.observer.workers[_WORKER].donors)
-        if held != ({_DONOR: _TIER}, [_DONOR]):
-            wrong = f"it was counted as bad, and changed what is held to {held}"
-        return True, wrong
+        held = self.directory.donors_of(_WORKER)
+        if held != {_DONOR: _TIER}:
+            return True, f"it was not believed, and changed what is held to {held}"
+        return True, "" if self.problems > before else "the directory did not count it"
+
+    def _note(self, _reason: str, _sentence: str) -> None:
+        self.problems += 1
 
 
 def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: int = _GENERATION) -> list[bytes]:
@@ -205,7 +201,7 @@ def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: i
 
 
 def event_tries(spoiled: int, forged: int) -> Iterator[Tried]:
-    """Gives so many spoiled and so many forged messages, each to readers of its own."""
+    """Gives so many spoiled and so many forged messages, each to a reader of its own."""
     rng = random.Random(0)
     for number in range(spoiled):
         form = rng.choice(list(EventFormat))
@@ -240,10 +236,10 @@ def _packed(value: object) -> bytes:
 
 
 def _given(what: str, payload: bytes, sender: str | None, is_bad: bool = False) -> Tried:
-    readers = Readers()
+    reader = Reader()
     try:
         with within(DATA_PATIENCE):
-            is_refused, wrong = readers.give(payload, sender)
+            is_refused, wrong = reader.give(payload, sender)
     except (Exception, TooLongError) as error:
         return Tried("events", what, Answer.FAULT, f"{error!r} of {payload[:200]!r}")
     if wrong or (is_bad and not is_refused):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine_wrapper.embedded import server
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.cli.main import main as semblend_trt_main
 from semblend_trt.config import settings_table
 from validation import cli
@@ -412,20 +412,12 @@ def run(spoiled: int, processes: int, rows: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, tries, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--spoiled", type=int, default=SPOILED, help=f"of each kind; fewer than {SPOILED} are a dry run"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=PROCESSES, help="command lines that get a process of their own"
-    )
-    options = parser.parse_args(arguments)
-    if options.spoiled < 1 or options.processes < 0:
-        parser.error(f"--spoiled {options.spoiled} --processes {options.processes}; at least 1 and 0 are needed")
-    rows = Results(arguments, "cpu", dry=options.spoiled < SPOILED or options.processes < PROCESSES)
-    run(options.spoiled, options.processes, rows)
-    rows.write(options.json, "bad_inputs", rows.own_folder)
+    """Parses the command line, measures, prints and writes."""
+    counts = [
+        Count("spoiled", SPOILED, "of each kind"),
+        Count("processes", PROCESSES, "command lines that get a process of their own", 0),
+    ]
+    run_counted("bad_inputs", __doc__, counts, run, arguments)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,34 @@
-"""The benchmarks' model, the shape of Qwen2.5-7B with random weights made on the spot, and prompts for it."""
+"""The benchmarks' model, the shape of Qwen2.5-7B with random weights made on the spot, prompts for it, and its times.
+
+All times are milliseconds: Transformers cold, the engine cold, and the engine with donors.
+"""
 
 from __future__ import annotations
 
+import statistics
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.layer_schedule import DeviationCheck
+from kernels.results import FOLDER, Results
+from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    import argparse
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from engine_wrapper.embedded.llm import LLM
     from semblend_trt.ranks import Ranks
 
 # Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
@@ -50,18 +65,22 @@ INSTRUCTION, QUESTION = 32, 96
 # The donor's instruction has another length, so that the document moves.
 DONOR_INSTRUCTION = 40
 NEW_TOKENS = INSTRUCTION + QUESTION
+CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
+# Where rows of a card are written unless another folder is named.
+CARD_FOLDER = FOLDER / "h200"
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+WARM_UPS = 2
+PARTS = ("lookup", "move", "forward", "rest")
 
 
-def make_runner(
-    folder: Path, device: str, layers: int | None = None, seed: int = 0, ranks: Ranks | None = None
-) -> ModelRunner:
+def make_runner(folder: Path, device: str, layers: int | None = None, ranks: Ranks | None = None) -> ModelRunner:
     """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
 
     With `layers` it is narrow and has so many of them, for a dry run. Each of `ranks` keeps its part.
     """
     narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return _make(narrow, folder, device, dtype, seed, ranks)
+    return _make(narrow, folder, device, dtype, ranks)
 
 
 def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2Config:
@@ -74,15 +93,13 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
 
 def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
     """Makes a small model in float32 whose answers are the same whatever the order in which sums are added."""
-    return _make(_DECIDED, folder, device, torch.float32, 0, ranks)
+    return _make(_DECIDED, folder, device, torch.float32, ranks)
 
 
-def _make(
-    shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, seed: int, ranks: Ranks | None
-) -> ModelRunner:
+def _make(shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, ranks: Ranks | None) -> ModelRunner:
     config = write_config(folder, shape)
     with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return ModelRunner.from_model(model, folder, ranks=ranks)
 
@@ -112,3 +129,267 @@ class Prompts:
 def label(size: int) -> str:
     """24576 as 24k."""
     return f"{size // 1024}k" if size % 1024 == 0 else str(size)
+
+
+class Stopwatch:
+    """Times parts of one engine: on the card where one runs there, between events that wait for nothing.
+
+    `lookup` is the host's time in the connector's look-up; `move` and `forward` run from the stream reaching the part
+    to the stream having done it.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        executor = llm.executor
+        self._cuda = executor.model_runner.device.type == "cuda"
+        self._marks: dict[str, list[Any]] = {}
+        self._wrapped: list[tuple[Any, str]] = []
+        self._wrap(executor.connector, "get_num_new_matched_tokens", "lookup", on_card=False)
+        self._wrap(executor.connector, "start_load_kv", "move", on_card=self._cuda)
+        self._wrap(executor.model_runner, "forward", "forward", on_card=self._cuda)
+
+    def read(self, ttft_ms: float) -> dict[str, float]:
+        """Milliseconds of each part of the request that has ended, and of the rest."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        parts = {name: between(*marks) for name, marks in self._marks.items()}
+        self._marks.clear()
+        return parts | {"rest": ttft_ms - sum(parts.values())}
+
+    def remove(self) -> None:
+        """Leaves the engine as it was."""
+        for owner, name in self._wrapped:
+            delattr(owner, name)
+
+    def _wrap(self, owner: Any, name: str, part: str, *, on_card: bool) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = mark(on_card)
+            result = original(*arguments, **options)
+            self._marks.setdefault(part, [begin, mark(on_card)])
+            return result
+
+        setattr(owner, name, timed)
+        self._wrapped.append((owner, name))
+
+
+def mark(on_card: bool) -> Any:
+    """This moment: on the card's current stream, or on the host."""
+    if not on_card:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Milliseconds between two marks of one kind; the card's must have passed."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
+class CheckedStopwatch(Stopwatch):
+    """Times the parts of a forward as well, each from the stream reaching it to the stream having done it.
+
+    `check`: the layers for all tokens and the comparison; `read_back`: from the deviations on the card to the first
+    launch of what they decided, while the card idles; `above`: the layers for the tokens that stay.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self._decide = decide = DeviationCheck.decide
+
+        def timed(check: DeviationCheck, deviations: torch.Tensor) -> Any:
+            begin = mark(self._cuda)
+            decided = decide(check, deviations)
+            self._marks.setdefault("read_back", [begin, mark(self._cuda)])
+            return decided
+
+        setattr(DeviationCheck, "decide", timed)  # noqa: B010 - mypy refuses the assignment
+
+    def read(self, ttft_ms: float) -> dict[str, float]:
+        """Milliseconds of each of CHECKED_PARTS. Raises KeyError when no plan was checked."""
+        forward, read_back = self._marks["forward"][0], self._marks["read_back"][0]
+        parts = super().read(ttft_ms)
+        check = between(forward, read_back)
+        above = parts.pop("forward") - check - parts["read_back"]
+        return parts | {"check": check, "above": above, "rest": parts["rest"] + parts["read_back"]}
+
+    def remove(self) -> None:
+        super().remove()
+        setattr(DeviationCheck, "decide", self._decide)  # noqa: B010
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share. `folder` holds the model's configuration; `repeats` runs count for a median;
+    `longest` and `sizes` are tokens of the prompts."""
+
+    runner: ModelRunner
+    folder: Path
+    repeats: int
+    prompts: Prompts
+    sizes: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.sizes)
+
+    @contextmanager
+    def engine(
+        self,
+        variables: Mapping[str, str] | None = None,
+        *,
+        warm: bool = True,
+        room: int = 2,
+        batch: int = 8,
+        max_num_tokens: int | None = None,
+        contract: str = "embedded",
+    ) -> Iterator[LLM]:
+        """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
+
+        A prompt runs in one forward, or in chunks of `max_num_tokens`.
+
+        `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
+        measured.
+        """
+        # Random weights have no revision; every engine of the run holds the same ones.
+        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **variables} if variables else None
+        with open_llm(
+            self.folder,
+            self.runner,
+            named,
+            tensor_parallel_size=self.runner.ranks.size,
+            max_num_tokens=max_num_tokens or self.longest,
+            enable_chunked_prefill=max_num_tokens is not None,
+            max_batch_size=batch,
+            max_seq_len=self.longest + 64,
+            kv_cache_config=KvCacheConfig(max_tokens=room * (self.longest + 64)),
+            contract=contract,
+        ) as llm:
+            if warm:
+                llm.warm_up(self.sizes)
+            yield llm
+
+    def donor_bytes(self, donors: int) -> int:
+        """Bytes of so many donors of the longest prompt."""
+        facts = self.runner.facts
+        token = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
+        return donors * (self.longest + 64) * token
+
+
+def donor_variables(policy: str, tier: str, size: int) -> dict[str, str]:
+    """Settings of a connector with `policy` whose donors lie in one tier of `size` bytes, DEVICE or HOST."""
+    return {"POLICY": policy, "HOST_BYTES": "0", f"{tier}_BYTES": str(size)}
+
+
+@contextmanager
+def model_run(
+    name: str,
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    example: str,
+    sizes: Callable[[argparse.Namespace], Sequence[int]],
+    repeats: int = 5,
+) -> Iterator[tuple[Bench, argparse.Namespace, Results]]:
+    """Parses the command line with --layers and --repeats, makes the model and prompts of `sizes`, and writes the rows
+    when the block has ended. `example`: options of a dry run, which is offered where torch sees no card."""
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and options.layers is None:
+        parser.error(f"torch sees no CUDA device; {example} is a dry run without one")
+    rows = Results(arguments, device, dry=options.layers is not None)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = make_runner(Path(folder), device, options.layers)
+        prompts = Prompts(int(runner.config.vocab_size))
+        yield Bench(runner, Path(folder), options.repeats, prompts, tuple(sizes(options))), options, rows
+    rows.write(options.json, name, CARD_FOLDER)
+
+
+@dataclass(slots=True)
+class Hits:
+    """Times to the first token of prompts behind a donor, and the median split of some more runs.
+
+    `first` is the very first one's, which captures a graph where no shorter prompt has done so.
+    """
+
+    times: list[float]
+    first: float
+    reused: int
+    computed: int
+    split: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> float:
+        return statistics.median(self.times)
+
+
+def ttft_ms(llm: LLM, prompt: list[int]) -> float:
+    """From the call to the first token on the host, with the card idle before; transfers have ended after."""
+    synchronize()
+    output = llm.generate(prompt, ONE_TOKEN)[0]
+    assert output.time_to_first_token is not None
+    synchronize()
+    llm.settle()
+    return output.time_to_first_token * 1e3
+
+
+def transformers_cold(bench: Bench, size: int) -> float:
+    """The model itself under SDPA, cache on, logits of the last row, until its token is on the host."""
+    model, device = bench.runner.model, bench.runner.device
+    model.set_attn_implementation("sdpa")
+    times = []
+    for _ in range(WARM_UPS + bench.repeats):
+        ids = torch.tensor([bench.prompts.fresh(size)], device=device)
+        synchronize()
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[WARM_UPS:])
+
+
+def engine_cold(bench: Bench, llm: LLM, size: int) -> float:
+    times = [ttft_ms(llm, bench.prompts.fresh(size)) for _ in range(WARM_UPS + bench.repeats)]
+    return statistics.median(times[WARM_UPS:])
+
+
+def miss_overhead(bench: Bench, plain: LLM, connected: LLM, size: int, pairs: int) -> float:
+    """What a connector without a donor adds, in percent: the median of neighbouring runs, each first in turn."""
+    extra = []
+    for index in range(WARM_UPS + pairs):
+        order = (plain, connected) if index % 2 else (connected, plain)
+        times = {id(llm): ttft_ms(llm, bench.prompts.fresh(size)) for llm in order}
+        extra.append(100 * (times[id(connected)] / times[id(plain)] - 1))
+    return statistics.median(extra[WARM_UPS:])
+
+
+def hits(
+    bench: Bench, llm: LLM, size: int, stopwatch: type[Stopwatch] = Stopwatch, parts: Sequence[str] = PARTS
+) -> Hits:
+    """Serves a donor, then prompts with its document behind another instruction; `parts` are the stopwatch's.
+
+    Raises AssertionError when a prompt was not served from the donor: its time would say nothing.
+    """
+    document = bench.prompts.document(size)
+    ttft_ms(llm, bench.prompts.donor(document))
+    times = []
+    for _ in range(WARM_UPS + bench.repeats):
+        synchronize()
+        output = llm.generate(bench.prompts.shifted(document), ONE_TOKEN)[0]
+        assert output.reused_tokens >= len(document), f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
+        assert output.time_to_first_token is not None
+        times.append(output.time_to_first_token * 1e3)
+        llm.settle()
+    found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
+    watch = stopwatch(llm)
+    splits = [watch.read(ttft_ms(llm, bench.prompts.shifted(document))) for _ in range(bench.repeats)]
+    watch.remove()
+    found.split = {part: statistics.median([split[part] for split in splits]) for part in parts}
+    return found
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from validation.benchmarks.server_process import router, router_config, worker
 
 if TYPE_CHECKING:
@@ -233,21 +233,11 @@ def run(connections: int, requests: int, rows: Results) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--connections", type=int, default=CONNECTIONS, help=f"half-open ones; fewer than {CONNECTIONS} are a dry run"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=REQUESTS, help=f"small ones, each time; fewer than {REQUESTS} are a dry run"
-    )
-    options = parser.parse_args(arguments)
-    if options.connections < CONNECTIONS_A_REQUEST:
-        parser.error(f"--connections {options.connections} is too few; at least {CONNECTIONS_A_REQUEST} are needed")
-    if options.requests < 1:
-        parser.error(f"--requests {options.requests} measures nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.connections < CONNECTIONS or options.requests < REQUESTS)
-    run(options.connections, options.requests, rows)
-    rows.write(options.json, "crowding", rows.own_folder)
+    counts = [
+        Count("connections", CONNECTIONS, "half-open ones", CONNECTIONS_A_REQUEST),
+        Count("requests", REQUESTS, "small ones, each time"),
+    ]
+    run_counted("crowding", __doc__, counts, run, arguments)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ from prometheus_client import REGISTRY
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
-from semblend_trt.connector import library
+from kernels.results import Count, Results, run_counted
+from semblend_trt.connector import donor_index
 from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.donors.disk import FOLDER
-from semblend_trt.donors.file_size import FileSize
+from semblend_trt.donors.disk_tier import FOLDER
 from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
 from validation.embedded_engine import open_llm
@@ -39,7 +38,7 @@ from validation.prompts import render
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
 
 HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
 LOOKUP_DEADLINE_MS = 500
@@ -123,14 +122,14 @@ class FaultBench:
         (output,) = llm.generate([prompt], _ANSWER)
         llm.settle()
         llm.connector_worker.saver.drain()
-        if llm.connector_worker.keeper is not None:
-            llm.connector_worker.keeper.drain()
+        if llm.connector_worker.transfers is not None:
+            llm.connector_worker.transfers.drain()
         return output
 
     def hear(self, llm: LLM) -> None:
         """Lets the scheduler hear of everything that has happened beside it, as it does with every request."""
         self.serve(llm, _TOO_SHORT_TO_KEEP)
-        while llm.connector_worker.keeper is not None and llm.connector_worker._runtime.disk.found:
+        while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
             self.serve(llm, _TOO_SHORT_TO_KEEP)
 
     def wrong_tokens(self, prompt: str, output: RequestOutput) -> int:
@@ -188,7 +187,7 @@ def provider_raises(trial: Trial) -> None:
     """The lookup raises."""
     with trial.bench.engine() as llm:
         trial.ask(llm, trial.prompts.donor)
-        broken = mock.patch.object(llm.connector_scheduler.library, "plan", side_effect=RuntimeError("injected"))
+        broken = mock.patch.object(llm.connector_scheduler.donor_index, "plan", side_effect=RuntimeError("injected"))
         with trial.counts("refusals", reason="internal_error"), broken:
             trial.ask(llm, trial.prompts.others[0])
         trial.ask(llm, trial.prompts.others[1])
@@ -200,7 +199,7 @@ def lookup_stalls(trial: Trial) -> None:
         trial.ask(llm, trial.prompts.donor)
         readings = iter([0.0])
         stalled = partial(Deadline, clock=lambda: next(readings, STALL_SECONDS))
-        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(library, "Deadline", stalled):
+        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(donor_index, "Deadline", stalled):
             trial.ask(llm, trial.prompts.others[0])
         trial.ask(llm, trial.prompts.others[1])
 
@@ -309,12 +308,11 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
     with _folder() as folder:
         with trial.bench.engine(folder) as llm:
             trial.ask(llm, trial.prompts.donor)
-            geometry = llm.connector_worker._runtime.pool.geometry
+            form = llm.connector_worker.transfers._disk.form
         (path,) = (folder / FOLDER).glob("*.donor.safetensors")
         data = bytearray(path.read_bytes())
-        size = FileSize(geometry.num_layers, geometry.bytes_per_token(llm.executor.model_runner.dtype))
-        tokens = (len(data) - size.header_bytes) // (size.bytes_per_token + 4)
-        damage(data, slice(size.header_bytes, size.header_bytes + tokens * size.bytes_per_token))
+        tokens = (len(data) - form.header_bytes) // (form.token_bytes + 4)
+        damage(data, slice(form.header_bytes, form.header_bytes + tokens * form.token_bytes))
         path.write_bytes(data)
         with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
             trial.ask(llm, *trial.prompts.others)  # the first has the donor fetched
@@ -345,7 +343,7 @@ def kill_once_saved(llm: LLM) -> None:
     def finished() -> Any:
         if worker.saver._saves:
             worker.saver.drain()
-            worker.keeper.drain()
+            worker.transfers.drain()
             _kill()
         return real()
 
@@ -380,15 +378,8 @@ def run(rounds: int, rows: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, injects, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault; fewer than {ROUNDS} are a dry run")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} injects nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.rounds < ROUNDS)
-    run(options.rounds, rows)
-    rows.write(options.json, "faults", rows.own_folder)
+    """Parses the command line, measures, prints and writes."""
+    run_counted("faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run, arguments)
 
 
 if __name__ == "__main__":

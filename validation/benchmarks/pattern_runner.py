@@ -18,9 +18,9 @@ from semblend_trt.plan import PlanKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from engine_wrapper.embedded.radix_tree import RootKey
+    from engine_wrapper.embedded.block_manager import RootKey
     from engine_wrapper.embedded.request import LlmRequest
-    from engine_wrapper.layer_schedule import SequenceSlice
+    from engine_wrapper.sequence_work import SequenceSlice
     from kernels.layout import KvGeometry
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
 

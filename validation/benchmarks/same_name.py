@@ -200,7 +200,7 @@ def _other(name: str, value: Any) -> Any:
 
 def _hear(llm: LLM) -> None:
     """Lets the scheduler hear of all donors on disk, and the engine forget its own prefixes."""
-    llm.connector_worker.keeper.drain()
+    llm.connector_worker.transfers.drain()
     llm.generate([[1]], SamplingParams(max_tokens=1))
     while llm.connector_worker._runtime.disk.found:
         llm.generate([[1]], SamplingParams(max_tokens=1))

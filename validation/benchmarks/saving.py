@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
-from validation.benchmarks.bench_model import label
-from validation.benchmarks.measure import CARD_FOLDER, ONE_TOKEN, WARM_UPS, Bench, bench_of, model_options, synchronize
+from validation.benchmarks.bench_model import (
+    CARD_FOLDER,
+    ONE_TOKEN,
+    WARM_UPS,
+    Bench,
+    donor_variables,
+    label,
+    model_run,
+    synchronize,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +97,7 @@ def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "emb
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
     # The running requests reserve room among the donors as well.
-    saving = {"POLICY": "position_fix", "HOST_BYTES": str(bench.donor_bytes(room + DONORS))}
+    saving = donor_variables("position_fix", "HOST", bench.donor_bytes(room + DONORS))
     without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
     batch = DECODING + 1
     with (
@@ -140,13 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, CARD_FOLDER)
     parser.add_argument("--size", type=int, default=SIZE, help="tokens of the prompts that become donors")
     parser.add_argument("--steps", type=int, default=STEPS, help="decode steps that are timed in a turn")
-    options = model_options(parser, arguments, "--layers 2 --size 512", 20)
-    rows = Results(arguments, options.device, dry=options.layers is not None)
     # A prompt runs at once beside the batch that decodes.
-    with bench_of(options, (options.size + DECODING,)) as bench:
+    sizes, dry = lambda given: (given.size + DECODING,), "--layers 2 --size 512"
+    with model_run("saving", parser, arguments, dry, sizes, 20) as (bench, options, rows):
         run(bench, options.size, options.steps, rows)
         run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
-    rows.write(options.json, "saving", CARD_FOLDER)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.benchmarks.fleet_server import loopback_server
 from validation.benchmarks.server_process import MODEL, router, router_config, worker
 from validation.documents import stock_list
@@ -280,16 +280,9 @@ def run(minutes: int, rows: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, soaks, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--minutes", type=int, default=MINUTES, help=f"fewer than {LEAST_MINUTES} are a dry run")
-    options = parser.parse_args(arguments)
+    """Parses the command line, measures, prints and writes."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if options.minutes < 1:
-        parser.error(f"--minutes {options.minutes} asks nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.minutes < LEAST_MINUTES)
-    run(options.minutes, rows)
-    rows.write(options.json, "soak", rows.own_folder)
+    run_counted("soak", __doc__, [Count("minutes", MINUTES, "how long")], run, arguments)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
-from kernels.results import Results, parser_of
-from semblend_trt.connector.contract_versions import contract_version
-from semblend_trt.connector.request_table import MAX_SILENT_ITERATIONS
+from kernels.results import Count, Results, run_counted
+from semblend_trt.connector.contract import contract_version
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from validation.embedded_engine import open_llm
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.embedded.llm import LLM
-    from semblend_trt.connector.contract_versions import ContractVersion
+    from semblend_trt.connector.contract import ContractVersion
 
 logger = logging.getLogger(__name__)
 
@@ -277,12 +277,12 @@ class Life:
         assert set(worker._followed) <= set(scheduler._forgotten)
         assert not scheduler._runtime.faults, scheduler._runtime.faults
         assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
-        scheduler._drain()  # otherwise it hears of ended saves with the next request
+        scheduler.take_events()  # otherwise it hears of ended saves with the next request
         assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
-        if scheduler.library is not None:
-            stats = scheduler.library.catalog.stats()
+        if scheduler.donor_index is not None:
+            stats = scheduler.donor_index.catalog.stats()
             assert (stats.leases, stats.saving) == (0, 0)
-            for name in ("evicted", "demoted", "released", "lifted", "fetched"):
+            for name in ("evicted", "offloaded", "released", "promoted", "fetched"):
                 self.counts[f"donors_{name}"] = getattr(stats, name)
         self._check_donors()
         self.counts["starts_again"] = self._runner.started_again
@@ -382,10 +382,11 @@ class Life:
         store = worker.store
         if store is None:
             return
-        for thread in filter(None, (worker.saver, worker.keeper)):
+        for thread in filter(None, (worker.saver, worker.transfers)):
             thread.drain()
         for donor_id in list(store.host._slots):
-            self._check_donor(donor_id, store.host.get(donor_id).tensor)
+            with store.host.reading(donor_id) as held:
+                self._check_donor(donor_id, held.tensor)
         for donor_id in [] if store.device is None else list(store.device._donors):
             with store.device.reading(donor_id) as kv:
                 blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)
@@ -455,16 +456,9 @@ def run(steps: int, rows: Results) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"steps of engines without habits; fewer than {STEPS} are a dry run"
+    run_counted(
+        "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run, arguments
     )
-    options = parser.parse_args(arguments)
-    if options.steps < len(CASES):
-        parser.error(f"--steps {options.steps} is too few; each of {len(CASES)} engines takes one at least")
-    rows = Results(arguments, "cpu", dry=options.steps < STEPS)
-    run(options.steps, rows)
-    rows.write(options.json, "stateful", rows.own_folder)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 from scipy.stats import ks_2samp
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
-from kernels.results import Results, parser_of
-from validation.benchmarks.bench_model import Prompts, make_runner
-from validation.benchmarks.measure import ONE_TOKEN
+from kernels.results import Count, Results, run_counted
+from validation.benchmarks.bench_model import ONE_TOKEN, Prompts, make_runner
 from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
-    from engine_wrapper.embedded.outputs import RequestOutput
+    from engine_wrapper.embedded.request import RequestOutput
 
 SAMPLES = 250
 WARM_UPS = 10
@@ -104,16 +103,7 @@ def run(samples: int, rows: Results) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--samples", type=int, default=SAMPLES, help=f"prompts of each arm; fewer than {SAMPLES} are a dry run"
-    )
-    options = parser.parse_args(arguments)
-    if options.samples < 2:
-        parser.error(f"--samples {options.samples} cannot be compared; at least 2 are needed")
-    rows = Results(arguments, "cpu", dry=options.samples < SAMPLES)
-    run(options.samples, rows)
-    rows.write(options.json, "tenants", rows.own_folder)
+    run_counted("tenants", __doc__, [Count("samples", SAMPLES, "prompts of each arm", 2)], run, arguments)
 
 
 if __name__ == "__main__":

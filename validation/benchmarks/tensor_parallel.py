@@ -22,18 +22,26 @@ from torch import distributed
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from semblend_trt.span_check import SpanCheck
-from validation.benchmarks import measure
-from validation.benchmarks.bench_model import Prompts, label, make_decided_runner, make_runner
-from validation.benchmarks.measure import CARD_FOLDER, Bench
+from validation.benchmarks.bench_model import (
+    CARD_FOLDER,
+    Bench,
+    Prompts,
+    donor_variables,
+    engine_cold,
+    hits,
+    label,
+    make_decided_runner,
+    make_runner,
+)
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm import LLM
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 EIGHT_TOKENS = SamplingParams(max_tokens=8, ignore_eos=True)
 ANSWERED_SIZES = (300, 700, 1_000)
@@ -82,14 +90,14 @@ def times(bench: Bench, alone: float | None) -> dict[str, Any]:
     """Milliseconds of cold, shifted and checked prompts, by name; `alone` is what one rank takes for a cold one."""
     size = bench.longest
     with bench.engine() as llm:
-        cold = measure.engine_cold(bench, llm, size)
+        cold = engine_cold(bench, llm, size)
     if alone is None:
         return {"cold": cold}
     with bench.engine(_donors(bench)) as llm:
-        shifted = measure.hits(bench, llm, size)
+        shifted = hits(bench, llm, size)
     with bench.engine(_donors(bench)) as llm:
         check_every_plan(llm, SpanCheck(min(CHECK_LAYER, bench.runner.facts.num_layers - 1), KEEP_ALL))
-        verified = measure.hits(bench, llm, size)
+        verified = hits(bench, llm, size)
     return {
         "alone": alone,
         "cold": cold,
@@ -185,8 +193,7 @@ def _context(run: Run) -> Any:
 
 
 def _donors(bench: Bench) -> dict[str, str]:
-    device = {"HOST_BYTES": "0", "DEVICE_BYTES": str(bench.donor_bytes(DONORS))}
-    return {"POLICY": "position_fix", **device}
+    return donor_variables("position_fix", "DEVICE", bench.donor_bytes(DONORS))
 
 
 def _tokens(llm: LLM, prompt: list[int]) -> list[int]:

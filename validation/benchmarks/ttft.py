@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.results import Results, parser_of
-from validation.benchmarks import measure
-from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE, label
-from validation.benchmarks.measure import CARD_FOLDER, Bench, Hits, bench_of, model_options
+from validation.benchmarks.bench_model import (
+    CARD_FOLDER,
+    GOAL_SIZE,
+    MISS_SIZE,
+    Bench,
+    Hits,
+    donor_variables,
+    engine_cold,
+    hits,
+    label,
+    miss_overhead,
+    model_run,
+    transformers_cold,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,20 +51,22 @@ BOUNDARY_LAYER = 3
 def run(bench: Bench, sizes: Sequence[int], rows: Results) -> None:
     """Measures all rows. The baselines come first, while the model's projections are still its own."""
     link_gbps = _ceilings(rows)
-    plain = {size: measure.transformers_cold(bench, size) for size in sizes}
+    plain = {size: transformers_cold(bench, size) for size in sizes}
     for size, milliseconds in plain.items():
         rows.add(f"transformers_cold_{label(size)}_ms", milliseconds, "ms", "Transformers, SDPA, KV cache on")
-    device = {"POLICY": "position_fix", "HOST_BYTES": "0", "DEVICE_BYTES": str(bench.donor_bytes(DEVICE_DONORS))}
-    with bench.engine(warm=False) as without, bench.engine(device) as connected:
+    near_bytes, far_bytes = bench.donor_bytes(DEVICE_DONORS), bench.donor_bytes(HOST_DONORS)
+    with (
+        bench.engine(warm=False) as without,
+        bench.engine(donor_variables("position_fix", "DEVICE", near_bytes)) as connected,
+    ):
         cold = _cold(bench, without, plain, rows)
         _miss(bench, without, connected, sizes, cold, rows)
-        near = {size: measure.hits(bench, connected, size) for size in sizes}
+        near = {size: hits(bench, connected, size) for size in sizes}
     _shifted(near, cold, rows)
-    host = {"POLICY": "position_fix", "HOST_BYTES": str(bench.donor_bytes(HOST_DONORS))}
-    with bench.engine(host) as llm:
-        far = {size: measure.hits(bench, llm, size) for size in sizes}
+    with bench.engine(donor_variables("position_fix", "HOST", far_bytes)) as llm:
+        far = {size: hits(bench, llm, size) for size in sizes}
     _host(bench, far, near, link_gbps, rows)
-    _boundary(bench, device, cold, sizes, rows)
+    _boundary(bench, donor_variables("boundary", "DEVICE", near_bytes), cold, sizes, rows)
 
 
 def _ceilings(rows: Results) -> float | None:
@@ -64,15 +77,15 @@ def _ceilings(rows: Results) -> float | None:
 
     rows.add("ttft_copy_gbps", ceilings.copy_gbps(), "GB/s", "device copy, read + written", better="higher")
     rows.add("ttft_matmul_tflops", ceilings.matmul_tflops(), "TFLOP/s", "bf16 torch.mm", better="higher")
-    link = ceilings.host_to_device_gbps()
+    link = ceilings.host_gbps(to_device=True)
     rows.add("ttft_host_to_device_gbps", link, "GB/s", "copy from pinned memory", better="higher")
     return link
 
 
 def _cold(bench: Bench, llm: LLM, plain: dict[int, float], rows: Results) -> dict[int, float]:
-    unprepared = {size: measure.engine_cold(bench, llm, size) for size in plain}
+    unprepared = {size: engine_cold(bench, llm, size) for size in plain}
     llm.warm_up(bench.sizes)
-    cold = {size: measure.engine_cold(bench, llm, size) for size in plain}
+    cold = {size: engine_cold(bench, llm, size) for size in plain}
     for size, milliseconds in cold.items():
         baseline = f"Transformers with SDPA {plain[size]:,.1f} ms"
         rows.add(f"cold_ttft_{label(size)}_ms", milliseconds, "ms", baseline, cold_goal(size))
@@ -85,7 +98,7 @@ def _miss(
     bench: Bench, plain: LLM, connected: LLM, sizes: Sequence[int], cold: dict[int, float], rows: Results
 ) -> None:
     size = MISS_SIZE if MISS_SIZE in sizes else sizes[0]
-    percent = measure.miss_overhead(bench, plain, connected, size, min(MISS_PAIRS, 8 * bench.repeats))
+    percent = miss_overhead(bench, plain, connected, size, min(MISS_PAIRS, 8 * bench.repeats))
     baseline = f"the same engine without connector, {cold[size]:,.1f} ms; median of neighbouring pairs"
     rows.add(f"miss_overhead_{label(size)}", percent, "%", baseline, MISS_OVERHEAD_PERCENT)
 
@@ -117,14 +130,13 @@ def _host(bench: Bench, far: dict[int, Hits], near: dict[int, Hits], link_gbps: 
 
 
 def _boundary(
-    bench: Bench, device: dict[str, str], cold: dict[int, float], sizes: Sequence[int], rows: Results
+    bench: Bench, variables: dict[str, str], cold: dict[int, float], sizes: Sequence[int], rows: Results
 ) -> None:
     size = GOAL_SIZE if GOAL_SIZE in sizes else sizes[-1]
     layers = bench.runner.facts.num_layers
     boundary = min(BOUNDARY_LAYER, layers - 1)
-    variables = device | {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": str(boundary)}
-    with bench.engine(variables) as llm:
-        found = measure.hits(bench, llm, size)
+    with bench.engine(variables | {"RECOMPUTE_BOUNDARY_LAYER": str(boundary)}) as llm:
+        found = hits(bench, llm, size)
     baseline = f"{found.ttft:,.2f} ms over cold {cold[size]:,.1f} ms; boundary {boundary} of {layers} layers"
     rows.add(f"boundary3_over_cold_{label(size)}", found.ttft / cold[size], "x", baseline, BOUNDARY_OVER_COLD)
     _split(f"boundary3_{label(size)}", found, rows)
@@ -145,11 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
     parser = parser_of(__doc__, CARD_FOLDER)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tokens of the prompts")
-    options = model_options(parser, arguments, "--layers 2 --sizes 512 768")
-    rows = Results(arguments, options.device, dry=options.layers is not None)
-    with bench_of(options, options.sizes) as bench:
+    dry = "--layers 2 --sizes 512 768"
+    with model_run("ttft", parser, arguments, dry, lambda given: given.sizes) as (bench, options, rows):
         run(bench, options.sizes, rows)
-    rows.write(options.json, "ttft", CARD_FOLDER)
 
 
 if __name__ == "__main__":

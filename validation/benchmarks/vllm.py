@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.results import Measured, Results, command, parser_of, write_rows
 from validation.benchmarks.bench_model import label
 from validation.benchmarks.vllm_arm import ARMS, LOAD, PARTS, POSITION_FIX, SMALL, STOCK, VERIFIED, Sizes, VllmArm
-from validation.files import write_json, write_text
+from validation.output import write_json, write_text
 from validation.scoreboard import markdown_table
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from semblend_trt.connector.profile_match import ProfileMatcher
+from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
-from semblend_trt.runtime import EngineMode
 from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
@@ -274,20 +274,20 @@ class VllmArm:
         if self.name == STOCK:
             return
         runtime = self._scheduler._runtime
-        settled = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
-        known = [each for each in settled if each is not None and each.reason != "short_prompt"]
+        reports = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
+        known = [each for each in reports if each is not None and each.reason != "short_prompt"]
         found.told = {
             "requests": len(known),
-            "outcomes": dict(Counter(each.outcome.value for each in known)),
+            "outcomes": dict(Counter(each.outcome for each in known)),
             "reasons": dict(Counter(each.reason for each in known if each.reason)),
             "faults": dict(runtime.faults),
             "refusal": runtime.refusal,
             "mode": runtime.mode.value,
-            "held": {} if self._scheduler.library is None else asdict(self._scheduler.library.held()),
+            "held": {} if self._scheduler.donor_index is None else asdict(self._scheduler.donor_index.held()),
         }
         for name in ("exact_prefix_tokens", "offered_tokens", "reused_tokens", "recomputed_tokens"):
-            found.told[name] = sum(each.evidence.get(name) or 0 for each in known)
-        found.told["largest_kept"] = max((each.evidence.get("largest_kept") or 0.0 for each in known), default=0.0)
+            found.told[name] = sum(getattr(each, name) or 0 for each in known)
+        found.told["largest_kept"] = max((each.largest_kept or 0.0 for each in known), default=0.0)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 

@@ -40,17 +40,17 @@ from validation.benchmarks.bench_model import (
     write_config,
 )
 from validation.benchmarks.vllm_arm import SERVED_SHARE, WARM_UPS
-from validation.files import write_json, write_text
+from validation.cases import Tokeniser
+from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match
-from validation.quality.family_cases import FamilyRequest, write_cases
+from validation.output import write_json, write_text
 from validation.scoreboard import markdown_table
-from validation.tokenised import Tokeniser
 from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from validation.tokenised import TokenisedCase
+    from validation.cases import TokenisedCase
 
 # The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
 RATIO, CHECK_LAYER = 0.15, 1

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_wrapper.span_choice import choose
+from engine_wrapper.sequence_work import choose
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.plan import EngineMode
+from semblend_trt.plan import WINDOW_TOKENS, EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.span_check import WINDOW_TOKENS
 from validation.cases import groups
 from validation.engines import environment
 
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.span_check import SpanCheck
-    from validation.cases import Case
-    from validation.tokenised import TokenisedCase
+    from semblend_trt.plan import SemanticKvPlan, SpanCheck
+    from validation.cases import Case, TokenisedCase
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"

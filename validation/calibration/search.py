@@ -1,21 +1,156 @@
-"""The search for the cheapest candidate that is non-inferior to cold."""
+"""What a calibration tries, and the search for the cheapest candidate that is non-inferior to cold."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from validation.calibration.candidates import candidates
+import numpy as np
+
+from semblend_trt.plan import SpanCheck
+from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck
 from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from validation.calibration.candidates import Candidate
+    import numpy.typing as npt
+
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Trials, Verdict
-    from validation.quality.samples import QualityLine
+    from validation.samples import Line
+
+# A span that deviates by half is a span whose meaning has changed; what is left of it is not worth a doubt.
+MAX_SPAN_SHARE = 0.5
+# Below this share a plan saves less than its check costs.
+MIN_SAVED_SHARE = 0.1
+# Of the harmless tokens' deviations, and of the means of harmless windows: a threshold there lets these parts pass.
+_QUANTILES = (0.9, 0.95, 0.99, 0.999)
+_WINDOW_QUANTILES = (0.75, 0.85, 0.95)
+# Thresholds closer to each other than this factor decide alike.
+_SAME = 1.1
+# A token right behind one that differs is bound to it by what lower layers hardly show: the second digit of a number to
+# the first. So a check is tried alone and with this many first tokens of every span computed.
+_HEADS = (0, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy that a profile can hold. `computed_share`: tokens times layers that it computes of what a plan offers,
+    on harmless prompts, as their deviations foretell."""
+
+    policy: str
+    computed_share: float
+    boundary: int = 0
+    check: ProfileCheck | None = None
+    head_tokens: int = 0
+
+    @property
+    def full_layers(self) -> int:
+        """Lowest layers that are computed for every token."""
+        return max(self.boundary, 0 if self.check is None else self.check.layer)
+
+    @property
+    def name(self) -> str:
+        if self.check is not None:
+            head = f" head {self.head_tokens}" if self.head_tokens else ""
+            window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
+            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}"
+        return f"{self.policy} {self.boundary}" if self.boundary else self.policy
+
+
+def candidates(
+    harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int
+) -> list[Candidate]:
+    """Everything worth trying, by computed share: position_fix, every boundary, and checks in every layer but 0, with
+    and without heads of spans computed."""
+    found = [Candidate("position_fix", 0.0)]
+    found += [Candidate("boundary", b / num_layers, boundary=b) for b in range(1, num_layers)]
+    for layer in range(1, num_layers):
+        for check, head in itertools.product(_checks(harmless, traps, layer), _HEADS):
+            share = computed_share(check, head, harmless, num_layers)
+            found.append(Candidate("verified", share, check=check, head_tokens=head))
+    return sorted((each for each in found if each.computed_share < 1.0), key=lambda each: each.computed_share)
+
+
+def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int) -> list[float]:
+    """Thresholds between harmless and trap deviations at `layer`: in the largest gap between the means of spans, and
+    where few harmless tokens lie above. Ascending, none beyond what a profile may hold."""
+    if not harmless:
+        return []
+    gap = _largest_gap(
+        *(np.concatenate([p.span_means(layer) for p in prompts] or [np.empty(0)]) for prompts in (harmless, traps))
+    )
+    wanted = _quantiles(np.concatenate([prompt.values[layer] for prompt in harmless]), _QUANTILES)
+    return _apart(wanted if gap is None else [*wanted, gap])
+
+
+def window_thresholds(harmless: Sequence[PromptDeviations], layer: int) -> list[float]:
+    """Thresholds for the means of windows at `layer`, where few harmless ones lie above. Ascending."""
+    if not harmless:
+        return []
+    return _apart(_quantiles(np.concatenate([prompt.window_means(layer) for prompt in harmless]), _WINDOW_QUANTILES))
+
+
+def computed_share(
+    check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations], num_layers: int
+) -> float:
+    """Tokens times layers that the check and the heads have computed, as a share of all that the plans offer; 1.0 of
+    nothing."""
+    rule = SpanCheck(**check.model_dump())
+    offered = sum(prompt.values.shape[1] for prompt in prompts)
+    kept = sum(int(np.count_nonzero(prompt.kept(rule, head_tokens))) for prompt in prompts)
+    return 1.0 - kept / offered * (1.0 - check.layer / num_layers) if offered else 1.0
+
+
+def _checks(
+    harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int
+) -> Iterator[ProfileCheck]:
+    """Every threshold of tokens, alone and with each lower one of windows: a higher one decides nothing."""
+    for threshold in thresholds(harmless, traps, layer):
+        for window in (None, *(each for each in window_thresholds(harmless, layer) if each < threshold)):
+            yield ProfileCheck(
+                layer=layer,
+                threshold=threshold,
+                max_span_share=MAX_SPAN_SHARE,
+                min_saved_share=MIN_SAVED_SHARE,
+                window_threshold=window,
+            )
+
+
+def _quantiles(values: npt.NDArray[np.floating], shares: Sequence[float]) -> list[float]:
+    values = values[np.isfinite(values)]
+    return [float(value) for value in np.quantile(values, shares)] if values.size else []
+
+
+def _apart(wanted: Sequence[float]) -> list[float]:
+    """Ascending, without those that decide as one before them does, or that no profile may hold."""
+    kept: list[float] = []
+    for value in sorted(wanted):
+        if 0.0 < value <= MAX_THRESHOLD and (not kept or value > _SAME * kept[-1]):
+            kept.append(value)
+    return kept
+
+
+def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float64]) -> float | None:
+    """The geometric middle of the widest gap, in ratio, between neighbouring means of spans above the harmless median;
+    None where no trap lies above it."""
+    if not harmless.size:
+        return None
+    middle = float(np.median(harmless))
+    pooled = np.sort(np.concatenate([harmless, traps]))
+    pooled = pooled[np.isfinite(pooled) & (pooled >= max(middle, 1e-6))]
+    widest = max(_ratios(pooled.tolist()), default=None)
+    return None if widest is None or widest[0] <= 1.0 else widest[1]
+
+
+def _ratios(ascending: Sequence[float]) -> Iterator[tuple[float, float]]:
+    for below, above in pairwise(ascending):
+        yield above / below, math.sqrt(below * above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +168,7 @@ class Found:
     beside the candidates' own. `tried` in order; `deviations` of the screened prompts."""
 
     winner: Candidate | None = None
-    lines: tuple[QualityLine, ...] = ()
+    lines: tuple[Line, ...] = ()
     problem: str | None = None
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)

@@ -1,30 +1,74 @@
-"""Serves families under a candidate, beside cold, until one of them is inferior."""
+"""Serves families under a candidate, beside cold, until one of them is inferior.
+
+Of the family `planted` a candidate is served the plants that it misses most of. The planter is a white box: it has the
+model and its reuse profile, and reads of every plant what the check would. What is nearer to the victim's own KV
+changes no answer, so it wants what is kept and yet deviates.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
-from validation.calibration.plants import PLANTED, TRIES, Planter
+from validation.families.catalog import shortest_prompts, write_cases
+from validation.metrics import MARGIN
 from validation.models import full_layers_of
-from validation.noninferiority import MARGIN
-from validation.quality.batches import BatchServer
-from validation.quality.samples import MIN_COLD_SCORE, line_of, samples_of
+from validation.samples import MIN_COLD_SCORE, line_of, samples_of
+from validation.serving import BatchServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from validation.calibration.deviations import DeviationCollector, PromptDeviations
-    from validation.cases import Case
-    from validation.engines import Engines
-    from validation.quality.answers import Answer
-    from validation.quality.batches import BatchSettings
-    from validation.quality.samples import QualityLine, QualitySample
+    from validation.cases import Case, TokenisedCase
+    from validation.engines import Engines, ServedModel
+    from validation.families.catalog import FamilyRequest
+    from validation.samples import Line, Sample
+    from validation.serving import Answer, BatchSettings
+
+# The family that is written by a planter: of so many plants one is served, the one that a policy misses most of.
+PLANTED = "planted"
+TRIES = 16
+
+
+def write_plants(model: ServedModel, asked: FamilyRequest, names: Iterable[str], plants: int) -> list[Case]:
+    """So many plants of each of the families, as short as can be, so that all that is reused is planted."""
+    short = shortest_prompts(model, asked.form)
+    return write_cases(model, replace(asked, names=tuple(names), groups=plants, questions=1, tokens=short))
+
+
+class Planter:
+    """Searches one set of plants, whose ids differ. `collector` reads what a check would see of them."""
+
+    def __init__(self, collector: DeviationCollector, tokens_of: Callable[[Case], TokenisedCase]) -> None:
+        self._collector, self._tokens_of = collector, tokens_of
+        self._deviations: dict[str, list[PromptDeviations]] = {}
+
+    def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
+        """The `count` plants of which the profile's policy misses most."""
+        return sorted(plants, key=lambda plant: -self.missed(plant, profile))[:count]
+
+    def missed(self, plant: Case, profile: ReuseProfile) -> float:
+        """The deviations of all tokens that the policy keeps, summed up over the layers that it does not compute."""
+        terms, found = profile.terms, self.deviations_of(plant)
+        if terms is None or not found:
+            return 0.0
+        [prompt] = found
+        kept = prompt.kept(terms.check, terms.head_tokens)
+        return float(np.nansum(prompt.values[full_layers_of(profile) :, kept], dtype=np.float64))
+
+    def deviations_of(self, plant: Case) -> list[PromptDeviations]:
+        """Its deviations; empty where nothing is found to check."""
+        if plant.id not in self._deviations:
+            self._deviations[plant.id] = self._collector.collect([plant], self._tokens_of)
+        return self._deviations[plant.id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +76,7 @@ class Verdict:
     """`lines`: the families that were served, the last of them the inferior one where `holds` is False."""
 
     holds: bool
-    lines: tuple[QualityLine, ...]
+    lines: tuple[Line, ...]
 
     @property
     def inferior(self) -> str | None:
@@ -42,8 +86,7 @@ class Verdict:
     def difference(self) -> str:
         """In words: how the family that ended the trial compares with cold; the widest bound without one."""
         lines = self.lines if self.holds else self.lines[-1:]
-        bounds = [bound for line in lines for bound in (line.exact_match_bound, line.loss_bound) if bound is not None]
-        lowest = min(bounds, key=lambda bound: bound.lower, default=None)
+        lowest = min((bound for line in lines for bound in line.bounds), key=lambda bound: bound.lower, default=None)
         return "nothing was compared" if lowest is None else lowest.sentence()
 
 
@@ -80,7 +123,7 @@ class Trials:
             return [found for plant in self._cases[family] for found in self._planter.deviations_of(plant)]
         return self._collector.collect(self._cases[family], self._server.tokens_of)
 
-    def cold_line(self, family: str) -> QualityLine:
+    def cold_line(self, family: str) -> Line:
         """Cold against itself: what the model can do."""
         cold = self._cold_samples(family)
         return line_of(family, COLD, list(cold.values()), cold, self._seed)
@@ -106,7 +149,7 @@ class Trials:
         profile, num_layers = ReuseProfile.read(path), self._engines.facts.num_layers
         choices = ArmChoices(num_layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
         [arm] = arms_of([VERIFIED], choices)
-        lines: list[QualityLine] = []
+        lines: list[Line] = []
         answers: dict[str, Answer] = {}
         chosen = {family: self._chosen(family, profile) for family in families}
         for family, cases in chosen.items():
@@ -131,7 +174,7 @@ class Trials:
             self._cold |= self._server.answers(arm, asked)
         return self._cold
 
-    def _cold_samples(self, family: str) -> dict[str, QualitySample]:
+    def _cold_samples(self, family: str) -> dict[str, Sample]:
         num_layers = self._engines.facts.num_layers
         [arm] = arms_of([COLD], ArmChoices(num_layers, boundary=1))
         answers = self._cold_answers(family)
@@ -139,12 +182,11 @@ class Trials:
         return {sample.case_id: sample for sample in samples}
 
 
-def _has_lost_little(line: QualityLine) -> bool:
-    bounds = (line.exact_match_bound, line.loss_bound)
-    return all(bound.difference >= -MARGIN for bound in bounds if bound is not None)
+def _has_lost_little(line: Line) -> bool:
+    return all(bound.difference >= -MARGIN for bound in line.bounds)
 
 
-def _check_profile_was_used(samples: Sequence[QualitySample]) -> None:
+def _check_profile_was_used(samples: Sequence[Sample]) -> None:
     for sample in samples:
         if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable"):
             raise SemBlendError(

@@ -1,22 +1,26 @@
-"""The families by name, and the function that writes their cases."""
+"""The families by name, and the functions that write their cases."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from validation.families import controls, datasets, harmless, traps
-from validation.families.group import Group
+from validation.families import built_in, datasets
+from validation.families.group import Group, least_tokens
+from validation.prompts import form_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from validation.cases import Case
-    from validation.prompt_form import PromptForm
+    from validation.engines import ServedModel
+    from validation.prompts import PromptForm
 
 
 class Kind(str, Enum):
@@ -30,7 +34,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`write` makes the cases of one group. `note` says what to know before reading a figure of the family.
+    """`write` makes the cases of one group.
 
     `is_text`: long references without one right answer, compared by perplexity. `needs_eval_data`: the family reads
     files of a folder of evaluation sets.
@@ -39,27 +43,26 @@ class Family:
     name: str
     kind: Kind
     write: Callable[[Group], list[Case]]
-    note: str = ""
     is_text: bool = False
     needs_eval_data: bool = False
 
 
 FAMILIES = (
-    Family("reordered", Kind.HARMLESS, harmless.reordered),
-    Family("system_prompt", Kind.HARMLESS, harmless.system_prompt),
-    Family("cut_turns", Kind.HARMLESS, harmless.cut_turns),
-    Family("prose", Kind.HARMLESS, harmless.prose, is_text=True),
-    Family("header_trap", Kind.TRAP, traps.header),
-    Family("far_header_trap", Kind.TRAP, traps.far_header),
-    Family("mid_sentence_trap", Kind.TRAP, traps.mid_sentence),
-    Family("alias_trap", Kind.TRAP, traps.alias),
-    Family("pronoun_trap", Kind.TRAP, traps.pronoun),
-    Family("unit_trap", Kind.TRAP, traps.unit),
-    Family("date_trap", Kind.TRAP, traps.date),
-    Family("near_duplicates", Kind.TRAP, traps.near_duplicates),
-    Family("planted", Kind.TRAP, traps.planted),
-    Family("unrelated", Kind.NONE, controls.unrelated),
-    Family("repeat", Kind.EXACT, controls.repeat),
+    Family("reordered", Kind.HARMLESS, built_in.reordered),
+    Family("system_prompt", Kind.HARMLESS, built_in.system_prompt),
+    Family("cut_turns", Kind.HARMLESS, built_in.cut_turns),
+    Family("prose", Kind.HARMLESS, built_in.prose, is_text=True),
+    Family("header_trap", Kind.TRAP, built_in.header),
+    Family("far_header_trap", Kind.TRAP, built_in.far_header),
+    Family("mid_sentence_trap", Kind.TRAP, built_in.mid_sentence),
+    Family("alias_trap", Kind.TRAP, built_in.alias),
+    Family("pronoun_trap", Kind.TRAP, built_in.pronoun),
+    Family("unit_trap", Kind.TRAP, built_in.unit),
+    Family("date_trap", Kind.TRAP, built_in.date),
+    Family("near_duplicates", Kind.TRAP, built_in.near_duplicates),
+    Family("planted", Kind.TRAP, built_in.planted),
+    Family("unrelated", Kind.NONE, built_in.unrelated),
+    Family("repeat", Kind.EXACT, built_in.repeat),
     Family("squad", Kind.HARMLESS, datasets.squad, needs_eval_data=True),
     Family("qmsum", Kind.HARMLESS, datasets.qmsum, is_text=True, needs_eval_data=True),
     Family("squality", Kind.HARMLESS, datasets.squality, is_text=True, needs_eval_data=True),
@@ -77,7 +80,7 @@ def family(name: str) -> Family:
 def write_family(
     name: str,
     form: PromptForm,
-    count_tokens: Callable[[str], int],
+    count: Callable[[str], int],
     seed: int,
     groups: int,
     questions: int,
@@ -87,12 +90,9 @@ def write_family(
     """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
 
     Equal arguments write equal cases, and a group does not change when more are asked for. `eval_data`: the folder of
-    evaluation sets. Raises ConfigurationError for an unknown family, a count below 1, too few tokens, or evaluation
-    data that is missing, cannot be read or holds too little.
+    evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data that is
+    missing, cannot be read or holds too little.
     """
-    for what, value in (("groups", groups), ("questions", questions)):
-        if value < 1:
-            raise ConfigurationError(f"A family needs at least one of {what}, not {value}.")
     wanted = family(name)
     if wanted.needs_eval_data and eval_data is None:
         raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
@@ -100,5 +100,56 @@ def write_family(
     for index in range(groups):
         group = f"{name}-{tokens}-{index}"
         rng = random.Random(f"{seed}/{group}/{form.name}")
-        cases.extend(wanted.write(Group(name, group, form, count_tokens, rng, questions, tokens, eval_data)))
+        cases += wanted.write(Group(name, group, form, count, rng, questions, tokens, eval_data or Path()))
     return cases
+
+
+# A wrong fire is rare, and an unrelated prompt is cheap: so many more groups of them.
+_UNRELATED_GROUPS = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRequest:
+    """`groups` groups of `questions` prompts of at most `tokens` tokens for each family.
+
+    `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows.
+    """
+
+    names: tuple[str, ...] = ()
+    groups: int = 50
+    questions: int = 4
+    tokens: int = 1_536
+    seed: int = 0
+    eval_data: Path | None = None
+    form: str | None = None
+
+    def family_names(self) -> tuple[str, ...]:
+        """The families by name. Raises ConfigurationError for an unknown one."""
+        if self.names:
+            return tuple(family(name).name for name in dict.fromkeys(self.names))
+        return tuple(each.name for each in FAMILIES if self.eval_data is not None or not each.needs_eval_data)
+
+
+def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
+    """All cases, family by family. Raises ConfigurationError for what cannot be written."""
+    form, count = form_for(model.tokenizer, asked.form), partial(count_tokens, model)
+    if asked.tokens > model.facts.max_positions:
+        raise ConfigurationError(
+            f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
+        )
+    cases: list[Case] = []
+    for name in asked.family_names():
+        is_control = family(name).kind is Kind.NONE
+        groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
+        cases += write_family(name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data)
+    return cases
+
+
+def shortest_prompts(model: ServedModel, form: str | None) -> int:
+    """Tokens of the shortest prompts of a family in the model's form, or in the one named."""
+    return least_tokens(form_for(model.tokenizer, form), partial(count_tokens, model))
+
+
+def count_tokens(model: ServedModel, text: str) -> int:
+    """Tokens of a part of a prompt."""
+    return len(model.tokenizer.encode(text, add_special_tokens=False))

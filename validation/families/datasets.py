@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Expectation
-from validation.families import readings
+from validation.cases import Expectation, Form, content_of, parsed
+from validation.documents import Question
 from validation.families.group import Asked
 
 if TYPE_CHECKING:
@@ -14,24 +19,163 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from validation.cases import Case
-    from validation.documents import Question
     from validation.families.group import Group
-    from validation.families.readings import Reading
+
+_Text = Annotated[str, Field(min_length=1)]
+_WRONG = "{} is not of the expected form"
+_PIECE_CHARACTERS = 900
+_SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A text in `pieces`, in its order. `questions[i]` are those that piece i answers, `general` those on all of it."""
+
+    pieces: tuple[str, ...]
+    questions: tuple[tuple[Question, ...], ...]
+    general: tuple[Question, ...] = ()
+
+
+class _SquadAnswer(BaseModel):
+    text: _Text
+
+
+class _SquadQuestion(BaseModel):
+    question: _Text
+    answers: Annotated[list[_SquadAnswer], Field(min_length=1)]
+
+
+class _SquadParagraph(BaseModel):
+    context: _Text
+    qas: list[_SquadQuestion]
+
+
+class _SquadArticle(BaseModel):
+    paragraphs: list[_SquadParagraph]
+
+
+class _Squad(BaseModel):
+    data: list[_SquadArticle]
+
+
+class _Turn(BaseModel):
+    speaker: str
+    content: str
+
+
+class _Query(BaseModel):
+    query: _Text
+    answer: _Text
+    relevant_text_span: list[tuple[int, int]] = []
+
+
+class _Meeting(BaseModel):
+    meeting_transcripts: list[_Turn]
+    specific_query_list: list[_Query]
+    general_query_list: list[_Query] = []
+
+
+class _Response(BaseModel):
+    response_text: _Text
+
+
+class _StoryQuestion(BaseModel):
+    question_text: _Text
+    responses: Annotated[list[_Response], Field(min_length=1)]
+
+
+class _Story(BaseModel):
+    document: _Text
+    questions: list[_StoryQuestion]
+
+
+@functools.cache
+def squad_texts(folder: Path) -> tuple[Reading, ...]:
+    """SQuAD v1.1, one reading an article, one piece a paragraph; the first answer of a question is its reference.
+
+    Raises ConfigurationError when the file cannot be read or is not of that form, as the others here do.
+    """
+    articles = _read(_Squad, folder / "squad-dev-v1.1.json").data
+    return tuple(
+        Reading(
+            tuple(paragraph.context.strip() for paragraph in article.paragraphs),
+            tuple(
+                tuple(Question(each.question.strip(), each.answers[0].text) for each in paragraph.qas)
+                for paragraph in article.paragraphs
+            ),
+        )
+        for article in articles
+    )
+
+
+@functools.cache
+def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
+    """QMSum, one reading a meeting; a query belongs to the piece in which the text that answers it begins."""
+    paths = sorted((folder / "qmsum").glob("*.json"))
+    if not paths:
+        raise ConfigurationError(
+            f"{folder / 'qmsum'} holds no meeting; put QMSum's test meetings there, one JSON each."
+        )
+    return tuple(_meeting(_read(_Meeting, path)) for path in paths)
+
+
+@functools.cache
+def squality_texts(folder: Path) -> tuple[Reading, ...]:
+    """SQuALITY, one reading a story; every question is on the whole of it, its first response is the reference."""
+    path = folder / "squality-dev.jsonl"
+    lines = [line for line in content_of(path).splitlines() if line.strip()]
+    stories = [parsed(_Story, line, _WRONG.format(path)) for line in lines]
+    readings = []
+    for story in stories:
+        sentences = _SENTENCE.split(" ".join(story.document.split()))
+        general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
+        pieces = tuple(" ".join(each) for each in _gathered(sentences))
+        readings.append(Reading(pieces, ((),) * len(pieces), general))
+    return tuple(readings)
+
+
+def _read(form: type[Form], path: Path) -> Form:
+    return parsed(form, content_of(path), _WRONG.format(path))
+
+
+def _meeting(meeting: _Meeting) -> Reading:
+    turns = [f"{turn.speaker}: {' '.join(turn.content.split())}" for turn in meeting.meeting_transcripts]
+    gathered = list(_gathered(turns))
+    starts = [sum(map(len, gathered[:index])) for index in range(len(gathered))]
+    questions: list[list[Question]] = [[] for _ in gathered]
+    for each in meeting.specific_query_list:
+        first = min((begin for begin, _ in each.relevant_text_span), default=0)
+        owner = max(index for index, start in enumerate(starts) if start <= max(first, 0))
+        questions[owner].append(Question(each.query.strip(), each.answer.strip()))
+    general = tuple(Question(each.query.strip(), each.answer.strip()) for each in meeting.general_query_list)
+    return Reading(tuple("\n".join(each) for each in gathered), tuple(map(tuple, questions)), general)
+
+
+def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
+    """Neighbouring parts together, about _PIECE_CHARACTERS long."""
+    held: list[str] = []
+    for part in parts:
+        if held and sum(map(len, held)) + len(part) > _PIECE_CHARACTERS:
+            yield held
+            held = []
+        held.append(part)
+    if held:
+        yield held
 
 
 def squad(group: Group) -> list[Case]:
     """SQuAD v1.1 (`squad-dev-v1.1.json`); the first answer is the reference."""
-    return _pieces(group, readings.squad, known=True)
+    return _pieces(group, squad_texts, known=True)
 
 
 def qmsum(group: Group) -> list[Case]:
     """QMSum (`qmsum/*.json`): part of a meeting; the answer to a query on the meeting is the reference."""
-    return _pieces(group, readings.qmsum, known=False)
+    return _pieces(group, qmsum_texts, known=False)
 
 
 def squality(group: Group) -> list[Case]:
     """SQuALITY (`squality-dev.jsonl`): part of a story; the first response to a question is the reference."""
-    return _pieces(group, readings.squality, known=False)
+    return _pieces(group, squality_texts, known=False)
 
 
 def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bool) -> list[Case]:
@@ -39,8 +183,6 @@ def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bo
 
     Raises ConfigurationError when no text has enough questions.
     """
-    if group.eval_data is None:
-        raise ConfigurationError(f"The family {group.family} needs the folder of evaluation sets.")
     texts, rng, form = read(group.eval_data), group.rng, group.form
     earlier, opening = group.openings()
     for text in rng.sample(texts, len(texts)):

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
 from validation.documents import Document, counted_list
+from validation.prompts import Turn
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from validation.prompt_form import PromptForm
+    from validation.documents import Question
+    from validation.prompts import PromptForm
 
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40
 _SMALLEST_ROOM = 160
+_REFERENCE_CHARACTERS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Group:
     rng: random.Random
     questions: int
     tokens: int
-    eval_data: Path | None = None
+    eval_data: Path
 
     @property
     def room(self) -> int:
@@ -127,3 +130,35 @@ def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
     """Tokens of the shortest prompts that a family can be written in."""
     openings = {*form.instructions, *form.system_prompts}
     return max(count(form.render(each, [], "")) for each in openings) + _QUESTION_TOKENS + _SMALLEST_ROOM
+
+
+def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
+    """`count` different questions, from different documents as far as there are enough.
+
+    Raises ConfigurationError when the documents have fewer questions.
+    """
+    pools = [rng.sample(document.questions, len(document.questions)) for document in shown]
+    rng.shuffle(pools)
+    if count > sum(map(len, pools)):
+        raise ConfigurationError(
+            f"The documents of one group answer {sum(map(len, pools))} questions, but {count} are needed; "
+            "ask fewer questions a group or for longer prompts."
+        )
+    chosen: list[Question] = []
+    while len(chosen) < count:
+        for pool in pools:
+            if pool and len(chosen) < count:
+                chosen.append(pool.pop())
+    return chosen
+
+
+def turns_of(rng: random.Random, shown: Sequence[Document]) -> list[Turn]:
+    """One turn of a conversation for each document: it is shown, asked about and answered."""
+    asked = [rng.choice(document.questions) for document in shown]
+    return [Turn(each.text, each.answer, (document.text,)) for document, each in zip(shown, asked, strict=True)]
+
+
+def broken_page(page: str) -> tuple[str, str]:
+    """A page that breaks off between two words, and how it goes on."""
+    cut = page.rfind(" ", 0, max(1, len(page) - _REFERENCE_CHARACTERS))
+    return page[:cut], page[cut:]

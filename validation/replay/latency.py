@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,16 @@ import numpy as np
 from scipy.optimize import nnls
 
 from semblend_trt.errors import ConfigurationError
+from validation.replay.trace import Observation
+from validation.scoreboard import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
-    from validation.replay.observation import Observation
+    from kernels.results import Row
 
     Floats = npt.NDArray[np.float64]
     Integers = npt.NDArray[np.int64]
@@ -122,3 +126,24 @@ def _fit(columns: Floats, ttft: Floats, chosen: list[int]) -> tuple[float, Float
     count = len(ttft)
     # A fit to a billionth is a perfect one; what is left is rounding and must not choose.
     return count * math.log(max(error**2 / count, 1e-18)) + len(chosen) * math.log(count), costs
+
+
+_COLD = re.compile(r"cold_ttft_(\d+)(k?)_ms")
+_SHIFTED = re.compile(r"shifted_ttft_\d+k?_ms")
+_TOKENS = re.compile(r"(\d+) tokens reused, (\d+) computed")
+
+
+def recorded_observations(path: Path) -> list[Observation]:
+    """The rows `cold_ttft_SIZE_ms` and `shifted_ttft_SIZE_ms` of a file, in which SIZE counts tokens or k of them.
+
+    Raises ConfigurationError when the file does not hold result rows.
+    """
+    return [found for each in rows_of(path) if (found := _observation(each)) is not None]
+
+
+def _observation(row: Row) -> Observation | None:
+    cold = _COLD.fullmatch(row.name)
+    if cold is not None:
+        return Observation(row.value, int(cold[1]) * (1024 if cold[2] else 1), 0)
+    tokens = _TOKENS.search(row.baseline) if _SHIFTED.fullmatch(row.name) else None
+    return None if tokens is None else Observation(row.value, computed=int(tokens[2]), reused=int(tokens[1]))

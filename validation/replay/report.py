@@ -1,25 +1,165 @@
-"""A replay's findings as a JSON document, a CSV table, a Markdown page and tables for the terminal."""
+"""A replay's findings: figures with intervals, as JSON, CSV, a Markdown page, a plot and tables for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.table import Table
 
-from validation.replay.figures import Line
-from validation.replay.interval import CONFIDENCE, RESAMPLES
+from semblend_trt.donors.eviction import Eviction
 from validation.replay.simulation import OPTIMUM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from kernels.results import Measured
-    from validation.replay.interval import Interval
     from validation.replay.latency import LatencyModel
-    from validation.replay.simulation import ReuseRule
+    from validation.replay.simulation import Outcome, ReuseRule
+    from validation.replay.trace import Trace
+
+CONFIDENCE = 0.95
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and its bounds at CONFIDENCE."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def is_a_difference(self) -> bool:
+        """True when 0 lies outside."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
+    """Sum of `numerators` over sum of `denominators`, numbers [requests] in order; None with fewer than 4 requests.
+
+    A request leaves its blocks to the next ones, so runs of about sqrt(requests) successive requests are drawn with
+    replacement, whole (Carlstein 1986); percentiles of RESAMPLES draws. Equal seeds give equal bounds.
+    """
+    above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if len(above) < 4:
+        return None
+    starts = np.arange(0, len(above), math.isqrt(len(above)))
+    above, below = np.add.reduceat(above, starts), np.add.reduceat(below, starts)
+    drawn = np.random.default_rng(seed).integers(0, len(starts), (RESAMPLES, len(starts)))
+    ratios = above[drawn].sum(axis=1) / np.maximum(below[drawn].sum(axis=1), 1e-300)
+    low, high = np.quantile(ratios, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
+
+BASELINE = Eviction.LRU.value
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`hit_share` and `saved_tokens` are of all prompts' tokens; the TTFT in ms is predicted by the model.
+
+    `extrapolated_share` of the requests lie outside of what the model was fitted to. The differences are the policy's
+    minus those of lru with the same rule and capacity, of the hit share and of the mean TTFT in ms.
+    """
+
+    rule: str
+    policy: str
+    capacity_tokens: int
+    hit_share: float
+    saved_tokens: int
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    ttft_p99_ms: float
+    extrapolated_share: float
+    evictions: int
+    regrets: int
+    hit_share_over_lru: Interval | None
+    ttft_over_lru_ms: Interval | None
+
+
+def lines_of(trace: Trace, outcomes: Sequence[Outcome], model: LatencyModel, seed: int) -> list[Line]:
+    """One line for each outcome, in their order; those of lru are among them."""
+    prompts = np.array(trace.prompt_tokens(), dtype=np.int64)
+    predicted = [model.predict(prompts - each.reused, each.reused) for each in outcomes]
+    baseline = {
+        (each.rule, each.capacity_tokens): (each.reused, ttft)
+        for each, ttft in zip(outcomes, predicted, strict=True)
+        if each.policy == BASELINE
+    }
+    lines = []
+    for outcome, ttft in zip(outcomes, predicted, strict=True):
+        reused = outcome.reused
+        lru_reused, lru_ttft = baseline[outcome.rule, outcome.capacity_tokens]
+        compared = outcome.policy != BASELINE
+        p50, p95, p99 = (float(value) for value in np.quantile(ttft, (0.5, 0.95, 0.99)))
+        lines.append(
+            Line(
+                rule=outcome.rule,
+                policy=outcome.policy,
+                capacity_tokens=outcome.capacity_tokens,
+                hit_share=float(reused.sum() / prompts.sum()),
+                saved_tokens=int(reused.sum()),
+                ttft_mean_ms=float(ttft.mean()),
+                ttft_p50_ms=p50,
+                ttft_p95_ms=p95,
+                ttft_p99_ms=p99,
+                extrapolated_share=float(model.outside(prompts - reused, reused).mean()),
+                evictions=outcome.evictions,
+                regrets=outcome.regrets,
+                hit_share_over_lru=ratio_interval(reused - lru_reused, prompts, seed) if compared else None,
+                ttft_over_lru_ms=ratio_interval(ttft - lru_ttft, np.ones_like(ttft), seed) if compared else None,
+            )
+        )
+    return lines
+
+
+_PANEL_WIDTH, _PANEL_HEIGHT, _DPI = 6.0, 4.0, 130
+_MARKERS = "osD^vPX"
+
+
+def draw(lines: Sequence[Line], title: str) -> bytes:
+    """A PNG: a column for each rule of reuse, hit share above and the 95th percentile of the predicted TTFT below."""
+    rules = list(dict.fromkeys(line.rule for line in lines))
+    figure = Figure(figsize=(_PANEL_WIDTH * len(rules), 2 * _PANEL_HEIGHT), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    shares, times = figure.subplots(2, len(rules), squeeze=False, sharex="col", sharey="row")
+    for column, rule in enumerate(rules):
+        chosen = [line for line in lines if line.rule == rule]
+        _draw_panel(shares[column], chosen, lambda line: 100 * line.hit_share)
+        _draw_panel(times[column], chosen, lambda line: line.ttft_p95_ms)
+        shares[column].set_title(rule, fontsize=9)
+        times[column].set_xlabel("capacity, tokens")
+    shares[0].set_ylabel("reused, % of the prompts' tokens")
+    times[0].set_ylabel("TTFT predicted by the model, p95 in ms")
+    shares[0].legend(fontsize=7, loc="best")
+    figure.suptitle(title, fontsize=10)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_panel(axes: Any, lines: Sequence[Line], value: Any) -> None:
+    for index, policy in enumerate(dict.fromkeys(line.policy for line in lines)):
+        points = sorted((line.capacity_tokens, value(line)) for line in lines if line.policy == policy)
+        style = "k--" if policy == OPTIMUM else "-"
+        axes.plot(*zip(*points, strict=True), style, marker=_MARKERS[index % len(_MARKERS)], alpha=0.8, label=policy)
+    axes.set_xscale("log")
+    capacities = sorted({line.capacity_tokens for line in lines})
+    axes.set_xticks(capacities, [f"{each:,}" for each in capacities])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
 
 SCHEMA = 1
 _INTERVALS = ("hit_share_over_lru", "ttft_over_lru_ms")

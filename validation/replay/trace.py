@@ -4,19 +4,79 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceError, read_trace
-from validation.replay.blocks import NONE, Blocks
-from validation.replay.observation import Observation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
     from pathlib import Path
     from typing import BinaryIO
 
+    from semblend_trt.donors.block_kind import KindMix
     from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens."""
+
+    ttft_ms: float
+    computed: int
+    reused: int
+
+    @classmethod
+    def of(cls, line: TraceLine) -> Observation | None:
+        """None where the request does not say enough, failed, or had its first token with its last.
+
+        What was neither computed nor in the exact prefix cache came from donors: the rest of the prompt's tokens, where
+        a router wrote down how many the replica counted.
+        """
+        ttft, computed = line.observed_ttft_ms, line.observed_prefill_tokens
+        if (
+            not ttft
+            or not computed
+            or ttft == line.observed_total_latency_ms
+            or line.metadata.get("status", 200) != 200
+        ):
+            return None
+        prompt = line.metadata.get("prompt_tokens")
+        rest = prompt - computed if isinstance(prompt, int) else 0
+        return cls(ttft, computed, max(rest, line.observed_prefix_hit_tokens or 0))
+
+
+_KINDS = tuple(BlockKind)
+_PURE = {kind: MappingProxyType({kind: 1.0}) for kind in BlockKind}
+NONE = -1
+
+
+class Blocks:
+    """`tokens` and `parents` of each block; a block without a parent, or one that nobody shares, has NONE."""
+
+    def __init__(self) -> None:
+        self.tokens, self.parents = array("q"), array("q")
+        self._kinds = array("b")
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, name: Hashable, tokens: int, kind: BlockKind, parent: int = NONE) -> int:
+        """The number of the block of this name; the kind that it came with first stays."""
+        found = self._numbers.setdefault(name, len(self.tokens))
+        if found == len(self.tokens):
+            self.tokens.append(tokens)
+            self.parents.append(parent)
+            self._kinds.append(_KINDS.index(kind))
+        return found
+
+    def mix(self, block: int) -> KindMix:
+        return _PURE[_KINDS[self._kinds[block]]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
 
 MAX_REQUESTS = 1_000_000
 MAX_BLOCK_USES = 4_000_000

@@ -22,8 +22,6 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.trtllm_api import STOCK_CONNECTOR, WRAPPER, trtllm_api
-from validation.trtllm_check.crowd import serve_crowd
 from validation.trtllm_check.findings import (
     EXACT,
     RECOMPUTED,
@@ -34,8 +32,8 @@ from validation.trtllm_check.findings import (
     judge_crowd,
     judge_verified,
 )
-from validation.trtllm_check.served import Served, serve
-from validation.trtllm_check.workload import Workload, crowd, workload
+from validation.trtllm_check.served import Served, Workload, crowd, serve, serve_crowd, workload
+from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, trtllm_api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,9 +112,7 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock
     """Confirms the profile, or makes one; then what is served under it. Raises SemBlendError and OSError."""
     try:
         # Here: they need more than an environment with TensorRT-LLM and the connector may have.
-        from validation.calibration.arguments import parse_calibrate, parse_confirm
-        from validation.calibration.command import run_calibrate
-        from validation.calibration.confirmation import run_confirm
+        from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
     except ModuleNotFoundError as error:
         yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")
         return

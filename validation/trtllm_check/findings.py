@@ -11,8 +11,7 @@ from validation.trtllm_check.served import Served
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from validation.trtllm_check.crowd import Crowded
-    from validation.trtllm_check.workload import Workload
+    from validation.trtllm_check.served import Crowded, Workload
 
 STOCK, EXACT, RECOMPUTED, REUSED = "stock", "exact", "recomputed", "reused"
 # Half precision makes some answers differ when a prompt is computed in other pieces; the stock engine shows how many.

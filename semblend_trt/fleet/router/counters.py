@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from semblend_trt.fleet.router.connections import DROPPED
+from semblend_trt.fleet.router.serving import DROPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client.core import Metric
 
-    from semblend_trt.fleet.directory import Directory
-    from semblend_trt.fleet.holder import Worker
+    from semblend_trt.fleet.directory import Directory, Worker
     from semblend_trt.fleet.router.replicas import ReplicaSet
 
 # Why a request was placed by load alone.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from engine_wrapper.embedded.block_manager import common_length
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.radix_tree import common_length
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 

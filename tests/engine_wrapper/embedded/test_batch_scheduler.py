@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler
 from engine_wrapper.embedded.block_manager import BlockManager
+from engine_wrapper.embedded.llm_args import KvCacheConfig, LlmArgs
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
 from engine_wrapper.embedded.sampling import SamplingParams
 
@@ -21,9 +22,16 @@ class Engine:
     """Scheduler and blocks, with a forward that only moves positions."""
 
     def __init__(self, *, blocks=64, batch=4, rows=16, chunked=True):
-        self.blocks = BlockManager(blocks, BLOCK, lambda source, target: None)
-        self.scheduler = BatchScheduler(batch, rows, BLOCK, enable_chunked_prefill=chunked)
-        self.active, self.waiting = [], deque()
+        args = LlmArgs(
+            model="m",
+            max_batch_size=batch,
+            max_num_tokens=rows,
+            enable_chunked_prefill=chunked,
+            kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK),
+        )
+        self.blocks = BlockManager(blocks, args.kv_cache_config, lambda source, target: None)
+        self.active, self.waiting = {}, deque()
+        self.scheduler = BatchScheduler(args, self.blocks, self.active, self.waiting)
 
     def add(self, *requests):
         self.waiting.extend(requests)
@@ -31,26 +39,21 @@ class Engine:
 
     def step(self):
         """Returns [(request id, begin, rows)] of the iteration, in its order."""
-        batch = self.scheduler.schedule(self.active, self.waiting, self.blocks)
-        self.active.extend(batch.admitted)
-        for each in batch.admitted:
-            self.blocks.allocate(each.request_id, each.prompt_len)
         ran = []
-        for each in batch.requests:
-            if each.state is LlmRequestState.CONTEXT_INIT:
+        for each in self.scheduler.schedule().requests:
+            if each.is_in_context:
                 ran.append((each.request_id, each.context_current_position, each.context_chunk_size))
-                each.context_current_position += each.context_chunk_size
+                each.context_current_position = each.chunk_end
                 if each.context_remaining_length:
                     continue
                 each.state = LlmRequestState.GENERATION_IN_PROGRESS
             else:
-                self.blocks.allocate(each.request_id, each.get_num_tokens())
                 ran.append((each.request_id, each.get_num_tokens() - 1, 1))
             each.add_new_token(0)
             if each.num_generated == each.max_new_tokens:
                 self.blocks.publish(each.request_id, each.tokens(0, each.num_written_tokens))
                 self.blocks.release(each.request_id)
-                self.active.remove(each)
+                del self.active[each.request_id]
         return ran
 
 
@@ -76,7 +79,7 @@ def test_generation_has_its_rows_before_any_prompt():
 def test_a_budget_below_a_block_starts_no_chunk():
     engine = Engine(rows=6).add(request(1, 3, 9), request(2, 20))
     assert engine.step() == [(1, 0, 3)]
-    assert (len(engine.waiting), engine.blocks.holds(2)) == (1, False)
+    assert len(engine.waiting) == 1
     assert engine.step() == [(2, 0, 4), (1, 3, 1)]
 
 
@@ -122,7 +125,7 @@ def test_a_request_waits_until_its_blocks_are_certain():
 def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():
     engine = Engine(batch=1).add(request(1, 3), request(2, 3))
     engine.step()
-    engine.active[0].state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+    engine.active[1].state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
     assert engine.step() == []
 
 
@@ -130,7 +133,7 @@ def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():
 def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
     engine = Engine(rows=9).add(request(1, 40))
     engine.step()
-    (running,) = engine.active
+    running = engine.active[1]
     running.context_current_position = position
     engine.scheduler.resize_chunk(running)
     assert running.context_chunk_size >= 1

@@ -1,3 +1,5 @@
+"""The reuse tree, and the manager of all blocks: every block is in one place, and its readers see their own prefix."""
+
 from collections import Counter
 
 import pytest
@@ -5,18 +7,108 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_wrapper.embedded.block_manager import BlockManager, ReuseRules
-from engine_wrapper.embedded.radix_tree import RootKey
-from semblend_trt.errors import CapacityError, SemBlendError
+from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey, common_length
+from engine_wrapper.embedded.llm_args import KvCacheConfig
 
 KEY = RootKey()
 BLOCK = 4
 
 
-def manager(num_blocks=8, rules=None, **fields):
+def manager(num_blocks=8, config=None, **fields):
     copies = []
-    blocks = BlockManager(num_blocks, BLOCK, lambda source, target: copies.append((source, target)), rules, **fields)
-    return blocks, copies
+    config = KvCacheConfig(tokens_per_block=BLOCK, **(config or {}))
+    return BlockManager(num_blocks, config, lambda *pair: copies.append(pair), **fields), copies
+
+
+def put(tree, tokens, first_block=0, key=KEY):
+    """Publishes the full blocks of `tokens` and lets go of them; returns the nodes."""
+    path = []
+    for index in range(len(tokens) // BLOCK):
+        block = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+        parent = path[-1] if path else None
+        path.append(tree.insert(key, parent, block, first_block + index))
+    tree.release(path)
+    return path
+
+
+# -- the reuse tree ---------------------------------------------------------------------------------------------------
+
+
+def test_whole_blocks_match_and_the_last_token_never_does():
+    tree = RadixTree(BLOCK)
+    nodes = put(tree, range(8))
+    assert tree.match(KEY, list(range(9))).nodes == tuple(nodes)
+    match = tree.match(KEY, list(range(8)))
+    assert match.nodes == (nodes[0],)
+    assert (match.partial, match.partial_tokens) == (nodes[1], 3)
+
+
+def test_a_partial_match_names_the_child_with_the_longest_beginning():
+    tree = RadixTree(BLOCK)
+    put(tree, [0, 1, 9, 9], first_block=0)
+    (longest,) = put(tree, [0, 1, 2, 9], first_block=1)
+    match = tree.match(KEY, [0, 1, 2, 3, 4])
+    assert (match.nodes, match.partial, match.partial_tokens) == ((), longest, 3)
+    assert tree.match(KEY, [0, 1, 2, 3, 4], partial=False).partial is None
+    assert tree.match(KEY, [7, 1, 2, 3, 4]).partial is None
+
+
+@pytest.mark.parametrize("other", [RootKey(cache_salt="a"), RootKey(lora_task_id=1), RootKey(1, "a")])
+def test_another_salt_or_adapter_sees_nothing(other):
+    tree = RadixTree(BLOCK)
+    put(tree, range(8))
+    match = tree.match(other, list(range(9)))
+    assert (match.nodes, match.partial) == ((), None)
+
+
+def test_eviction_takes_the_least_recently_used_leaf_first():
+    tree = RadixTree(BLOCK)
+    old = put(tree, range(8), first_block=0)
+    put(tree, [50, 51, 52, 53], first_block=10)
+    tree.acquire(old)
+    tree.release(old)
+    assert [tree.evict() for _ in range(4)] == [10, 1, 0, None]
+    assert len(tree) == tree.num_evictable == 0
+
+
+def test_a_referenced_path_is_not_evicted():
+    tree = RadixTree(BLOCK)
+    nodes = put(tree, range(12))
+    tree.acquire(nodes[:2])
+    assert tree.num_evictable == 1
+    assert [tree.evict(), tree.evict()] == [2, None]
+    tree.release(nodes[:2])
+    assert [tree.evict(), tree.evict()] == [1, 0]
+
+
+def test_touch_saves_a_leaf_and_its_parents_until_last():
+    tree = RadixTree(BLOCK)
+    first = put(tree, range(8), first_block=0)
+    put(tree, [50, 51, 52, 53], first_block=10)
+    tree.touch(first[1])
+    assert [tree.evict() for _ in range(3)] == [10, 1, 0]
+
+
+def test_a_root_without_blocks_is_forgotten():
+    tree = RadixTree(BLOCK)
+    for salt in range(100):
+        put(tree, range(4), key=RootKey(cache_salt=str(salt)))
+        tree.evict()
+    assert tree._roots == {}
+
+
+def test_walk_lists_every_node_with_its_key():
+    tree = RadixTree(BLOCK)
+    salted = RootKey(cache_salt="a")
+    put(tree, range(8), first_block=0)
+    put(tree, range(4), first_block=5, key=salted)
+    assert {(key, node.block_id) for key, node in tree.walk()} == {(KEY, 0), (KEY, 1), (salted, 5)}
+
+
+def test_common_length():
+    assert common_length((1, 2, 3), (1, 2, 4)) == 2
+    assert common_length((1, 2), (1, 2, 4)) == 2
+    assert common_length((), (1,)) == 0
 
 
 def admit(blocks, request_id, tokens, total=None, key=KEY):
@@ -46,6 +138,9 @@ class Limit:
         self.gone.append(request_id)
 
 
+# -- the manager ------------------------------------------------------------------------------------------------------
+
+
 def test_a_prefix_is_found_again_and_shared():
     blocks, _ = manager()
     tokens = list(range(10))
@@ -66,7 +161,7 @@ def test_part_of_a_block_is_copied_into_a_fresh_one():
 
 
 def test_without_copies_the_unread_leaf_itself_is_taken():
-    blocks, copies = manager(rules=ReuseRules(copy_on_partial_reuse=False))
+    blocks, copies = manager(config={"copy_on_partial_reuse": False})
     run(blocks, 1, list(range(8)))
     assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
     assert (copies, blocks.block_ids(2), blocks.num_reusable_blocks) == ([], [0, 1], 1)
@@ -74,10 +169,10 @@ def test_without_copies_the_unread_leaf_itself_is_taken():
 
 
 def test_reuse_can_be_turned_off_as_a_whole_or_for_parts():
-    blocks, _ = manager(rules=ReuseRules(enable_block_reuse=False))
+    blocks, _ = manager(config={"enable_block_reuse": False})
     run(blocks, 1, list(range(8)))
     assert run(blocks, 2, list(range(8))) == 0
-    blocks, _ = manager(rules=ReuseRules(enable_partial_reuse=False))
+    blocks, _ = manager(config={"enable_partial_reuse": False})
     run(blocks, 1, list(range(8)))
     assert run(blocks, 2, list(range(8))) == 4
 
@@ -105,10 +200,6 @@ def test_admission_counts_what_running_requests_may_still_need():
     assert blocks.num_free_blocks == 3
     assert blocks.fits(match, 4)
     assert not blocks.fits(match, 5)
-    with pytest.raises(CapacityError, match="request 2 needs 2 blocks"):
-        blocks.add_sequence(2, KEY, match, 5)
-    with pytest.raises(CapacityError, match="admitted with 3"):
-        blocks.allocate(1, 13)
     blocks.stop_growing(1)
     assert blocks.fits(match, 12)
 
@@ -159,7 +250,7 @@ def test_the_tree_keeps_its_own_block_where_it_replaces_none():
     blocks.publish(1, tokens)
     (kept,) = blocks.block_ids(1)
     blocks.release(1)
-    assert blocks.publish(2, tokens) == 4
+    blocks.publish(2, tokens)
     assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == kept
     assert blocks.block_ids(2) != [kept]
     assert blocks.num_free_blocks == 2
@@ -175,7 +266,7 @@ def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
     blocks.publish(1, tokens)
     blocks.release(1)
     admit(blocks, 3, [70])
-    assert blocks.publish(2, tokens) == 0
+    blocks.publish(2, tokens)
     assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
 
 
@@ -189,15 +280,13 @@ def test_pins_hold_what_the_tree_has_and_nothing_else():
     own = blocks.block_ids(2)
     blocks.release(1)
     blocks.pin(2)
-    assert (blocks.holds(2), guard.gone) == (False, [1, 2])
+    assert guard.gone == [1, 2]
     assert set(own) <= set(blocks._free)
     assert (blocks.num_free_blocks, blocks.num_reusable_blocks) == (4, 2)
     assert blocks._tree.evict() is None
     blocks.unpin(2)
     assert blocks.num_free_blocks == 6
     blocks.unpin(2)  # has none any more
-    with pytest.raises(SemBlendError, match="request 9 has no blocks"):
-        blocks.pin(9)
 
 
 def test_the_guard_limits_publication_and_hears_of_the_release():
@@ -205,8 +294,8 @@ def test_the_guard_limits_publication_and_hears_of_the_release():
     blocks.publication = guard = Limit(6)
     tokens = list(range(12))
     admit(blocks, 1, tokens)
-    assert blocks.publish(1, tokens) == 4
-    assert guard.gone == []
+    blocks.publish(1, tokens)
+    assert (blocks.num_reusable_blocks, guard.gone) == (1, [])
     blocks.release(1)
     assert guard.gone == [1]
     assert len(blocks.match(KEY, tokens).nodes) == 1
@@ -219,18 +308,6 @@ def test_free_blocks_return_to_the_start():
         assert blocks.num_free_blocks == 8
 
 
-def test_unknown_and_repeated_requests_are_refused():
-    blocks, _ = manager()
-    admit(blocks, 1, [1, 2])
-    with pytest.raises(SemBlendError, match="request 1 already has blocks"):
-        admit(blocks, 1, [1, 2])
-    with pytest.raises(SemBlendError, match="request 9 has no blocks"):
-        blocks.block_ids(9)
-    blocks.release(9)
-    with pytest.raises(CapacityError, match="both must be >= 1"):
-        BlockManager(0, 4, lambda source, target: None)
-
-
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random requests over a small alphabet. A slot's content is the whole prefix it stands for, so a stale, foreign
     or unwritten slot is seen at once."""
@@ -241,7 +318,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.content = {block: [None] * BLOCK for block in range(self.NUM_BLOCKS)}
-        self.blocks = BlockManager(self.NUM_BLOCKS, BLOCK, self.copy, replaces=self.REPLACES)
+        config = KvCacheConfig(tokens_per_block=BLOCK)
+        self.blocks = BlockManager(self.NUM_BLOCKS, config, self.copy, replaces=self.REPLACES)
         self.running = {}  # request id -> [key, tokens, written, total, held]
         self.next_id = 0
 

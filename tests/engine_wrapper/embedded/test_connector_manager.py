@@ -1,7 +1,9 @@
+"""Calls of the connector in their order, the rules that it is held to, and several ranks that agree."""
+
 import pytest
 
 from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
-from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager
+from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Transfers
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
@@ -170,7 +172,7 @@ def test_an_asynchronous_load_is_parked_and_appears_once_loaded():
     worker.finished = ([], [1])
     assert manager.get_finished() == ([], [loading])
     assert loading.state is LlmRequestState.CONTEXT_INIT
-    assert not manager.has_pending_transfers
+    assert manager.pending_transfers == []
 
     loading.context_chunk_size = 6
     manager.build_scheduler_output(ScheduledBatch([loading], []), lambda request_id: [5])
@@ -191,20 +193,10 @@ def test_a_save_is_pending_until_it_is_reported():
     assert worker.polls == [([1], []), ([], [])]
 
 
-@pytest.mark.parametrize("finished", [([1], []), ([], [1])])
-def test_only_ids_handed_in_may_be_reported(finished):
-    manager = KvCacheConnectorManager(Worker(finished), Scheduler())
-    with broken("finished_id_handed_in"):
-        manager.get_finished()
-
-
-def test_an_id_is_reported_once_and_as_what_it_was():
-    manager = KvCacheConnectorManager(Worker(([1, 1], [])), Scheduler(saving=True))
-    manager.request_finished(request(), [])
-    with broken("finished_id_handed_in"):
-        manager.get_finished()
-    manager = KvCacheConnectorManager(Worker(([], [1])), Scheduler(saving=True))
-    manager.request_finished(request(), [])
+@pytest.mark.parametrize("finished", [([1, 1], []), ([], [1]), ([2], [])])
+def test_only_ids_handed_in_may_be_reported_once_and_as_what_they_were(finished):
+    manager = KvCacheConnectorManager(Worker(finished), Scheduler(saving=True))
+    manager.request_finished(request(), [1])
     with broken("finished_id_handed_in"):
         manager.get_finished()
 
@@ -250,3 +242,18 @@ def test_what_the_scheduler_raises_is_raised_on_every_rank():
     first, second = on_two_ranks(work, metadata=lambda: None)
     assert "metadata_picklable" in first
     assert second == f"the connector failed on rank 0 (ConnectorContractError: {first})"
+
+
+def test_all_ranks_must_have_reported_a_request():
+    reports = [([1], [2], []), ([1, 2], [], [3])]  # by rank, one call after another
+
+    def work(ranks):
+        loads = Transfers("loading", ranks)
+        for request_id in (1, 2, 3):
+            loads.begin(request(request_id))
+        loads.hand_in()
+        ended = [[each.request_id for each in loads.ended(now)] for now in reports[ranks.rank]]
+        assert loads.ids == {3}
+        return ended
+
+    assert on_ranks(2, work) == [[[1], [2], []]] * 2

@@ -13,7 +13,7 @@ import torch
 from engine_wrapper.embedded.connector_manager import ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
-from semblend_trt.connector.contract_versions import BOUND_ATTRIBUTES, VERSIONS
+from semblend_trt.connector.contract import BOUND_ATTRIBUTES, VERSIONS
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
@@ -614,7 +614,7 @@ def make_ours(make_llm, monkeypatch):
 
 def check_nothing_is_held(llm):
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    assert llm.connector_scheduler.library.catalog.stats().leases == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert len(llm.connector_worker._followed) == 0
     assert not llm.connector_scheduler._runtime.faults
 
@@ -703,7 +703,7 @@ def test_ours_loads_again_after_a_pause(make_ours, make_llm):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "groups"), POOLED)
 def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypatch, contract, groups, how):
-    monkeypatch.setattr("semblend_trt.connector.request_table.MAX_SILENT_ITERATIONS", 4)
+    monkeypatch.setattr("semblend_trt.connector.requests.MAX_SILENT_ITERATIONS", 4)
     llm = make_ours(contract, groups)
     donor = prompt(200)
     llm.generate([donor], TWO)
@@ -713,5 +713,5 @@ def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypa
     llm.generate([prompt(30, 2)], SIX)
     llm.settle()
     check_nothing_is_held(llm)
-    assert llm.connector_scheduler.library.catalog.stats().saving == 0
+    assert llm.connector_scheduler.donor_index.catalog.stats().saving == 0
     assert len(llm.connector_scheduler._requests) == 0

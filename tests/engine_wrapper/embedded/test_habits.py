@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from semblend_trt.connector.contract_versions import VERSIONS
+from semblend_trt.connector.contract import VERSIONS
 from tests.engine_wrapper.embedded.conftest import BLOCK
 from tests.engine_wrapper.embedded.test_contract_versions import (
     FIELDS,
@@ -43,7 +43,7 @@ def saves_wait(llm):
 
 
 def donors(llm):
-    return len(llm.connector_scheduler.library.catalog)
+    return len(llm.connector_scheduler.donor_index.catalog)
 
 
 def check_answers(llm, make_llm, begin, reused, seed=9):

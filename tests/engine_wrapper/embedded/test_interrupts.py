@@ -10,8 +10,7 @@ import threading
 
 import pytest
 
-from engine_wrapper.embedded.interrupts import interrupts_held
-from engine_wrapper.embedded.llm import SamplingParams
+from engine_wrapper.embedded.llm import SamplingParams, interrupts_held
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [[*range(1, 60)], [*range(100, 130)]]

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
-from semblend_trt.connector.contract_versions import RequestData, SchedulerOutput
+from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.runtime import runtime_for
 
@@ -123,11 +123,11 @@ def test_one_request_that_cannot_be_read_spoils_no_other(llm, blocks):
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     class Reader:
-        def take(self):
+        def take_events(self):
             told.extend(runtime.saved)
 
     worker, runtime, told, reader = llm.connector_worker, runtime_for(llm.llm_args), [], Reader()
-    runtime.read_by(reader.take)
+    runtime.scheduler = reader
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
             intents=(SaveIntent(9, "donor", 100),), progress=(RequestProgress(9, blocks, 8 * len(blocks), True),)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.connector.contract_versions import RequestData, SchedulerOutput
+from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.request_table import MAX_SILENT_ITERATIONS
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.embedded.test_contract_versions import answers, forget_prefixes, prompt
 from tests.engine_wrapper.embedded.test_malformed_calls import PROMPT, TWO, bare, llm
@@ -100,7 +100,7 @@ def wrapped(make_llm, monkeypatch):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(CALLS, max_size=14))
 def test_no_life_raises_or_leaves_anything_behind(wrapped, calls):
-    if not len(wrapped.connector_scheduler.library.catalog):
+    if not len(wrapped.connector_scheduler.donor_index.catalog):
         wrapped.generate([PROMPT], TWO, cache_salt="mine")
         wrapped.settle()
         forget_prefixes(wrapped)
@@ -109,7 +109,7 @@ def test_no_life_raises_or_leaves_anything_behind(wrapped, calls):
         getattr(engine, name)(*arguments)
     engine.end_all()
     scheduler, worker, runtime = engine.scheduler, engine.worker, runtime_for(wrapped.llm_args)
-    stats = scheduler.library.catalog.stats()
+    stats = scheduler.donor_index.catalog.stats()
     assert (stats.leases, stats.saving, len(scheduler._requests), scheduler._forgotten) == (0, 0, 0, [])
     assert (worker._followed, len(runtime.active_plans), runtime.refusal) == ({}, 0, None)
     assert worker.get_finished([], []) == ([], [])
@@ -167,7 +167,7 @@ def test_a_lookup_that_fails_late_holds_no_donor(llm, number):
     engine, _ = with_donor(llm)
     engine.ask(1001, PROMPT, 0, number, None)
     assert engine.scheduler.reuse_of(1001).reason == "internal_error"
-    assert engine.scheduler.library.catalog.stats().leases == 0
+    assert engine.scheduler.donor_index.catalog.stats().leases == 0
 
 
 def test_the_same_id_is_a_new_request_behind_its_end(llm):
@@ -189,7 +189,7 @@ def test_an_end_that_is_told_twice_is_one_end(llm):
     assert engine.saving == {1001}
     assert engine.scheduler.request_finished(bare(1001), BLOCKS) is False
     engine.end_all()
-    assert len(engine.scheduler.library.catalog) == 2
+    assert len(engine.scheduler.donor_index.catalog) == 2
     assert not runtime.faults
 
 
@@ -200,7 +200,7 @@ def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
     engine.end(1001, [*BLOCKS[:6], 3, *BLOCKS[7:]])
     assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
     engine.run([], [])
-    assert (engine.worker._followed, engine.scheduler.library.catalog.stats().saving) == ({}, 0)
+    assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
 
 
 @pytest.mark.parametrize("groups", [None, 5, [None], [BLOCKS, BLOCKS], [[1.5] * 13], []])
@@ -209,5 +209,5 @@ def test_layer_groups_that_cannot_be_read(llm, groups):
     engine.ask(1001, PROMPT, 0, 4, None)
     engine.alloc_grouped(1001, groups)
     engine.end_grouped(1001, groups)
-    assert (engine.saving, engine.scheduler.library.catalog.stats().leases) == (set(), 0)
+    assert (engine.saving, engine.scheduler.donor_index.catalog.stats().leases) == (set(), 0)
     assert len(engine.scheduler._requests) == 0

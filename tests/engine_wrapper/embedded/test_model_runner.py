@@ -14,12 +14,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.layer_schedule import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.active_plans import ActivePlans
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.plan import SemanticKvPlan
-from semblend_trt.span_check import SpanCheck
+from semblend_trt.plan import SemanticKvPlan, SpanCheck
+from semblend_trt.runtime import ActivePlans
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 20

@@ -1,17 +1,73 @@
-"""What the embedded engine says at its door of an installation that it cannot run on."""
+"""Installations that the engine cannot run on, and models in parts: run together, they are the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.ranks import Ranks
+from tests.conftest import save_tiny_model
+from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+TOKENS = torch.arange(20)[None]
+
+
+def model_at(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"head_dim": 24}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_model(family, tmp_path, **changes)
+    models = [model_at(path) for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    for name, fresh in models[0].named_parameters():
+        if name.endswith("bias"):  # a new model's are 0
+            fresh.normal_(generator=generator)
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    whole = models[2](TOKENS).logits
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        model = models[ranks.rank]
+        keep_shard(model, ranks)
+        assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == whole_keys // 2
+        with torch.inference_mode():
+            logits: torch.Tensor = model(TOKENS).logits
+        return logits
+
+    whole_keys = models[2].model.layers[0].self_attn.k_proj.weight.shape[0]
+    parts = on_ranks(2, run)
+    assert torch.equal(parts[0], parts[1])
+    torch.testing.assert_close(parts[0], whole, rtol=1e-4, atol=1e-3)
+
+
+def test_heads_that_cannot_be_divided_are_refused_and_kept(tiny_qwen2_path: Path) -> None:
+    model = model_at(tiny_qwen2_path)
+    ranks = Ranks()
+    ranks.size = 4
+    before = {name: each.shape for name, each in model.named_parameters()}
+    with pytest.raises(ConfigurationError, match="num_key_value_heads is 2, which 4 ranks do not divide"):
+        keep_shard(model, ranks)
+    assert {name: each.shape for name, each in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("version", ["4.53.1", "4.57.1", "4.99.0.dev0"])

@@ -1,15 +1,63 @@
-"""A request's tokens, as lists for a connector and as an array for ours."""
+"""What is accepted as a prompt, and a request's tokens: as lists for a connector and as an array for ours."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.request import LlmRequest, as_prompts, token_ids_of
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.errors import ConfigurationError
 
-IDS = st.lists(st.integers(0, 999), min_size=1, max_size=20)
+VOCABULARY = 1000
+IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
+
+
+@given(IDS, st.sampled_from([list, tuple, np.array, lambda ids: [np.int64(each) for each in ids]]))
+def test_every_sequence_of_integers_is_read_alike(ids, as_given):
+    listed, array = token_ids_of(as_given(ids), None, VOCABULARY)
+    assert listed == ids
+    assert all(type(token) is int for token in listed)
+    assert array.dtype == np.int32
+    assert array.tolist() == ids
+
+
+def test_the_list_of_a_prompt_is_not_the_callers():
+    mine = [3, 1, 2]
+    listed, array = token_ids_of(mine, None, VOCABULARY)
+    mine.append(9)
+    mine[0] = 5
+    assert listed == array.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        ([1, 2.0], "integer token ids"),
+        ([1, "2"], "integer token ids"),
+        ((1, None), "integer token ids"),
+        ([1, -1], "token id -1"),
+        ([VOCABULARY, 5], f"token id {VOCABULARY}"),
+        ([1, 1 << 31], f"token id {1 << 31}"),
+        ([1, 1 << 70], "beyond the model's ids"),
+        ((1, -(1 << 33)), "token id -8589934592"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_wrong(prompt, message):
+    with pytest.raises(ConfigurationError, match=message):
+        token_ids_of(prompt, None, VOCABULARY)
+
+
+def test_one_prompt_or_several():
+    assert as_prompts("text") == ["text"]
+    assert as_prompts([1, 2]) == [[1, 2]]
+    assert as_prompts((4, 5)) == [[4, 5]]
+    assert as_prompts(([1], "text")) == [[1], "text"]
+    with pytest.raises(ConfigurationError, match="empty"):
+        as_prompts([])
 
 
 @given(IDS, IDS, st.data())

@@ -6,15 +6,19 @@ import asyncio
 import json
 import logging
 import threading
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
-from engine_wrapper.embedded.server import BOUNDS, Worker, main
-from semblend_trt.fleet.router.connections import Connections, ServerBounds
+from engine_wrapper.embedded.request import CompletionOutput, RequestOutput
+from engine_wrapper.embedded.server import BOUNDS, AnswerForm, TextSoFar, Worker, main, read_body, usage_of
 from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
-from semblend_trt.fleet.router.serving import listening
+from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -170,7 +174,7 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
             return answer[1]["usage"]["prompt_tokens_details"]
 
         first = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "a"}))
-        while not llm.connector_scheduler.library.held().donors:
+        while not llm.connector_scheduler.donor_index.held().donors:
             await asyncio.sleep(0)
         other = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "b"}))
         same = usage(await answer_of(client, "/v1/completions", {**body, "cache_salt": "a"}))
@@ -312,3 +316,139 @@ def test_bounds_that_are_none_are_bad_usage(capsys):
             main(["--model", "nothing", name, value])
         assert ended.value.code == 2
         assert f"{value!r} is no" in capsys.readouterr().err
+
+
+# -- bodies and answers
+
+# As clients send them that know of these fields and want nothing of them.
+NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p": 0.0, "min_tokens": 0, "echo": False}
+
+
+def test_where_nothing_is_said_the_apis_defaults_hold() -> None:
+    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "somebody", **NEUTRAL})
+    assert fields.sampling_params(16) == SamplingParams(max_tokens=16, temperature=1.0)
+    assert not fields.stream
+    assert not fields.includes_usage
+    assert fields.stop_texts == ()
+
+
+def test_what_is_said_becomes_sampling_parameters() -> None:
+    body = {"max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 5, "ignore_eos": True}
+    fields = read_body({**body, "stop_token_ids": [6], "stop": "x", "stream_options": {"include_usage": True}})
+    assert fields.sampling_params(16) == SamplingParams(3, 0.0, 0.5, 4, 5, (6,), True)
+    assert fields.stop_texts == ("x",)
+    assert fields.includes_usage
+
+
+def test_a_chat_may_call_its_bound_otherwise() -> None:
+    assert read_body({"max_completion_tokens": 7}).sampling_params(16).max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "message"),
+    [
+        ({"n": 2}, "unsupported_field", "n is not supported by this engine; leave it out"),
+        ({"logprobs": 5}, "unsupported_field", "logprobs is not supported"),
+        ({"logprobs": 0}, "unsupported_field", "logprobs is not supported"),
+        ({"n": True}, "unsupported_field", "n is not supported"),
+        ({"prompt_logprobs": 0}, "unsupported_field", "prompt_logprobs is not supported"),
+        ({"min_p": 0.1}, "unsupported_field", "min_p is not supported"),
+        ({"min_tokens": 1}, "unsupported_field", "min_tokens is not supported"),
+        ({"lora_request": {"lora_name": "red"}}, "unsupported_field", "lora_request is not supported"),
+        ({"guided_json": {}}, "unsupported_field", "guided_json is not supported"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_field", "response_format is not supported"),
+        ({"temperature": "hot"}, "bad_field", "temperature: Input should be a valid number"),
+        ({"temperature": -1}, "bad_field", "temperature is -1.0; it must be a number >= 0"),
+        ({"max_tokens": 0}, "bad_field", "max_tokens is 0; it must be an integer >= 1"),
+        ({"stop": [""]}, "bad_field", r"stop"),
+        ({"cache_salt": 5}, "bad_field", "cache_salt: Input should be a valid string"),
+    ],
+)
+def test_what_cannot_be_done_is_named(body: dict[str, Any], reason: str, message: str) -> None:
+    with pytest.raises(RequestRefusedError, match=message) as refused:
+        read_body(body).sampling_params(16)
+    assert (refused.value.status, refused.value.reason) == (400, reason)
+
+
+OUTPUT = RequestOutput(
+    request_id=1,
+    prompt=None,
+    prompt_token_ids=[1, 2, 3, 4, 5],
+    outputs=[CompletionOutput("two", [6, 7], "stop")],
+    cached_tokens=1,
+    reused_tokens=2,
+    computed_tokens=3,
+    time_to_first_token=0.1,
+    finished=True,
+)
+
+
+def shown(parts: list[str], stops: tuple[str, ...] = ()) -> tuple[list[str], TextSoFar]:
+    """The deltas of an answer that grows by `parts`, as far as it goes."""
+    text, deltas, whole = TextSoFar(stops), [], ""
+    for at, part in enumerate(parts):
+        whole += part
+        deltas.append(text.delta(whole, is_last=at == len(parts) - 1))
+        if text.is_stopped:
+            break
+    return deltas, text
+
+
+@given(st.lists(st.text("ab\n", max_size=4), min_size=1), st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3))
+@example(["a", "ab"], ["aab"])
+def test_deltas_add_up_to_the_text_before_its_first_stop(parts: list[str], stops: list[str]) -> None:
+    deltas, text = shown(parts, tuple(stops))
+    whole = "".join(parts)
+    ends = [at for at in map(whole.find, stops) if at >= 0]
+    # A stop that ends early is seen early, though one that begins before it may come: the text shown holds neither.
+    assert "".join(deltas) == text.shown
+    assert whole.startswith(text.shown)
+    assert not any(stop in text.shown for stop in stops)
+    assert text.is_stopped == bool(ends)
+    if not ends:
+        assert text.shown == whole
+
+
+def test_half_a_character_is_held_back() -> None:
+    text = TextSoFar()
+    assert text.delta("a\ufffd", is_last=False) == "a"
+    assert text.delta("aé", is_last=False) == "é"
+    assert text.delta("aé\ufffd", is_last=True) == "\ufffd"
+
+
+def test_what_may_become_a_stop_is_held_back() -> None:
+    deltas, text = shown(["one\n", "two\n", "\nthree"], ("\n\n",))
+    assert deltas == ["one", "\ntwo", ""]
+    assert text.is_stopped
+
+
+def test_usage_says_where_the_prompts_tokens_came_from() -> None:
+    assert usage_of(OUTPUT) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1, "reused_tokens": 2, "computed_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_whole_answers_and_chunks_have_the_apis_form(is_chat: bool) -> None:
+    form = AnswerForm("tiny", is_chat)
+    whole = form.whole("two", "stop", OUTPUT)
+    lines = [form.chunk("t", None, is_first=True), form.chunk("wo", "stop", is_first=False), form.usage_chunk(OUTPUT)]
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert all(line.endswith(b"\n\n") for line in lines)
+    assert {answer["id"] for answer in [whole, *chunks]} == {whole["id"]}
+    assert all(before["created"] == after["created"] for before, after in pairwise([whole, *chunks]))
+    assert whole["usage"] == chunks[-1]["usage"]
+    assert chunks[-1]["choices"] == []
+    if is_chat:
+        assert whole["object"] == "chat.completion"
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": "two"}
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:2]]
+        assert deltas == [{"role": "assistant", "content": "t"}, {"content": "wo"}]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    else:
+        assert {answer["object"] for answer in [whole, *chunks]} == {"text_completion"}
+        assert [answer["choices"][0]["text"] for answer in [whole, *chunks[:2]]] == ["two", "t", "wo"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:2]] == [None, "stop"]

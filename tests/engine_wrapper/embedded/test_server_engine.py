@@ -8,8 +8,9 @@ from contextlib import aclosing
 import pytest
 
 from engine_wrapper.embedded.llm import LLM, SamplingParams
-from engine_wrapper.embedded.server_engine import BusyError, EngineStoppedError, EngineThread
+from engine_wrapper.embedded.server import EngineThread
 from semblend_trt.errors import CapacityError
+from semblend_trt.fleet.router.serving import RequestRefusedError
 
 PROMPTS = [list(range(start, start + 20 + start)) for start in (1, 5, 9)]
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -78,7 +79,7 @@ def test_no_more_run_than_may(engine):
         return await asyncio.gather(*(outputs_of(engine, PROMPTS[0]) for _ in range(6)), return_exceptions=True)
 
     ended = asyncio.run(crowd())
-    refused = [each for each in ended if isinstance(each, BusyError)]
+    refused = [each for each in ended if isinstance(each, RequestRefusedError)]
     assert len(refused) == 2
     assert "4 requests are running or waiting" in str(refused[0])
 
@@ -93,8 +94,8 @@ def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, m
         return await asyncio.gather(*(outputs_of(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
 
     for ended in (*asyncio.run(ask()), *asyncio.run(ask())):
-        assert isinstance(ended, EngineStoppedError)
-        assert "out of memory" in str(ended)
+        assert isinstance(ended, RequestRefusedError)
+        assert (ended.reason, str(ended)) == ("engine_stopped", "the engine has stopped: out of memory")
     assert engine.failure == "out of memory"
 
 
@@ -105,7 +106,7 @@ def test_closing_ends_what_runs(engine):
         while not engine.running:
             await asyncio.sleep(0)
         engine.close()
-        with pytest.raises(EngineStoppedError, match="it was shut down"):
+        with pytest.raises(RequestRefusedError, match="it was shut down"):
             await running
 
     asyncio.run(close())

@@ -11,7 +11,7 @@ import torch
 from engine_wrapper.publication import PublicationGuard
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
-from semblend_trt.active_plans import ActivePlans
+from semblend_trt.runtime import ActivePlans
 from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 
 GEOMETRY = KvGeometry(2, 1, 8, BLOCK)

@@ -8,25 +8,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import SequenceSlice, build_schedule
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.self_check import MIN_TOKENS, LayoutError
+from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.trtllm import planned_rows
-from engine_wrapper.trtllm.executor_parts import ExecutorParts
+from engine_wrapper.trtllm import planned_forward
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import EngineMode, PoolFacts, Runtime
+from semblend_trt.plan import EngineMode, SpanCheck
+from semblend_trt.runtime import PoolFacts, Runtime
 from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, LlmRequest
 from tests.engine_wrapper.trtllm.executor_stand_ins import PyExecutor, executor_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from semblend_trt.evidence import CheckEvidence
+    from semblend_trt.plan import CheckEvidence
 
 LAYERS = 3
+SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
 SPANS = [(10, 30), (36, 58)]
 TERMS = {
     "position_fix": {},
@@ -48,9 +49,11 @@ class Bench:
         self.executor: PyExecutor = executor_of(path, None, **options)
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
-        parts = ExecutorParts(self.executor, manager, self.executor.model_engine)
+        self.decoder: Any = self.executor.model_engine.model.model
         self.evidence: list[CheckEvidence] = []
-        self.forward = PlannedForward(parts, self.runtime, manager.pool, facts.rotation, self.evidence.append)
+        self.forward = PlannedForward(
+            self.decoder, manager, self.runtime, manager.pool, facts.rotation, self.evidence.append, None
+        )
         self.forward.install()
 
     def request(self, request_id: int, length: int) -> LlmRequest:
@@ -93,12 +96,44 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference < 1e-3, f"largest difference {difference}"
 
 
-def test_the_first_cold_prompt_proves_that_plans_can_run(bench: Bench) -> None:
-    short = bench.executor.prefill(bench.request(1, 40))
-    assert bench.runtime.mode is EngineMode.STOCK, "40 tokens prove nothing"
-    assert torch.isfinite(short).all()
-    bench.prove()
+@pytest.mark.parametrize(
+    ("sequences", "contexts", "proves"),
+    [
+        ([(1, 0, MIN_TOKENS)], 1, True),
+        ([(1, 0, MIN_TOKENS), (2, 20, 1)], 1, True),
+        ([(1, 0, MIN_TOKENS - 1)], 1, False),
+        ([(1, 8, MIN_TOKENS)], 1, False),
+        ([(1, 0, MIN_TOKENS)], 0, False),
+    ],
+)
+def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(
+    bench: Bench, sequences: list[tuple[int, int, int]], contexts: int, proves: bool
+) -> None:
+    for request_id in (1, 2):
+        bench.request(request_id, 80)
+    bench.executor.forward(sequences, list(range(sum(length for _, _, length in sequences))), contexts)
+    assert bench.runtime.mode is (EngineMode.WRAPPER if proves else EngineMode.STOCK)
     assert not bench.runtime.faults
+
+
+@pytest.mark.parametrize("what", ["hidden rows", "KV of layer 1", "counts positions in another way"])
+def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    own, request = bench.forward._hooks.stock, bench.request(1, 72)
+
+    def otherwise(**options: Any) -> torch.Tensor:
+        hidden: torch.Tensor = own(**options)
+        if what == "hidden rows":
+            return hidden * 1.5
+        if what == "KV of layer 1":
+            bench.executor.kv_cache_manager.pool[request.blocks[0], 1] *= 1.5
+        else:
+            options["position_ids"] += 2
+        return hidden
+
+    bench.forward._hooks.stock = otherwise
+    bench.executor.prefill(request)
+    assert what in caplog.text
+    assert bench.runtime.faults == {"self_check": 1}
 
 
 @pytest.mark.known_defect(12)
@@ -109,7 +144,7 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan:
     bench.executor.prefill(running)
     running.tokens.append(77)
     bench.scatter(planned, SPANS)
-    plan = make_plan(planned.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, prefix_end=60, shift=3, **TERMS[terms])
+    plan = make_plan(planned.tokens, SPANS, **SIZES, prefix_end=60, shift=3, **TERMS[terms])
     slices = (
         SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
         SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
@@ -131,11 +166,13 @@ def test_no_forward_has_more_rows_than_the_engine_has_room_for(
     bench: Bench, make_plan: Any, monkeypatch: pytest.MonkeyPatch, terms: str, max_rows: int
 ) -> None:
     bench.prove()
-    rows, own = [], planned_rows._run
-    monkeypatch.setattr(planned_rows, "_run", lambda *call: rows.append(len(call[2].token_ids)) or own(*call))
+    rows, own = [], planned_forward.PlannedRows
+    monkeypatch.setattr(
+        planned_forward, "PlannedRows", lambda each, *rest: rows.append(len(each.token_ids)) or own(each, *rest)
+    )
     planned, cold = bench.request(1, 70), bench.request(2, 33)
     bench.scatter(planned, SPANS)
-    plan = make_plan(planned.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, prefix_end=60, shift=3, **TERMS[terms])
+    plan = make_plan(planned.tokens, SPANS, **SIZES, prefix_end=60, shift=3, **TERMS[terms])
     expected = bench.ours(
         SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
         SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
@@ -158,7 +195,7 @@ def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> Non
         bench.scatter(request, spans)
         plans.append(
             make_plan(
-                request.tokens, spans, num_layers=LAYERS, block_size=BLOCK, shift=1, request_id=request.request_id,
+                request.tokens, spans, **SIZES, shift=1, request_id=request.request_id,
                 prefix_end=60, **terms,
             )
         )  # fmt: skip
@@ -186,8 +223,7 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Ben
     plan = make_plan(
         request.tokens,
         [(20, 60)],
-        num_layers=LAYERS,
-        block_size=BLOCK,
+        **SIZES,
         request_id=2,
         num_computed=2 * BLOCK,
         boundary=1,
@@ -202,7 +238,7 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Ben
 def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     request = bench.request(1, 70)
-    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK))
+    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, **SIZES))
     with pytest.raises(ValueError, match="the slice begins at 50"):
         bench.executor.forward([(1, 50, 20)], request.tokens[50:], 1)
     assert bench.runtime.refusal == "planned_forward"
@@ -212,18 +248,16 @@ def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, m
 def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     request = bench.request(1, 70)
-    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK))
+    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, **SIZES))
     with pytest.raises(LayoutError, match="inputs_embeds"):
-        bench.executor.model_engine.model.model(
-            attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64)
-        )
+        bench.decoder(attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64))
 
 
 def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_plan: Any) -> None:
     bench.prove()
-    decoder, request = bench.executor.model_engine.model.model, bench.request(1, 70)
+    decoder, request = bench.decoder, bench.request(1, 70)
     decoder.layers = decoder.layers[:1]
-    plan = make_plan(request.tokens, SPANS, num_layers=LAYERS, block_size=BLOCK, check=SpanCheck(1, 0.5))
+    plan = make_plan(request.tokens, SPANS, **SIZES, check=SpanCheck(1, 0.5))
     bench.runtime.active_plans.put(plan)
     bench.forward._max_rows = 16
     with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
@@ -236,24 +270,24 @@ class _Metadata:
 
 
 def _wrong_rotation(bench: Bench) -> None:
-    for layer in bench.executor.model_engine.model.model.layers:
+    for layer in bench.decoder.layers:
         layer.self_attn.rope_fusion = not layer.self_attn.rope_fusion
 
 
 def _sees_all(bench: Bench) -> None:
-    layer = bench.executor.model_engine.model.model.layers[1]
+    layer = bench.decoder.layers[1]
     layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(0, keepdim=True))
 
 
 def _asked_for(wish: str) -> Any:
     def spoil(bench: Bench) -> None:
-        bench.executor.model_engine.model.model.layers[2].self_attn.asks[wish] = 128
+        bench.decoder.layers[2].self_attn.asks[wish] = 128
 
     return spoil
 
 
 def _cannot_be_left(bench: Bench) -> None:
-    layer = bench.executor.model_engine.model.model.layers[0]
+    layer = bench.decoder.layers[0]
     own = layer.forward
 
     def forward(**options: Any) -> Any:
@@ -279,7 +313,7 @@ def _cannot_be_left(bench: Bench) -> None:
     ids=["rotation", "rows mix", "window", "mrope", "mrope deltas", "bias", "cannot be left"],
 )
 def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench: Bench, spoil: Any) -> None:
-    decoder = bench.executor.model_engine.model.model
+    decoder = bench.decoder
     spoil(bench)
     logits = bench.executor.prefill(bench.request(1, 80))
     assert torch.isfinite(logits).all(), "the engine's own forward goes on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -25,7 +26,7 @@ def step(counts: dict[str, int], new: list[NewRequestData] | None = None, **cach
 def new(name: str, block_ids: list[int], computed: int = 0) -> NewRequestData:
     return NewRequestData(
         req_id=name,
-        prompt_token_ids=[1] * 64,
+        prompt_token_ids=np.ones(64, dtype=np.int32),
         mm_features=[],
         sampling_params=SamplingParams(),
         pooling_params=None,

@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from engine_wrapper.layout_error import LayoutError
+from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.model_runner import ModelRunner, model_runner_of_caller
 
 

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.cuda import is_available
 
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, both_schedulings, fail_planned, serving
 
@@ -37,7 +38,8 @@ def taught(served: Served) -> Served:
 
 
 def near(ours: list[float], theirs: list[float]) -> bool:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+    # A card multiplies float32 matrices in parts of another order for every number of rows.
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (1e-2 if is_available() else 1e-3)
 
 
 def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
@@ -93,6 +95,8 @@ def test_answers_are_cold_ones(engine: Callable[..., Served], cold: dict[str, An
     for name, value in options.items():
         holders = (config.cache_config, config.scheduler_config, config.model_config)
         assert [getattr(each, name) for each in holders if hasattr(each, name)] == [value]
+    # Where vLLM captures graphs, the rows of plans replay them.
+    assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
     assert [each.tokens for each in beside] == [cold["new"].tokens, cold["moved"].tokens]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semblend_trt.donors.disk import FOLDER
+from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, Served, serving
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def written(served: Served) -> None:
     """Waits until what has ended is saved and its files are written."""
     for _ in range(2):  # a step orders the write, another one tells its end
         served.settle()
-        served.worker._worker.keeper.drain()
+        served.worker._worker.transfers.drain()
 
 
 def ready(served: Served) -> Served:
     """The engine when its self-check has passed and its library has taken in what lies on disk."""
-    served.worker._worker.keeper.drain()
+    served.worker._worker.transfers.drain()
     served.ask(FIRST, max_tokens=1)
     while served.runtime.disk.found:
         served.ask(FIRST, max_tokens=1)
@@ -108,7 +108,7 @@ def test_another_engine_serves_a_document_from_disk(
     assert len(donor_files(tmp_path)) == 1
     # No donor is made any more: what is found comes from the first engine.
     served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
-    stats = served.scheduler.library.catalog.stats()
+    stats = served.scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)
     # It is fetched when it is asked for, and promised once it has been read.
     first = served.ask(MOVED[0], max_tokens=16)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
 
 from engine_wrapper import sequence_work
-from engine_wrapper.layout_error import LayoutError
-from engine_wrapper.span_choice import choose
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward
-from engine_wrapper.vllm.rows import VllmRows, own_builder
-from semblend_trt.span_check import SpanCheck
+from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder
+from semblend_trt.plan import SpanCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tests.engine_wrapper.vllm.conftest import Served
 
@@ -109,3 +114,61 @@ def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused() -> None
     with pytest.raises(LayoutError, match="backend is FLASHINFER; use one of FLASH_ATTN") as refusal:
         own_builder(group, 512)
     assert refusal.value.reason == "attention_backend"
+
+
+BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164)
+
+
+@dataclass(eq=False)
+class Part:
+    """What vLLM holds of a part of the compiled model: the graphs of some numbers of rows, and what they read."""
+
+    rows: Sequence[int]
+    addresses: Sequence[int]
+    runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
+
+    @property
+    def concrete_cudagraph_entries(self) -> dict[BatchDescriptor, Any]:
+        entry = SimpleNamespace(cudagraph=object(), input_addresses=self.addresses)
+        return {BatchDescriptor(count): entry for count in self.rows} | {
+            BatchDescriptor(count, has_lora=True): entry for count in self.rows
+        }
+
+
+def graphs_of(monkeypatch: pytest.MonkeyPatch, *parts: Part) -> StepGraphs:
+    monkeypatch.setattr(CUDAGraphWrapper, "_all_instances", set(parts))
+    return StepGraphs(*(each[:20] for each in BUFFERS))
+
+
+ADDRESSES = [each.data_ptr() for each in BUFFERS]
+
+
+@pytest.mark.parametrize(("rows", "given"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None)])
+def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch, rows: int, given: int | None
+) -> None:
+    whole = Part([2], [], CUDAGraphMode.FULL)
+    graphs = graphs_of(monkeypatch, Part([32, 8, 64], ADDRESSES), Part([8, 32], []), whole)
+    ids, positions = torch.arange(rows) + 500, torch.arange(rows) + 900
+    context = SimpleNamespace(batch_descriptor=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    with override_forward_context(context), graphs.replayed(ids, positions) as found:  # type: ignore[arg-type]
+        assert [each[:rows].tolist() for each in found] == [ids.tolist(), positions.tolist()]
+        assert [len(each) for each in found] == [given or rows] * 2
+        assert ([each.data_ptr() for each in found] == ADDRESSES) == (given is not None)
+        mode = CUDAGraphMode.NONE if given is None else CUDAGraphMode.PIECEWISE
+        assert get_forward_context().cudagraph_runtime_mode is mode
+        assert context.batch_descriptor == (None if given is None else BatchDescriptor(given))
+    assert (context.batch_descriptor, context.cudagraph_runtime_mode) == (None, CUDAGraphMode.NONE)
+    assert [each.tolist() for each in BUFFERS] == [list(range(64)), list(range(100, 164))]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(), (Part([8], ADDRESSES[:1]),), (Part([8], ADDRESSES), Part([32], ADDRESSES)), (Part([], ADDRESSES),)],
+    ids=["eager", "of another buffer", "of a part", "none captured"],
+)
+def test_other_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch, parts: tuple[Part, ...]) -> None:
+    graphs = graphs_of(monkeypatch, *parts)
+    given = torch.arange(4), torch.arange(4)
+    with graphs.replayed(*given) as found:
+        assert [each.data_ptr() for each in found] == [each.data_ptr() for each in given]

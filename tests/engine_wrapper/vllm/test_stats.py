@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.metrics import MAX_REASONS
-from semblend_trt.outcome import OTHER_REASON, Outcome, Settled
+from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 from tests.engine_wrapper.vllm.engine_configs import engine_config
 
 if TYPE_CHECKING:
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 RANDOM = random.Random(3)
 LABELS = ["model_name", "engine"]
-USED = Settled(
-    Outcome.BACKEND_MATERIALIZED_REUSE, None, {"offered_tokens": 90, "checked_tokens": 80, "reused_tokens": 70}
-)
+USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
 # A check whose result is not known has no figures.
-DECLINED = Settled(Outcome.BACKEND_DECLINED_REUSE, "deviation", {"checked_tokens": None, "recomputed_tokens": 5})
+DECLINED = ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, "deviation", checked_tokens=None, recomputed_tokens=5)
 BOTH = {
     "requests": {"backend_materialized_reuse": 1, "backend_declined_reuse": 1},
     "refusals": {"deviation": 1},
@@ -37,10 +35,10 @@ def some(count: int) -> list[int]:
     return [RANDOM.randrange(10, 2000) for _ in range(count)]
 
 
-def counted(*settled: Settled) -> ReuseStats:
+def counted(*reports: ReuseReport) -> ReuseStats:
     stats = ReuseStats()
-    for each in settled:
-        stats.settled(each)
+    for each in reports:
+        stats.request_ended(each)
     return stats
 
 
@@ -50,7 +48,7 @@ def test_an_interval_is_taken_once() -> None:
     assert taken is not None
     assert taken.data == BOTH == json.loads(json.dumps(taken.data))
     assert stats.take() is None
-    stats.settled(USED)
+    stats.request_ended(USED)
     assert (taken.data, stats.data["requests"]) == (BOTH, {"backend_materialized_reuse": 1})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.families.catalog import write_family
-from validation.prompt_form import form_for
+from validation.prompts import form_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from semblend_trt.connector import contract
-from semblend_trt.connector.contract import flashinfer_layout, version_of
-from semblend_trt.connector.contract_versions import V11, VERSIONS
+from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, version_of
 from tests.semblend_trt.doctor.test_engine import module_of
 
 

@@ -1,15 +1,24 @@
-"""Requests whose KV may not be shared are refused by name."""
+"""Engines, models and requests whose KV may not be shared are refused by name."""
+
+from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from engine_wrapper.embedded.llm_args import LlmArgs
+from semblend_trt.config import load_settings
+from semblend_trt.connector import eligibility, worker
 from semblend_trt.connector.eligibility import (
     IneligibleRequest,
     cache_salt_of,
     check_eligible,
+    decoder_refusal,
     engine_refusal,
+    facts_or_refusal,
 )
+from semblend_trt.connector.model_facts import model_facts
 
 
 def request(**attributes):
@@ -33,7 +42,7 @@ def test_plain_request_is_eligible():
         ({"py_return_context_logits": True}, "context_logits"),
     ],
 )
-def test_refusals(attributes, reason):
+def test_requests_whose_kv_may_not_be_shared(attributes, reason):
     with pytest.raises(IneligibleRequest) as refusal:
         check_eligible(request(**attributes))
     assert refusal.value.reason == reason
@@ -80,3 +89,72 @@ def test_engine_without_salt_attribute_is_refused():
 )
 def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
     assert engine_refusal(request(**arguments)) == reason
+
+
+FREE: dict[str, Any] = {
+    "torch_compile_config": None,
+    "cuda_graph_config": None,
+    "lora_config": None,
+    "speculative_config": None,
+    "attn_backend": "TRTLLM",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"attn_backend": "trtllm", "sparse_attention_config": None, "pipeline_parallel_size": 1}, None),
+        ({"cuda_graph_config": {}}, "cuda_graphs"),
+        ({"torch_compile_config": {}}, "compiled_prefill"),
+        ({"lora_config": {}}, "lora"),
+        ({"enable_lora": True}, "lora"),
+        ({"speculative_config": {}}, "speculative_decoding"),
+        ({"sparse_attention_config": {}}, "sparse_attention"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        ({"context_parallel_size": 2}, "context_parallel"),
+        ({"attn_backend": "FLASHINFER"}, "attention_backend"),
+        ({"attn_backend": None}, "attention_backend"),
+    ],
+)
+def test_what_stands_in_the_way_has_a_name(settings: dict[str, Any], reason: str | None) -> None:
+    assert decoder_refusal(SimpleNamespace(**(FREE | settings))) == reason
+
+
+@pytest.mark.parametrize("name", ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"])
+def test_what_cannot_be_read_may_be_on(name: str) -> None:
+    assert decoder_refusal(SimpleNamespace(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
+
+
+def test_supported_model(tiny_qwen2_path):
+    facts, refusal = facts_or_refusal(SimpleNamespace(model=str(tiny_qwen2_path)), load_settings())
+    assert (facts.num_layers, refusal) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "reason"),
+    [
+        ({"speculative_config": object()}, {}, "speculative_decoding"),
+        ({"model": "/nowhere/at/all"}, {}, "configuration"),
+        ({"model": 7}, {}, None),
+        ({}, {"policy": "off"}, "policy_off"),
+        ({}, {"policy": "boundary", "recompute_boundary_layer": 9}, "configuration"),
+    ],
+)
+def test_an_engine_of_which_nothing_may_be_reused(tiny_qwen2_path, arguments, overrides, reason):
+    llm_args = SimpleNamespace(**{"model": str(tiny_qwen2_path), **arguments})
+    facts, refusal = facts_or_refusal(llm_args, load_settings(**overrides))
+    assert facts is None
+    assert refusal is not None if reason is None else refusal == reason
+
+
+@pytest.mark.parametrize("half", [eligibility, worker])
+def test_both_halves_read_the_configuration_of_the_revision_that_runs(monkeypatch, tiny_qwen2_path, half):
+    read = []
+    monkeypatch.setattr(half, "model_facts", lambda *asked: read.append(asked) or model_facts(tiny_qwen2_path))
+    llm_args = LlmArgs(model="some-org/some-model", revision="v2")
+    if half is eligibility:
+        facts_or_refusal(llm_args, load_settings())
+    else:
+        worker.SemBlendKvConnectorWorker(llm_args)
+    assert read == [("some-org/some-model", "v2")]

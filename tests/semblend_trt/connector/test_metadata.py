@@ -13,29 +13,20 @@ from semblend_trt.connector.metadata import (
     SemBlendConnectorMetadata,
     readable_metadata,
 )
-from semblend_trt.connector.tier_orders import TierOrders
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import PlanSpan
 from semblend_trt.runtime import Runtime
+from tests.semblend_trt.plans import plan_of
 
-PLAN = SemanticKvPlan(
-    request_id=7,
-    kind=PlanKind.REQUEST_LOCAL,
-    spans=(PlanSpan("donor-1", 0, 4, 16),),
-    prompt_token_ids=tuple(range(30)),
-    num_computed_tokens=4,
-    matched_tokens=16,
-    block_size=8,
-    execution=EngineExecution(EngineMode.WRAPPER, 3),
-    target_block_ids=(1, 2, 3),
-)
+PLAN = plan_of(PlanSpan("donor-1", 0, 4, 16), request_id=7, computed=4, blocks=(1, 2, 3))
 WHOLE = SemBlendConnectorMetadata(
     plans=(PLAN,),
     intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
     progress=(RequestProgress(7, (1, 2, 3), 20, True),),
     forgotten=(5,),
-    orders=TierOrders(drops=("a",), lifts=("b",)),
+    commands=OffloadCommands(drops=["a"], promotions=["b"]),
 )
 
 
@@ -71,11 +62,3 @@ def test_plans_of_another_version_are_no_plans_to_serve_from(told):
     with pytest.raises(DonorUnavailableError, match="plans are of another version"):
         readable_metadata(told, runtime)
     assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
-
-
-def test_the_plans_of_a_shorter_pickle_are_still_seen():
-    """Pickles of frozen, slotted dataclasses hold their values by position; another version may have fewer fields."""
-    short = object.__new__(SemBlendConnectorMetadata)
-    short.__setstate__([(PLAN,), ()])
-    with pytest.raises(DonorUnavailableError):
-        readable_metadata(short, Runtime())

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
@@ -15,11 +22,16 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from semblend_trt.connector.model_facts import HARMLESS_FIELDS, model_facts
+from semblend_trt.connector.model_facts import (
+    HARMLESS_FIELDS,
+    ModelFacts,
+    described,
+    geometry_of,
+    model_facts,
+    rope_parameters,
+    rope_rotation,
+)
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    import torch
 
 YARDSTICK = Path(__file__).resolve().parents[4] / "shared" / "models" / "yardstick-22m"
 SMALL: dict[str, Any] = {
@@ -249,3 +261,183 @@ def test_the_page_names_every_field_that_is_left_out() -> None:
     page = (Path(__file__).parents[3] / "docs" / "failure-modes.md").read_text("utf-8")
     told = page[page.index("Left out of `config.json`") :].split("\n\n", 1)[0]
     assert set(re.findall(r"`(\w+)`", told)) == HARMLESS_FIELDS
+
+
+SIZES = {**SMALL, "pad_token_id": 0}
+OLD_LLAMA3 = {"rope_type": "llama3", **LLAMA3}
+OLD_YARN = {"rope_type": "yarn", **YARN}
+OLD_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+# The fields of a configuration as Transformers 4 writes them.
+OLD: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 1e6, "rope_scaling": None},
+    "default_named": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
+    "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama3": {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3},
+    "yarn": {"rope_theta": 1e6, "rope_scaling": OLD_YARN},
+    "yarn_betas": {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "beta_fast": 24, "beta_slow": 2, "truncate": True}},
+}
+
+
+def new_form(old: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"rope_theta": old["rope_theta"], **(old["rope_scaling"] or {})}
+    parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type", "default")
+    return {"rope_parameters": parameters}
+
+
+def facts_of(folder: Path, fields: dict[str, Any], model_type: str = "llama") -> ModelFacts:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **fields}))
+    return model_facts(folder)
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_the_old_form_gives_the_rotation_of_the_model(tmp_path: Path, kind: str) -> None:
+    facts = facts_of(tmp_path, OLD[kind])
+    own = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    assert facts.rotation.inverse_frequencies == tuple(own.double().tolist())
+
+
+@pytest.mark.skipif(version("transformers") < "5", reason="Transformers 4 does not read the form of 5")
+@pytest.mark.parametrize("kind", OLD)
+def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path: Path, kind: str) -> None:
+    """With equal parameters the namespace is equal too, so that donors outlive an upgrade."""
+    new = facts_of(tmp_path, new_form(OLD[kind]))
+    raw = {**SIZES, **copy.deepcopy(OLD[kind])}
+    parameters = rope_parameters(raw, SimpleNamespace(**raw))
+    assert parameters == new.rope_parameters
+    assert rope_rotation(parameters, 64) == new.rotation
+
+
+def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path: Path) -> None:
+    assert facts_of(tmp_path, {}).rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float) -> None:
+    old = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": factor}
+    facts = facts_of(tmp_path, old, "phi3")
+    own = Phi3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    assert facts.rotation.inverse_frequencies == tuple(own.double().tolist())
+    assert facts.rotation.rotary_dim == 64 * factor
+    parameters = rope_parameters(old, SimpleNamespace(**old))
+    assert parameters == facts.rope_parameters
+    assert ("partial_rotary_factor" in parameters) == (factor != 1)
+
+
+def test_a_file_with_both_forms_that_agree(tmp_path: Path) -> None:
+    both = facts_of(tmp_path / "both", {**OLD["yarn"], **new_form(OLD["yarn"])})
+    assert replace(both, configuration="") == replace(facts_of(tmp_path / "old", OLD["yarn"]), configuration="")
+
+
+OLD_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("rope_dynamic", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "longrope": ("rope_longrope", {"rope_theta": 1e4, "rope_scaling": OLD_LONGROPE}),
+    "mrope": ("rope_multimodal", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}),
+    "mrope_beside_the_new_form": (
+        "rope_multimodal",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"type": "mrope"}},
+    ),
+    "partial": ("rope_partial", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "nested": ("multimodal", {"text_config": {**SIZES, **OLD["default"]}}),
+    "theta_twice": ("rope_unknown", {"rope_theta": 1e4, **new_form(OLD["default"])}),
+    "scaling_twice": ("rope_unknown", {**OLD["linear"], **new_form(OLD["yarn"])}),
+    "yarn_of_no_length": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    "yarn_not_truncated": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "truncate": False}}),
+    "two_types": ("rope_unknown", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", **OLD_YARN}}),
+}
+
+
+@pytest.mark.parametrize("kind", OLD_REFUSED)
+def test_the_old_form_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    reason, fields = OLD_REFUSED[kind]
+    with pytest.raises(UnsupportedModelError) as refused:
+        facts_of(tmp_path, fields)
+    assert refused.value.reason == reason
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_a_form_that_transformers_4_does_not_read_is_refused(kind: str) -> None:
+    """It leaves `rope_parameters` as it is and rotates by its defaults, and so does the engine."""
+    raw = new_form(OLD[kind])
+    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None)
+    with pytest.raises(UnsupportedModelError, match=r"but Transformers .* reads") as refused:
+        rope_parameters(raw, config)
+    assert refused.value.reason == "rope_unknown"
+    agreed = SimpleNamespace(**raw, rope_theta=1e6, rope_scaling=None)
+    if kind == "default":
+        assert rope_parameters(raw, agreed) == raw["rope_parameters"]
+
+
+def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused() -> None:
+    raw = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None, partial_rotary_factor=1.0)
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor of RoPE is 0\.5 .* reads 1\.0"):
+        rope_parameters(raw, config)
+
+
+@given(
+    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
+    values=st.dictionaries(
+        st.sampled_from(["rope_theta", "factor", "low_freq_factor", "high_freq_factor", *OLD_YARN]),
+        st.sampled_from([None, 0, -1.0, float("nan"), float("inf"), "4", True, [1.0], 1, 0.5, 1e-30]),
+        min_size=1,
+    ),
+)
+@settings(max_examples=200)
+def test_a_value_that_is_no_number_never_makes_a_rotation(kind: str, values: dict[str, Any]) -> None:
+    values = {**OLD_LLAMA3, **OLD_YARN, "rope_theta": 1e6, **values, "rope_type": kind}
+    try:
+        frequencies = rope_rotation(values, 64).inverse_frequencies
+    except UnsupportedModelError as refused:
+        reason = refused.reason
+    else:
+        reason = "rope_unknown"
+        assert all(0 <= each < float("inf") for each in frequencies)
+        assert isinstance(values["rope_theta"], (int, float))
+    assert reason == "rope_unknown"
+
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
+ROW = KV_HEADS * HEAD_DIM * BLOCK
+FACTS = SimpleNamespace(num_layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+
+
+def test_a_pool_and_a_part_of_a_larger_one():
+    whole = torch.zeros(4, LAYERS + 2, 2, ROW)
+    for pool in (torch.zeros(4, LAYERS, 2, ROW), whole[:, 1 : 1 + LAYERS], whole[::2, :LAYERS]):
+        geometry = geometry_of(pool, FACTS, 1)
+        assert (geometry.num_layers, geometry.kv_heads, geometry.head_dim, geometry.block_size) == (3, 2, 16, 8)
+    assert geometry_of(torch.zeros(4, LAYERS, 2, ROW), FACTS, 2).block_size == 2 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        None,
+        "pool",
+        [[[[0.0]]]],
+        torch.zeros(0, LAYERS, 2, ROW),
+        torch.zeros(4, LAYERS, 2, 0),
+        torch.zeros(4, LAYERS, 2, ROW, device="meta"),
+        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float64),
+        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float8_e4m3fn),
+        torch.zeros(1, LAYERS, 2, ROW).expand(4, LAYERS, 2, ROW),
+        torch.zeros(4, 1, 2, ROW).expand(4, LAYERS, 2, ROW),
+        torch.zeros(8 * ROW).as_strided((4, LAYERS, 2, ROW), (ROW, ROW, ROW, 1)),
+        torch.zeros(ROW, LAYERS, 2, 4).permute(3, 1, 2, 0),
+        torch.zeros(4, LAYERS, 2, 2 * ROW)[..., ::2],
+    ],
+    ids=lambda pool: described(pool),
+)
+def test_what_is_no_pool(pool):
+    assert geometry_of(pool, FACTS, 1) is None
+
+
+@given(st.lists(st.integers(0, 3 * ROW), min_size=3, max_size=3), st.integers(1, 2))
+def test_strides_that_are_taken_name_no_place_twice(strides, row_stride):
+    shape, strides = (3, LAYERS, 2, ROW), (*strides, row_stride)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    pool = torch.arange(reach, dtype=torch.float32).as_strided(shape, strides)
+    if geometry_of(pool, FACTS, 1) is not None:
+        assert pool.unique().numel() == pool.numel()

@@ -1,28 +1,35 @@
-"""Digests that tell models and tokenizers apart, and files found without a network."""
+"""One byte more or less is another model, and a digest is only taken over from a file that stayed as it was."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from typing import TYPE_CHECKING
+import stat
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from semblend_trt.connector import model_files
 from semblend_trt.connector.model_files import (
+    QUANTISATION_FILES,
+    TOKENIZER_FILES,
+    DigestCache,
+    FileState,
+    digest_in,
+    digest_of_files,
     file_states,
     is_local,
-    quantisation_digest,
     snapshot,
-    tokenizer_digest,
     weights_digest,
 )
 from semblend_trt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write_weights(folder: Path, weight: torch.Tensor, name: str = "model.safetensors") -> Path:
@@ -31,17 +38,18 @@ def write_weights(folder: Path, weight: torch.Tensor, name: str = "model.safeten
     return folder
 
 
-def test_equal_weights_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
-    weight = torch.randn(300, 500)
-    assert weights_digest(write_weights(tmp_path / "a", weight)) == weights_digest(
-        write_weights(tmp_path / "b", weight)
-    )
-
-
-def test_a_fine_tune_of_the_same_shape_differs(tmp_path: Path) -> None:
-    weight = torch.randn(700, 900)
-    base = weights_digest(write_weights(tmp_path / "base", weight))
-    assert weights_digest(write_weights(tmp_path / "tuned", weight + 1e-3)) != base
+def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_path: Path) -> None:
+    weight = torch.randn(16, 4)
+    digests = [
+        weights_digest(write_weights(tmp_path / "one", weight)),
+        weights_digest(write_weights(tmp_path / "tuned", weight + 1e-3)),
+        weights_digest(write_weights(tmp_path / "reshaped", weight.view(4, 16))),
+        weights_digest(write_weights(tmp_path / "half", weight.half())),
+        weights_digest(write_weights(tmp_path / "named", weight, "other.safetensors")),
+        weights_digest(write_weights(write_weights(tmp_path / "two", weight), weight, "second.safetensors")),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert weights_digest(write_weights(tmp_path / "again", weight)) == digests[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf"])
@@ -54,18 +62,6 @@ def test_every_byte_of_every_kind_of_weights_counts(tmp_path: Path, name: str) -
         (tmp_path / name).write_bytes(content)
         seen.add(weights_digest(tmp_path))
     assert len(seen) == 6
-
-
-def test_shapes_names_and_shards_count(tmp_path: Path) -> None:
-    weight = torch.zeros(16, 4)
-    digests = {
-        weights_digest(write_weights(tmp_path / "one", weight)),
-        weights_digest(write_weights(tmp_path / "reshaped", weight.view(4, 16))),
-        weights_digest(write_weights(tmp_path / "half", weight.half())),
-        weights_digest(write_weights(tmp_path / "named", weight, "other.safetensors")),
-        weights_digest(write_weights(write_weights(tmp_path / "two", weight), weight, "second.safetensors")),
-    }
-    assert len(digests) == 5
 
 
 def test_shards_count_wherever_an_index_says_they_are(tmp_path: Path) -> None:
@@ -103,51 +99,48 @@ def test_a_snapshot_of_the_hub_is_what_its_links_point_at(tmp_path: Path) -> Non
     assert weights_digest(folder) != before
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no weights"):
-        weights_digest(tmp_path)
-    with pytest.raises(ConfigurationError, match="none cannot be read: No such"):
-        weights_digest(tmp_path / "none")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "loop"])
-def test_what_is_no_file_is_refused_without_a_wait(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("empty", "holds no weights"),
+        ("missing", "none cannot be read: No such"),
+        ("pipe", "cannot be read"),
+        ("loop", "cannot be read"),
+        ("dangling", "cannot be read: No such file"),
+    ],
+)
+def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path: Path, kind: str, told: str) -> None:
     weights = tmp_path / "model.safetensors"
-    os.mkfifo(weights) if kind == "pipe" else weights.symlink_to(weights)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        weights_digest(tmp_path)
-
-
-def test_a_weight_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "missing")
-    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        weights_digest(tmp_path)
-
-
-def test_the_tokenizers_digest_follows_its_files(tiny_qwen2_path: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_qwen2_path, copy)
-    assert tokenizer_digest(copy) == tokenizer_digest(tiny_qwen2_path)
-    (copy / "README.md").write_text("not the tokenizer's")
-    assert tokenizer_digest(copy) == tokenizer_digest(tiny_qwen2_path)
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
-    assert tokenizer_digest(copy) != tokenizer_digest(tiny_qwen2_path)
-    assert tokenizer_digest(tmp_path) is None
+    if kind == "pipe":
+        os.mkfifo(weights)
+    elif kind in ("loop", "dangling"):
+        weights.symlink_to(weights if kind == "loop" else tmp_path / "gone")
+    with pytest.raises(ConfigurationError, match=told):
+        weights_digest(tmp_path / "none" if kind == "missing" else tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.model", "vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "chat_template.jinja"]
+    ("patterns", "name"),
+    [
+        *((TOKENIZER_FILES, name) for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt")),
+        *((TOKENIZER_FILES, name) for name in ("tekken.json", "qwen.tiktoken", "chat_template.jinja")),
+        *((QUANTISATION_FILES, name) for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")),
+        (QUANTISATION_FILES, "dtypes.json"),
+    ],
 )
-def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
+def test_every_byte_of_the_files_that_fit_counts(tmp_path: Path, patterns: tuple[str, ...], name: str) -> None:
+    assert digest_in(tmp_path, patterns) is None
     seen = set()
     for content in (b"a" * 9000, b"a" * 8999 + b"b"):
         (tmp_path / name).write_bytes(content)
-        seen.add(tokenizer_digest(tmp_path))
+        seen.add(digest_in(tmp_path, patterns))
+    (tmp_path / "README.md").write_text("of no account")
+    assert digest_in(tmp_path, patterns) in seen
     assert len(seen) == 2
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(tmp_path / "missing")
     with pytest.raises(OSError, match="No such file"):
-        tokenizer_digest(tmp_path)
+        digest_in(tmp_path, patterns)
 
 
 def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
@@ -164,15 +157,6 @@ def test_a_hub_id_without_a_local_copy_has_no_snapshot(tmp_path: Path) -> None:
     assert snapshot("semblend-test-org/no-such-model-on-this-machine") is None
 
 
-def test_files_of_quantisation_are_taken_by_their_content(tmp_path: Path) -> None:
-    assert quantisation_digest(tmp_path) is None
-    seen = set()
-    for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json", "dtypes.json"):
-        (tmp_path / name).write_text("{}")
-        seen.add(quantisation_digest(tmp_path))
-    assert len(seen) == 4
-
-
 def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_qwen2_path, copy)
@@ -182,3 +166,287 @@ def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path: Path,
     assert file_states(copy) == before
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     assert file_states(copy) != before
+
+
+CHUNK = 1000
+
+
+@pytest.fixture(autouse=True)
+def _small_and_forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 1,000 bytes, and files that may be remembered as soon as they are written."""
+    monkeypatch.setattr(model_files, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(model_files, "READ_BYTES", 300)
+    monkeypatch.setattr(model_files, "STAMP_NS", -1)
+    monkeypatch.setattr(model_files, "_known", {})
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The path of every chunk that is read."""
+    seen: list[str] = []
+    read = model_files._chunk
+
+    def watched(state: FileState, start: int) -> bytes:
+        seen.append(state.path)
+        return read(state, start)
+
+    monkeypatch.setattr(model_files, "_chunk", watched)
+    return seen
+
+
+def written(path: Path, content: bytes) -> dict[str, Path]:
+    path.write_bytes(content)
+    return {path.name: path}
+
+
+@pytest.mark.parametrize("size", [0, 1, 299, 300, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7])
+def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
+    content = bytes(index % 251 for index in range(size))
+    base = digest_of_files(written(tmp_path / "a", content))
+    assert digest_of_files(written(tmp_path / "a", content + b"\0")) != base
+    for changed in {0, size // 2, size - 1} if size else ():
+        other = bytearray(content)
+        other[changed] ^= 1
+        assert digest_of_files(written(tmp_path / "a", bytes(other))) != base
+    assert digest_of_files(written(tmp_path / "a", content)) == base
+
+
+def test_neither_chunks_nor_names_can_change_places(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1", b"a" * CHUNK)["1"], written(tmp_path / "2", b"b" * CHUNK)["2"]
+    both = [
+        digest_of_files(written(tmp_path / "x", first + second))
+        for first, second in ((b"a" * CHUNK, b"b" * CHUNK), (b"b" * CHUNK, b"a" * CHUNK))
+    ]
+    assert both[0] != both[1]
+    assert digest_of_files({"a": one, "b": two}) == digest_of_files({"b": two, "a": one})
+    assert (
+        len(
+            {
+                digest_of_files(files)
+                for files in ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one}, {"a": one, "b": one})
+            }
+        )
+        == 4
+    )
+
+
+def test_what_was_read_once_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    files = written(tmp_path / "a", b"x" * 2500)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "a")
+    first = digest_of_files(files)
+    assert len(reads) == 3
+    assert digest_of_files(files) == first
+    digest_of_files({"a": link, "b": tmp_path / "a"})
+    assert len(reads) == 3
+    assert digest_of_files(written(tmp_path / "a", b"y" * 2500)) != first
+    assert len(reads) == 6
+
+
+def test_engines_that_start_together_read_once(tmp_path: Path, reads: list[str]) -> None:
+    files = written(tmp_path / "a", b"x" * 2500)
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(digest_of_files(files))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(found), len(set(found)), len(reads)) == (4, 1, 3)
+
+
+def test_a_file_that_was_just_written_is_read_again(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "STAMP_NS", 10**18)
+    cache = DigestCache(tmp_path / "cache")
+    files = written(tmp_path / "a", b"x")
+    assert digest_of_files(files, cache) == digest_of_files(files, cache)
+    assert len(reads) == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_next_process_takes_it_from_the_cache(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, files = DigestCache(tmp_path / "cache"), written(tmp_path / "a", b"x" * 100)
+    first = digest_of_files(files, cache)
+    monkeypatch.setattr(model_files, "_known", {})
+    assert (digest_of_files(files, cache), len(reads)) == (first, 1)
+
+
+def test_a_write_that_keeps_size_and_mtime_shows(tmp_path: Path) -> None:
+    files = written(tmp_path / "a", b"x" * 100)
+    before, first = os.stat(tmp_path / "a"), digest_of_files(files)
+    while os.stat(tmp_path / "a").st_ctime_ns == before.st_ctime_ns:
+        (tmp_path / "a").write_bytes(b"y" * 100)
+        os.utime(tmp_path / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(tmp_path / "a").st_mtime_ns == before.st_mtime_ns
+    assert digest_of_files(files) != first
+
+
+@pytest.mark.parametrize("content", [b"short", b"z" * 2500], ids=["cut", "rewritten"])
+def test_a_file_that_changes_while_it_is_read_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    read, files = model_files._chunk, written(tmp_path / "a", b"x" * 2500)
+
+    def write_between(state: FileState, start: int) -> bytes:
+        if start:
+            (tmp_path / "a").write_bytes(content)
+            os.utime(tmp_path / "a", ns=(0, 0))
+        return read(state, start)
+
+    monkeypatch.setattr(model_files, "_chunk", write_between)
+    with pytest.raises(OSError, match=r"shorter|changed"):
+        digest_of_files(files)
+    assert not model_files._known
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_that_may_not_be_read_has_no_digest(tmp_path: Path) -> None:
+    files = written(tmp_path / "a", b"x")
+    (tmp_path / "a").chmod(0)
+    with pytest.raises(PermissionError):
+        digest_of_files(files)
+
+
+def test_a_long_reading_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_files, "PROGRESS_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, model_files.__name__):
+        digest_of_files(written(tmp_path / "a", b"x" * 2500))
+    assert len(caplog.messages) == 3
+    assert "0.0 of 0.0 GB read" in caplog.messages[-1]
+
+
+DIGEST = "0f" * 32
+USER_FOLDER = model_files.user_folder  # the fixture for all tests puts another in its place
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> FileState:
+    file = tmp_path / "weights"
+    file.write_bytes(b"x")
+    return FileState.of(file)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, state: FileState) -> DigestCache:
+    kept = DigestCache(tmp_path / "home" / "digests")
+    kept.keep(state, DIGEST)
+    return kept
+
+
+def folder_of(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "digests"
+
+
+def entry_of(tmp_path: Path) -> Path:
+    (entry,) = folder_of(tmp_path).iterdir()
+    return entry
+
+
+def test_what_was_kept_is_found_and_only_its_owner_may_look(
+    cache: DigestCache, state: FileState, tmp_path: Path
+) -> None:
+    assert cache.find(state) == DIGEST
+    assert stat.S_IMODE(folder_of(tmp_path).stat().st_mode) == 0o700
+    assert stat.S_IMODE(entry_of(tmp_path).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(FileState)])
+def test_another_state_is_not_found(cache: DigestCache, state: FileState, name: str) -> None:
+    value: Any = getattr(state, name)
+    other = replace(state, **{name: value + "x" if isinstance(value, str) else value + 1})
+    assert cache.find(other) is None
+
+
+def test_a_new_state_takes_the_place_of_the_old_one(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
+    newer = replace(state, mtime_ns=state.mtime_ns + 1)
+    cache.keep(newer, DIGEST[::-1])
+    assert (cache.find(state), cache.find(newer)) == (None, DIGEST[::-1])
+    assert entry_of(tmp_path).is_file()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"digest": 3}', b"[" * 20_000, b" " * 20_000],
+    ids=range(9),
+)
+def test_what_cannot_be_parsed_is_not_read(
+    cache: DigestCache, state: FileState, tmp_path: Path, content: bytes
+) -> None:
+    entry_of(tmp_path).write_bytes(content)
+    assert cache.find(state) is None
+    cache.keep(state, DIGEST)
+    assert cache.find(state) == DIGEST
+
+
+@pytest.mark.parametrize("digest", ["", "0f", "G" * 64, "../" * 21 + "x", 3, None, [DIGEST]])
+def test_what_is_no_digest_is_not_read(cache: DigestCache, state: FileState, tmp_path: Path, digest: Any) -> None:
+    values = json.loads(entry_of(tmp_path).read_text())
+    entry_of(tmp_path).write_text(json.dumps({**values, "digest": digest}))
+    assert cache.find(state) is None
+
+
+def test_an_entry_that_others_can_write_is_not_read(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
+    entry_of(tmp_path).chmod(0o620)
+    assert cache.find(state) is None
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, None])
+def test_a_folder_that_others_can_write_or_own_is_left_alone(
+    cache: DigestCache, state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
+) -> None:
+    owner = os.geteuid()
+    if mode is None:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    else:
+        folder_of(tmp_path).chmod(mode)
+    before = entry_of(tmp_path).read_bytes()
+    assert cache.find(state) is None
+    cache.keep(state, DIGEST[::-1])
+    assert entry_of(tmp_path).read_bytes() == before
+
+
+def test_links_and_pipes_are_not_followed(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
+    linked = DigestCache(tmp_path / "link")
+    (tmp_path / "link").symlink_to(folder_of(tmp_path))
+    assert linked.find(state) is None
+    entry = entry_of(tmp_path)
+    os.link(entry, tmp_path / "second-name")
+    assert cache.find(state) is None
+    (tmp_path / "second-name").unlink()
+    assert cache.find(state) == DIGEST
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert cache.find(state) is None
+    entry.unlink()
+    os.mkfifo(entry)
+    assert cache.find(state) is None
+
+
+def test_a_place_that_cannot_be_made_costs_nothing_else(state: FileState, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    nowhere = DigestCache(tmp_path / "file" / "digests")
+    nowhere.keep(state, DIGEST)
+    assert nowhere.find(state) is None
+
+
+def test_the_setting_moves_it_or_switches_it_off(
+    state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert DigestCache.from_setting(Path("off")) is None
+    monkeypatch.setattr(model_files, "user_folder", USER_FOLDER)
+    for path, place in ((None, tmp_path / "xdg" / "semblend-trt"), (tmp_path / "mine", tmp_path / "mine")):
+        cache = DigestCache.from_setting(path)
+        assert cache is not None
+        cache.keep(state, DIGEST)
+        assert len(list(place.iterdir())) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert USER_FOLDER() == tmp_path / "home" / ".cache" / "semblend-trt"
+    monkeypatch.setenv("HOME", "here")
+    assert USER_FOLDER() is None

@@ -25,15 +25,15 @@ def pair(tiny_qwen2_path, monkeypatch):
 def test_the_library_is_there_before_the_first_request(pair):
     scheduler, worker = pair
     scheduler.wait_for_initialization()  # some engines ask before there are caches
-    assert scheduler.library is None
+    assert scheduler.donor_index is None
     worker.register_kv_caches(POOL)
-    assert scheduler.library is not None
+    assert scheduler.donor_index is not None
 
 
 def test_nothing_is_built_where_nothing_may_be_reused(pair):
     scheduler, worker = pair
     worker.register_kv_caches(POOL[:, :2])
-    assert scheduler.library is None
+    assert scheduler.donor_index is None
     assert runtime_for(scheduler._llm_args).refusal == "pool_layout"
 
 
@@ -42,6 +42,6 @@ def test_what_cannot_be_built_is_counted_and_tried_again(pair, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr("semblend_trt.connector.scheduler.namespace_for", lambda *_: 1 / 0)
         worker.register_kv_caches(POOL)
-    assert scheduler.library is None
+    assert scheduler.donor_index is None
     assert runtime_for(scheduler._llm_args).faults == {"wait_for_initialization": 1}
     assert scheduler.namespace is not None

@@ -11,13 +11,15 @@ import torch
 
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier
+from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.staging import HostWriter
+from tests.semblend_trt.held_donors import held_in, held_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +59,7 @@ def saver(other: OtherRank) -> Iterator[DonorSaver]:
 
 
 def save(saver: DonorSaver, tier: Tier = Tier.HOST) -> None:
-    saver.start(1, "donor", tier, [2, 0], TOKENS)
+    saver.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
     saver.drain()
 
 
@@ -79,11 +81,11 @@ def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other
 
 def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, other: OtherRank) -> None:
     save(saver)
-    assert "donor" in saver._store
+    assert "donor" in held_in(saver._store)
     other.tokens = [0]
     news = finished(saver)
     assert (news.tokens, news.error) == (0, "another rank does not hold it")
-    assert "donor" not in saver._store
+    assert "donor" not in held_in(saver._store)
 
 
 def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: OtherRank) -> None:
@@ -104,15 +106,15 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
     save(saver, Tier.DEVICE)
     other.tokens = [TOKENS]
     finished(saver)
-    saver.demote("donor")
-    saver.demote("unknown")
+    saver.offload("donor")
+    saver.offload("unknown")
     saver.drain()
     other.tokens = [-1, 1]
     assert saver.lost() == []
     other.tokens = [0, 1]
     (lost,) = saver.lost()
     assert (lost.donor_id, lost.tokens, lost.error) == ("donor", 0, "another rank does not hold it")
-    assert "donor" not in saver._store
+    assert "donor" not in held_in(saver._store)
     other.tokens = []
     assert saver.lost() == []
 
@@ -129,10 +131,10 @@ def snapshotting() -> Iterator[DonorSaver]:
 
 
 def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) -> None:
-    snapshotting.start(1, "long", Tier.HOST, [2, 0, 1], 11)
+    snapshotting.start(SaveIntent(1, "long", 11), [2, 0, 1], 11)
     snapshotting.drain()
     assert finished(snapshotting).tokens == 8
-    kv = snapshotting._store.host.get("long").tensor
+    kv = held_kv(snapshotting._store.host, "long").tensor
     assert torch.equal(kv[:, :, :, 4:], snapshotting._pool[0].view(2, 2, 1, 4, 8))
 
 
@@ -140,7 +142,7 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
     go_on = Event()
     snapshotting._thread.submit(go_on.wait)
     for request_id, donor_id in ((1, "first"), (2, "second")):
-        snapshotting.start(request_id, donor_id, Tier.HOST, [2, 0], TOKENS)
+        snapshotting.start(SaveIntent(request_id, donor_id, TOKENS), [2, 0], TOKENS)
     go_on.set()
     snapshotting.drain()
     told = {news.donor_id: (news.tokens, news.error) for _, news in snapshotting.finished()}
@@ -152,7 +154,7 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_snapshot_is_given_back_whatever_becomes_of_the_save(snapshotting: DonorSaver, tier: Tier) -> None:
     for _ in range(3):  # there is no device tier: those saves fail
-        snapshotting.start(1, "donor", tier, [2, 0], TOKENS)
+        snapshotting.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
         snapshotting.drain()
         finished(snapshotting)
         snapshotting._store.drop("donor")

@@ -15,10 +15,9 @@ from semblend_trt.discovery.planner import MAX_PIECES, LookupRequest, Planned, P
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from semblend_trt.span_check import SpanCheck
 
 NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
@@ -100,7 +99,7 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
     assert (plan.execution.mode, plan.execution.num_layers) == (WRAPPER, NUM_LAYERS)
     assert plan.execution.recompute_boundary_layer == 0
     assert (plan.request_id, plan.block_size) == (7, 32)
-    assert plan.prompt_token_ids == tuple(PROMPT.tolist())
+    assert plan.prompt_token_ids is PROMPT
     assert plan.diagnostics == {
         "runs_found": 2,
         "donors_considered": 2,

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import transformers
 
-from semblend_trt.connector.contract_versions import match_of
+from semblend_trt.connector.contract import match_of
 from semblend_trt.doctor.engine import engine
 from semblend_trt.doctor.finding import Status
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from kernels.layout import ContiguousKv
-from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.donor_text import DonorText
-from semblend_trt.donors.host_kv import HostKv
+from semblend_trt.donors.donor_file import DonorText, KvForm
+from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

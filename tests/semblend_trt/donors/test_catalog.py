@@ -1,7 +1,9 @@
-"""The catalog keeps its budgets, drops the least recently used, and never a donor somebody reads."""
+"""The catalog keeps its budgets, drops the least recently used, and never a donor that is read."""
+
+from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -9,97 +11,80 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from semblend_trt.donors.catalog import CatalogStats, DonorCatalog, DonorState, Lease
-from semblend_trt.donors.eviction import DonorHistory
-from semblend_trt.donors.placement import Placement, Tier
+from semblend_trt.donors.donor_table import CatalogStats, Tier, TierMoves
+from semblend_trt.donors.eviction import EvictionPolicy
 from semblend_trt.errors import CapacityError, DonorUnavailableError
+from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
-BYTES_PER_TOKEN = 10
-
-
-def tokens(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)
+if TYPE_CHECKING:
+    from semblend_trt.donors.catalog import Lease
 
 
-def catalog_with(sizes: dict[str, int], budget_tokens: int = 100, max_donors: int = 10) -> DonorCatalog:
-    catalog = DonorCatalog(budget_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors)
-    for donor_id, size in sizes.items():
-        assert catalog.reserve(donor_id, "space", size).dropped == ()
-        catalog.commit(donor_id, tokens(size))
+def catalog_with(**sizes):
+    catalog = catalog_of()
+    for donor_id, tokens in sizes.items():
+        assert keep(catalog, donor_id, tokens).dropped == ()
     return catalog
 
 
-def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size() -> None:
-    catalog = catalog_with({})
-    assert catalog.reserve("a", "space", 60).dropped == ()
-    assert catalog.state("a") is DonorState.SAVING
-    assert catalog.stats().used_bytes == 600
+def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size():
+    catalog = catalog_of()
+    assert catalog.reserve("a", 60).dropped == ()
+    assert catalog.stats() == CatalogStats(ready=0, saving=1, leases=0, used_bytes=600)
     with pytest.raises(DonorUnavailableError, match="a is not held"):
         catalog.lease("a")
-    catalog.commit("a", tokens(25))
-    assert catalog.state("a") is DonorState.READY
-    assert catalog.stats() == CatalogStats(1, 0, 0, 250, 1000, 0)
+    catalog.commit("a", 25)
+    assert catalog.stats() == CatalogStats(ready=1, saving=0, leases=0, used_bytes=250)
 
 
-def test_the_least_recently_used_donors_make_room() -> None:
-    catalog = catalog_with({"a": 30, "b": 30, "c": 30})
+def test_the_least_recently_used_donors_make_room():
+    catalog = catalog_with(a=30, b=30, c=30)
+    catalog.touch("unknown")
     catalog.touch("a")
     catalog.lease("b").release()
-    assert catalog.reserve("d", "space", 40).dropped == ("c",)
-    assert catalog.reserve("e", "space", 20).dropped == ("a",)
-    assert catalog.state("c") is None
-    assert catalog.stats().evicted == 2
-
-
-def test_the_number_of_donors_is_bounded_too() -> None:
-    catalog = catalog_with({"a": 1, "b": 1}, max_donors=2)
-    assert catalog.reserve("c", "space", 1).dropped == ("a",)
-    assert len(catalog) == 2
+    assert catalog.reserve("d", 40).dropped == ("c",)
+    assert catalog.reserve("e", 20).dropped == ("a",)
+    assert (catalog.tier("c"), catalog.stats().evicted) == (None, 2)
 
 
 @pytest.mark.known_defect(19)
-def test_many_times_the_capacity_leaves_the_capacity() -> None:
-    catalog = DonorCatalog(100 * BYTES_PER_TOKEN, BYTES_PER_TOKEN, 7)
+def test_many_times_the_capacity_leaves_the_capacity():
+    catalog = catalog_of(max_donors=7)
     for number in range(500):
-        catalog.reserve(f"donor-{number}", "space", 20)
-        catalog.commit(f"donor-{number}", tokens(20))
-    assert catalog.stats() == CatalogStats(5, 0, 0, 1000, 1000, 495)
+        keep(catalog, f"donor-{number}", 20)
+    assert catalog.stats() == CatalogStats(ready=5, saving=0, leases=0, used_bytes=1000, evicted=495)
+    for number in range(500, 510):
+        keep(catalog, f"donor-{number}", 1)
+    assert len(catalog) == 7
 
 
-def test_leased_and_saving_donors_stay_and_a_failed_reservation_changes_nothing() -> None:
-    catalog = catalog_with({"a": 30, "b": 30})
-    catalog.reserve("saving", "space", 30)
+def test_leased_and_saving_donors_stay_and_a_failed_reservation_changes_nothing():
+    catalog = catalog_with(a=30, b=30)
+    catalog.reserve("saving", 30)
     lease = catalog.lease("a")
     before = catalog.stats()
     with pytest.raises(CapacityError, match="needs 500 bytes of a budget of 1000"):
-        catalog.reserve("c", "space", 50)
-    assert catalog.stats() == before
-    assert catalog.state("b") is DonorState.READY
+        catalog.reserve("c", 50)
+    with pytest.raises(CapacityError, match="SEMBLEND_HOST_BYTES"):
+        catalog.reserve("c", 101)
+    with pytest.raises(ValueError, match="already held"):
+        catalog.reserve("a", 10)
+    assert (catalog.stats(), catalog.tier("b")) == (before, Tier.HOST)
     assert not catalog.drop("a")
     assert not catalog.drop("saving")
     lease.release()
-    assert catalog.reserve("c", "space", 50).dropped == ("b", "a")
+    assert catalog.reserve("c", 50).dropped == ("b", "a")
 
 
-def test_what_can_never_fit_evicts_nobody() -> None:
-    catalog = catalog_with({"a": 30})
-    with pytest.raises(CapacityError, match="SEMBLEND_HOST_BYTES"):
-        catalog.reserve("b", "space", 101)
-    assert catalog.state("a") is DonorState.READY
-
-
-def test_a_cancelled_donor_gives_its_room_back() -> None:
-    catalog = catalog_with({"ready": 10})
-    catalog.reserve("a", "space", 90)
-    assert catalog.cancel("a")
-    assert not catalog.cancel("a")
-    assert not catalog.cancel("ready")
-    assert not catalog.cancel("unknown")
+def test_a_cancelled_donor_gives_its_room_back():
+    catalog = catalog_with(ready=10)
+    catalog.reserve("a", 90)
+    assert [catalog.cancel(donor_id) for donor_id in ("a", "a", "ready", "unknown")] == [True, False, False, False]
     assert catalog.stats().used_bytes == 100
 
 
-def test_releasing_twice_releases_once() -> None:
-    catalog = catalog_with({"a": 10})
+def test_releasing_twice_releases_once_and_no_donor_of_the_same_name():
+    catalog = catalog_with(a=10)
     first, second = catalog.lease("a"), catalog.lease("a")
     first.release()
     first.release()
@@ -107,78 +92,33 @@ def test_releasing_twice_releases_once() -> None:
     assert not catalog.drop("a")
     second.release()
     assert catalog.drop("a")
+    keep(catalog, "a", 10)
+    third = catalog.lease("a")
     second.release()
-
-
-def test_a_late_release_does_not_touch_a_donor_of_the_same_name() -> None:
-    catalog = catalog_with({"a": 10})
-    old = catalog.lease("a")
-    old.release()
-    catalog.drop("a")
-    catalog.reserve("a", "space", 10)
-    catalog.commit("a", tokens(10))
-    new = catalog.lease("a")
-    old.release()
     assert catalog.stats().leases == 1
-    new.release()
+    third.release()
 
 
-def test_commits_of_donors_that_are_not_saving_are_refused() -> None:
-    catalog = catalog_with({"ready": 10})
-    for donor_id in ("ready", "unknown"):
-        with pytest.raises(DonorUnavailableError, match="not being saved"):
-            catalog.commit(donor_id, tokens(5))
-
-
-def test_bad_reservations_are_refused() -> None:
-    catalog = catalog_with({"a": 10})
-    with pytest.raises(ValueError, match="already held"):
-        catalog.reserve("a", "space", 10)
-    catalog.touch("unknown")
-
-
-def test_another_policy_decides_who_goes() -> None:
-    class NewestFirst:
-        def __init__(self) -> None:
-            self.held: list[str] = []
-
-        def added(self, donor_id: str, history: DonorHistory) -> None:
-            self.held.append(donor_id)
-
-        def used(self, donor_id: str) -> None:
-            pass
-
-        def described(self, donor_id: str) -> None:
-            pass
-
-        def removed(self, donor_id: str, *, evicted: bool = False) -> None:
-            if donor_id in self.held:
-                self.held.remove(donor_id)
-
-        def candidates(self) -> Iterator[str]:
-            return iter(self.held[::-1])
-
-    catalog = DonorCatalog(100, 1, 2, NewestFirst)
+def test_another_policy_decides_which_donor_goes():
+    catalog = catalog_of(max_donors=2, eviction=lambda: EvictionPolicy(lambda history: (-history.added,)))
     for donor_id in ("a", "b"):
-        catalog.reserve(donor_id, "space", 10)
-        catalog.commit(donor_id, tokens(10))
-    assert catalog.reserve("c", "space", 10).dropped == ("b",)
+        keep(catalog, donor_id, 10)
+    assert catalog.reserve("c", 10).dropped == ("b",)
 
 
-def test_threads_keep_the_budget_and_the_leases() -> None:
-    catalog = DonorCatalog(100 * BYTES_PER_TOKEN, BYTES_PER_TOKEN, 6)
-    errors: list[Exception] = []
+def test_threads_keep_the_budget_and_the_leases():
+    catalog, errors = catalog_of(max_donors=6), []
 
-    def work(worker: int) -> None:
+    def work(worker):
         rng = np.random.default_rng(worker)
         try:
             for number in range(200):
                 donor_id = f"{worker}-{number}"
                 try:
-                    catalog.reserve(donor_id, "space", int(rng.integers(1, 40)))
+                    catalog.reserve(donor_id, int(rng.integers(1, 40)))
                 except CapacityError:
                     continue
-                catalog.commit(donor_id, tokens(1))
+                catalog.commit(donor_id, 1)
                 try:
                     lease = catalog.lease(donor_id)
                 except DonorUnavailableError:
@@ -194,8 +134,7 @@ def test_threads_keep_the_budget_and_the_leases() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == []
-    assert catalog.stats().leases == 0
+    assert (errors, catalog.stats().leases) == ([], 0)
 
 
 class CatalogMachine(RuleBasedStateMachine):
@@ -205,30 +144,30 @@ class CatalogMachine(RuleBasedStateMachine):
     donors = Bundle("donors")
     leases = Bundle("leases")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.catalog = DonorCatalog(self.BUDGET * BYTES_PER_TOKEN + 3, BYTES_PER_TOKEN, self.PLACES)
+        self.catalog = catalog_of(self.BUDGET, self.PLACES)
         self.sizes: dict[str, int] = {}
         self.saving: set[str] = set()
         self.recency: list[str] = []
         self.open: dict[int, Lease] = {}
         self.number = 0
 
-    def leased(self) -> set[str]:
+    def leased(self):
         return {lease.donor_id for lease in self.open.values()}
 
-    def forget(self, donor_id: str) -> None:
+    def forget(self, donor_id):
         del self.sizes[donor_id]
         self.saving.discard(donor_id)
         if donor_id in self.recency:
             self.recency.remove(donor_id)
 
-    def use(self, donor_id: str) -> None:
+    def use(self, donor_id):
         self.recency.remove(donor_id)
         self.recency.append(donor_id)
 
     @rule(target=donors, size=st.integers(1, 60))
-    def reserve(self, size: int) -> object:
+    def reserve(self, size):
         donor_id = f"donor-{self.number}"
         self.number += 1
         going = [donor for donor in self.recency if donor not in self.leased()]
@@ -240,10 +179,10 @@ class CatalogMachine(RuleBasedStateMachine):
         if room < size or places < 1:
             before = self.catalog.stats()
             with pytest.raises(CapacityError):
-                self.catalog.reserve(donor_id, "space", size)
+                self.catalog.reserve(donor_id, size)
             assert self.catalog.stats() == before
             return multiple()
-        assert self.catalog.reserve(donor_id, "space", size).dropped == tuple(expected)
+        assert self.catalog.reserve(donor_id, size).dropped == tuple(expected)
         for dropped in expected:
             self.forget(dropped)
         self.sizes[donor_id] = size
@@ -251,38 +190,35 @@ class CatalogMachine(RuleBasedStateMachine):
         return donor_id
 
     @rule(donor_id=donors, part=st.floats(0, 1))
-    def commit(self, donor_id: str, part: float) -> None:
-        if donor_id not in self.saving:
-            with pytest.raises(DonorUnavailableError):
-                self.catalog.commit(donor_id, tokens(1))
-            return
-        self.sizes[donor_id] = max(1, int(self.sizes[donor_id] * part))
-        self.catalog.commit(donor_id, tokens(self.sizes[donor_id]))
-        self.saving.discard(donor_id)
-        self.recency.append(donor_id)
+    def commit(self, donor_id, part):
+        if donor_id in self.saving:
+            self.sizes[donor_id] = max(1, int(self.sizes[donor_id] * part))
+            self.catalog.commit(donor_id, self.sizes[donor_id])
+            self.saving.discard(donor_id)
+            self.recency.append(donor_id)
 
     @rule(donor_id=donors)
-    def cancel(self, donor_id: str) -> None:
+    def cancel(self, donor_id):
         saving = donor_id in self.saving
         assert self.catalog.cancel(donor_id) == saving
         if saving:
             self.forget(donor_id)
 
     @rule(donor_id=donors)
-    def drop(self, donor_id: str) -> None:
+    def drop(self, donor_id):
         droppable = donor_id in self.recency and donor_id not in self.leased()
         assert self.catalog.drop(donor_id) == droppable
         if droppable:
             self.forget(donor_id)
 
     @rule(donor_id=donors)
-    def touch(self, donor_id: str) -> None:
+    def touch(self, donor_id):
         self.catalog.touch(donor_id)
         if donor_id in self.recency:
             self.use(donor_id)
 
     @rule(target=leases, donor_id=donors)
-    def lease(self, donor_id: str) -> object:
+    def lease(self, donor_id):
         if donor_id not in self.recency:
             with pytest.raises(DonorUnavailableError):
                 self.catalog.lease(donor_id)
@@ -293,22 +229,21 @@ class CatalogMachine(RuleBasedStateMachine):
         return lease
 
     @rule(lease=leases)
-    def release(self, lease: Lease) -> None:
+    def release(self, lease):
         lease.release()
         self.open.pop(id(lease), None)
         assert lease.released
 
     @invariant()
-    def the_catalog_is_what_the_model_says(self) -> None:
+    def the_catalog_is_what_the_model_says(self):
         stats = self.catalog.stats()
-        assert stats.used_bytes == sum(self.sizes.values()) * BYTES_PER_TOKEN <= stats.byte_budget
+        assert stats.used_bytes == sum(self.sizes.values()) * BYTES_PER_TOKEN <= self.BUDGET * BYTES_PER_TOKEN
         assert (stats.ready, stats.saving) == (len(self.recency), len(self.saving))
         assert stats.leases == len(self.open)
         assert len(self.catalog) <= self.PLACES
-        for donor_id in self.leased():
-            assert self.catalog.state(donor_id) is DonorState.READY
+        assert all(self.catalog.tier(donor_id) for donor_id in self.leased())
 
-    def teardown(self) -> None:
+    def teardown(self):
         for lease in list(self.open.values()):
             lease.release()
         assert self.catalog.stats().leases == 0
@@ -318,82 +253,69 @@ CatalogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count
 TestCatalogMachine = CatalogMachine.TestCase
 
 
-def two_tiers(blocks: int = 4, host_tokens: int = 40, max_donors: int = 10) -> DonorCatalog:
-    return DonorCatalog(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, device_blocks=blocks, block_size=10)
+def two_tiers(blocks=4, host_tokens=40, max_donors=10):
+    return catalog_of(host_tokens, max_donors, device_blocks=blocks, block_size=10)
 
 
-def hold(catalog: DonorCatalog, donor_id: str, size: int) -> Placement:
-    placement = catalog.reserve(donor_id, "space", size)
-    catalog.commit(donor_id, tokens(size))
-    return placement
-
-
-def test_donors_go_to_the_device_while_it_has_room_then_the_oldest_move_down() -> None:
+def test_donors_go_to_the_device_while_it_has_room_then_the_oldest_move_down():
     catalog = two_tiers()
-    assert hold(catalog, "a", 20) == Placement(Tier.DEVICE)
-    assert hold(catalog, "b", 11) == Placement(Tier.DEVICE)
+    assert keep(catalog, "a", 20) == TierMoves(Tier.DEVICE)
+    assert keep(catalog, "b", 11) == TierMoves(Tier.DEVICE)
     catalog.touch("a")
-    assert hold(catalog, "c", 15) == Placement(Tier.DEVICE, demoted=("b",))
+    assert keep(catalog, "c", 15) == TierMoves(Tier.DEVICE, offloaded=("b",))
     assert [catalog.tier(donor_id) for donor_id in "abc"] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
     stats = catalog.stats()
-    assert (stats.used_bytes, stats.device_blocks_used, stats.demoted, stats.evicted) == (110, 4, 1, 0)
+    assert (stats.used_bytes, stats.device_blocks_used, stats.offloaded, stats.evicted) == (110, 4, 1, 0)
 
 
-def test_the_full_host_drops_its_oldest_for_what_comes_down() -> None:
-    catalog = two_tiers(blocks=2, host_tokens=25)
-    for donor_id in "abc":
-        hold(catalog, donor_id, 12)
-    assert hold(catalog, "d", 12) == Placement(Tier.DEVICE, demoted=("c",), dropped=("a",))
-    assert [catalog.tier(donor_id) for donor_id in "abcd"] == [None, Tier.HOST, Tier.HOST, Tier.DEVICE]
+@pytest.mark.parametrize(
+    ("limits", "held", "new", "moves"),
+    [
+        # the full host drops its oldest for what comes down
+        ((2, 25), [12, 12, 12], 12, TierMoves(Tier.DEVICE, offloaded=("c",), dropped=("a",))),
+        # of the displaced, the one used last has the first claim on the host
+        ((3, 15), [10, 10, 10], 30, TierMoves(Tier.DEVICE, offloaded=("c",), dropped=("b", "a"))),
+        # without a host tier the displaced are dropped
+        ((2, 0), [20], 5, TierMoves(Tier.DEVICE, dropped=("a",))),
+        # what the arena can never hold goes to the host
+        ((2, 40), [20], 21, TierMoves(Tier.HOST)),
+    ],
+)
+def test_displaced_donors_move_down_or_go(limits, held, new, moves):
+    catalog = two_tiers(*limits)
+    for donor_id, tokens in zip("abc", held, strict=False):
+        keep(catalog, donor_id, tokens)
+    assert keep(catalog, "new", new) == moves
 
 
-def test_the_latest_used_of_the_displaced_has_the_first_claim_on_the_host() -> None:
-    catalog = two_tiers(blocks=3, host_tokens=15)
-    for donor_id in "abc":
-        hold(catalog, donor_id, 10)
-    assert hold(catalog, "d", 30) == Placement(Tier.DEVICE, demoted=("c",), dropped=("b", "a"))
-
-
-def test_without_a_host_tier_the_displaced_are_dropped() -> None:
-    catalog = two_tiers(blocks=2, host_tokens=0)
-    hold(catalog, "a", 20)
-    assert hold(catalog, "b", 5) == Placement(Tier.DEVICE, dropped=("a",))
-
-
-def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the_host() -> None:
+def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the_host():
     catalog = two_tiers()
-    hold(catalog, "a", 20)
-    catalog.reserve("saving", "space", 20)
+    keep(catalog, "a", 20)
+    catalog.reserve("saving", 20)
     lease = catalog.lease("a")
-    assert hold(catalog, "b", 15) == Placement(Tier.HOST)
+    assert keep(catalog, "b", 15) == TierMoves(Tier.HOST)
     lease.release()
-    assert hold(catalog, "c", 20) == Placement(Tier.DEVICE, demoted=("a",))
+    assert keep(catalog, "c", 20) == TierMoves(Tier.DEVICE, offloaded=("a",))
+    with pytest.raises(CapacityError, match="5 device blocks of 4"):
+        catalog.reserve("d", 41)
 
 
-def test_what_the_arena_can_never_hold_goes_to_the_host() -> None:
-    catalog = two_tiers(blocks=2)
-    hold(catalog, "a", 20)
-    assert hold(catalog, "b", 21) == Placement(Tier.HOST)
-    with pytest.raises(CapacityError, match="5 device blocks of 2"):
-        catalog.reserve("c", "space", 41)
-
-
-def test_a_commit_gives_blocks_back_that_it_does_not_need() -> None:
+def test_a_commit_gives_blocks_back_that_it_does_not_need():
     catalog = two_tiers()
-    catalog.reserve("a", "space", 40)
-    catalog.commit("a", tokens(21))
+    catalog.reserve("a", 40)
+    catalog.commit("a", 21)
     assert catalog.stats().device_blocks_used == 3
-    assert hold(catalog, "b", 10) == Placement(Tier.DEVICE)
+    assert keep(catalog, "b", 10) == TierMoves(Tier.DEVICE)
 
 
-def test_places_are_made_from_the_bottom() -> None:
+def test_places_are_made_from_the_bottom():
     catalog = two_tiers(blocks=2, max_donors=3)
     for donor_id in "abc":
-        hold(catalog, donor_id, 10)
+        keep(catalog, donor_id, 10)
     assert catalog.tier("a") is Tier.HOST
-    assert hold(catalog, "d", 10) == Placement(Tier.DEVICE, demoted=("b",), dropped=("a",))
+    assert keep(catalog, "d", 10) == TierMoves(Tier.DEVICE, offloaded=("b",), dropped=("a",))
     catalog.drop("b")
     for donor_id in "cd":
         catalog.lease(donor_id)
-    hold(catalog, "e", 5)
-    assert hold(catalog, "f", 5) == Placement(Tier.HOST, dropped=("e",))
+    keep(catalog, "e", 5)
+    assert keep(catalog, "f", 5) == TierMoves(Tier.HOST, dropped=("e",))

@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 
 from semblend_trt.donors import donor_file
-from semblend_trt.donors.donor_file import DonorFileError, read_kv, read_text, write_donor
-from semblend_trt.donors.file_size import PAGE
+from semblend_trt.donors.donor_file import PAGE, DonorFileError, file_bytes, read_kv, read_text, write_donor
 
 TOKENS = 21
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -75,10 +74,9 @@ def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_hos
 
 def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written, form):
     path, *_ = written
-    size = form.file_size
-    assert path.stat().st_size <= size.of(TOKENS) < path.stat().st_size + PAGE
+    assert path.stat().st_size <= file_bytes(form.num_layers, form.token_bytes, TOKENS) < path.stat().st_size + PAGE
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
-    assert header == size.header_bytes
+    assert header == form.header_bytes
     assert header % PAGE == 0
 
 
@@ -106,7 +104,7 @@ def short(tmp_path, form, make_host_kv, make_text):
 def test_whichever_byte_changes_the_file_is_refused(short, form, make_host_kv):
     file, data, seal = short
     held, chance = make_host_kv(2), random.Random(0)
-    kv = range(form.file_size.header_bytes, len(data) - 8)
+    kv = range(form.header_bytes, len(data) - 8)
     for place in range(len(data)):
         os.pwrite(file, bytes([data[place] ^ 1 << chance.randrange(8)]), place)
         if place in kv:
@@ -133,7 +131,7 @@ def test_a_file_of_any_other_length_is_refused(short, form):
 @pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 0)])
 def test_layers_that_changed_places_are_refused(written, form, make_host_kv, places):
     path, _, seal = written
-    data, first, size = path.read_bytes(), form.file_size.header_bytes, TOKENS * form.layer_bytes
+    data, first, size = path.read_bytes(), form.header_bytes, TOKENS * form.layer_bytes
     layers = [data[first + layer * size :][:size] for layer in range(form.num_layers)]
     one, other = places
     layers[one], layers[other] = layers[other], layers[one]
@@ -147,7 +145,7 @@ def test_parts_of_another_file_of_ours_are_refused(written, tmp_path, form, make
     path, _, seal = written
     write(tmp_path / "other", "other", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0), form)
     data, other = path.read_bytes(), (tmp_path / "other").read_bytes()
-    cuts = (0, form.file_size.header_bytes, len(data) - 4 * TOKENS, len(data))
+    cuts = (0, form.header_bytes, len(data) - 4 * TOKENS, len(data))
     place = slice(*cuts[["header", "kv", "tokens"].index(part) :][:2])
     other = other[: cuts[2]] + bytes(4 * TOKENS)
     path.write_bytes(data[: place.start] + other[place] + data[place.stop :])
@@ -188,7 +186,7 @@ def test_altered_kv_under_right_digests_is_refused(
     if forgery == "our seal":
         data = data.replace(forged_seal.encode(), seal.encode())
     elif forgery != "another key under our key's name":
-        room, gone = form.file_size.header_bytes, "seal" if forgery == "no seal" else "key"
+        room, gone = form.header_bytes, "seal" if forgery == "no seal" else "key"
         header = json.loads(data[8:room])
         del header["__metadata__"][gone]
         data = data[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(room - 8) + data[room:]
@@ -255,7 +253,7 @@ def claim(header, **changes):
 )
 def test_a_header_that_lies_is_refused(written, form, make_host_kv, say):
     path, _, seal = written
-    data, room = path.read_bytes(), form.file_size.header_bytes
+    data, room = path.read_bytes(), form.header_bytes
     said = say(json.loads(data[8:room])).encode("latin-1")
     path.write_bytes(data[:8] + said.ljust(room - 8) + data[room:])
     assert_refused("corrupt", text_of, path, form)
@@ -277,7 +275,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_hos
 
     def cut(*arguments):
         header = checked(*arguments)
-        os.truncate(path, form.file_size.header_bytes)
+        os.truncate(path, form.header_bytes)
         return header
 
     monkeypatch.setattr(donor_file, "_header_of", cut)
@@ -290,8 +288,8 @@ def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, ma
     read, over, ended = donor_file._read_all, threading.Event(), []
 
     def fails_at_once_or_takes_long(descriptor, view, start):
-        if len(view) * form.num_layers == TOKENS * form.file_size.bytes_per_token:  # a layer's KV
-            if start == form.file_size.header_bytes:
+        if len(view) * form.num_layers == TOKENS * form.token_bytes:  # a layer's KV
+            if start == form.header_bytes:
                 raise OSError(errno.EIO, "a bad sector")
             over.wait(0.05)
             ended.append(start)
@@ -306,13 +304,13 @@ def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, ma
 
 def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, make_host_kv, monkeypatch):
     path, _, seal = written
-    readers, read = [], donor_file._layer_read
+    readers, read = [], donor_file._moved
 
     def note(*arguments):
         readers.append(threading.current_thread())
         return read(*arguments)
 
-    monkeypatch.setattr(donor_file, "_layer_read", note)
+    monkeypatch.setattr(donor_file, "_moved", note)
     kv_of(path, seal, form, make_host_kv(TOKENS))
     assert len(readers) == form.num_layers
     assert all(reader.daemon for reader in readers)

@@ -13,17 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt import staging
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.arena import DeviceTier, arena_blocks
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
-from semblend_trt.donors.host_kv import HostKv
-from semblend_trt.donors.host_memory import HostMemory
-from semblend_trt.donors.placement import Tier
+from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.donor_table import Capacities, Tier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.donors.tiers import HostTier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.staging import HostWriter, Staging
-from tests.semblend_trt.held_donors import fill
+from tests.semblend_trt.held_donors import LRU, fill, held_in, used_blocks
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
@@ -77,7 +76,7 @@ class Rank:
     def save(self, slot: int, donor_id: str, tier: Tier, kv: torch.Tensor) -> None:
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
         write(self.pool, blocks, kv)
-        self.saver.start(slot, donor_id, tier, blocks, kv.shape[3])
+        self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
     def keep(self, donor_id: str, tier: Tier, number: int, tokens: int) -> None:
         self.save(0, donor_id, tier, pattern(number, tokens))
@@ -116,18 +115,18 @@ def test_save_lands_in_the_tier_that_was_decided(rank, tier):
 
 def test_demoted_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
     rank.keep("a", Tier.DEVICE, 1, 21)
-    rank.saver.demote("a")
+    rank.saver.offload("a")
     rank.keep("b", Tier.DEVICE, 2, 24)  # needs every block of the arena
     assert ("a" in rank.store.host, "a" in rank.store.device) == (True, False)
     assert torch.equal(rank.read("a", 21), pattern(1, 21))
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
-    assert [timing.what for timing in rank.saver.timings] == ["save_device", "demotion", "save_device"]
+    assert [timing.what for timing in rank.saver.timings] == ["save_device", "offload", "save_device"]
 
 
 def test_demoting_what_is_not_on_the_device_changes_nothing(rank):
     rank.keep("a", Tier.HOST, 1, 8)
     for donor_id in ("a", "unknown"):
-        rank.saver.demote(donor_id)
+        rank.saver.offload(donor_id)
     rank.saver.drain()
     assert rank.saver.lost() == []
     assert torch.equal(rank.read("a", 8), pattern(1, 8))
@@ -136,12 +135,12 @@ def test_demoting_what_is_not_on_the_device_changes_nothing(rank):
 def test_demotion_that_does_not_fit_says_that_the_donor_is_lost():
     rank = Rank(host_tokens=3)
     rank.keep("a", Tier.DEVICE, 1, 8)
-    rank.saver.demote("a")
+    rank.saver.offload("a")
     rank.saver.drain()
     ((donor_id, error),) = ((news.donor_id, news.error) for news in rank.saver.lost())
     assert donor_id == "a"
     assert "CapacityError" in error
-    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
 
 
 def test_donor_dropped_on_its_way_down_is_in_neither_tier(rank):
@@ -149,26 +148,26 @@ def test_donor_dropped_on_its_way_down_is_in_neither_tier(rank):
 
     def dropped_meanwhile(source, tokens, held):
         assert rank.store.drop("a")
-        assert rank.store.device.used_bytes == 2 * 4 * TOKEN_BYTES  # still being read
+        assert used_blocks(rank.store.device) == 2  # still being read
         assert rank.store.host.used_bytes == 8 * TOKEN_BYTES
 
-    assert rank.store.demote("a", dropped_meanwhile) is False
-    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+    assert rank.store.offload("a", dropped_meanwhile) is False
+    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
 
 
 def test_donor_dropped_before_its_way_down_reached_the_host_leaves_nothing_there(rank):
     rank.keep("a", Tier.DEVICE, 1, 8)
     # The drop looked at the host before the copy claimed room there.
-    assert rank.store.demote("a", lambda source, tokens, held: rank.store.device.drop("a")) is False
-    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+    assert rank.store.offload("a", lambda source, tokens, held: rank.store.device.drop("a")) is False
+    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
 
 
 def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
     rank.keep("a", Tier.HOST, 1, 8)
     # The drop looked at the device before the copy claimed blocks there.
-    with pytest.raises(DonorUnavailableError, match="dropped while it was being lifted"):
-        rank.store.lift("a", lambda held, target: rank.store.host.drop("a"))
-    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+    with pytest.raises(DonorUnavailableError, match="dropped while it was being promoted"):
+        rank.store.promote("a", lambda held, target: rank.store.host.drop("a"))
+    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
 
 
 def test_donor_on_its_way_down_can_be_read(rank):
@@ -178,11 +177,11 @@ def test_donor_on_its_way_down_can_be_read(rank):
         assert torch.equal(rank.read("a", 8), pattern(1, 8))
         fill(held, contents(source, tokens))
 
-    assert rank.store.demote("a", copy)
+    assert rank.store.offload("a", copy)
     assert torch.equal(rank.read("a", 8), pattern(1, 8))
 
 
-@pytest.mark.parametrize(("begins", "move"), [(Tier.HOST, "lift"), (Tier.DEVICE, "demote")])
+@pytest.mark.parametrize(("begins", "move"), [(Tier.HOST, "promote"), (Tier.DEVICE, "offload")])
 def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, begins, move):
     """It is in its new tier before it leaves the old one; the look at the old one comes just too late."""
     rank.keep("a", begins, 1, 8)
@@ -229,7 +228,7 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     gate = threading.Event()
     rank.saver._submit(gate.wait)
     rank.save(0, "first", Tier.HOST, pattern(1, 8))
-    rank.saver.demote("unknown")
+    rank.saver.offload("unknown")
     rank.save(1, "behind", Tier.HOST, pattern(2, 8))
     assert rank.store.host.used_bytes == 0
     gate.set()
@@ -245,7 +244,7 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     rank.saver.close()
 
 
-def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
+def test_a_chunk_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_back(monkeypatch):
     rank = Rank(at_once=2)
     rank.keep("first", Tier.HOST, 1, 4)
 
@@ -253,12 +252,12 @@ def test_a_piece_that_the_caller_cannot_queue_ends_the_save_and_gives_its_room_b
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     rank.save(1, "a", Tier.HOST, pattern(2, 8))
     rank.saver.drain()
     ((_, news),) = rank.saver.finished()
     assert (news.tokens, news.error) == (0, "MemoryError: no table")
-    assert "a" not in rank.store
+    assert "a" not in held_in(rank.store)
     assert rank.store.host.used_bytes == 4 * TOKEN_BYTES
     rank.saver.close()
 
@@ -272,13 +271,13 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
         yield
         raise MemoryError("no table")
 
-    monkeypatch.setattr(HostWriter, "pieces", fails_at_the_second)
+    monkeypatch.setattr(HostWriter, "chunks", fails_at_the_second)
     monkeypatch.setattr(staging, "finish", lambda stream: taken.append(rank.store.host.used_bytes))
-    rank.saver.demote("a")
+    rank.saver.offload("a")
     rank.saver.drain()
     assert taken == [8 * TOKEN_BYTES]
     assert [news.error for news in rank.saver.lost()] == ["MemoryError: no table"]
-    assert len(rank.store) == rank.store.device.used_bytes == rank.store.host.used_bytes == 0
+    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
 
 
 def test_save_without_a_device_tier_is_refused():
@@ -298,7 +297,7 @@ def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
         pass
     with pytest.raises(RuntimeError, match="copy failed"), tier.writing("c", 8):
         raise RuntimeError("copy failed")
-    assert (len(tier), tier.used_bytes) == (1, 4 * 4 * TOKEN_BYTES)
+    assert used_blocks(tier) == 4
     with pytest.raises(DonorUnavailableError), tier.reading("c"):
         pass
 
@@ -310,11 +309,11 @@ def test_donor_dropped_while_it_is_written_is_not_held(rank):
         with tier.writing("a", 8):
             assert "a" not in tier
             assert tier.drop("a")
-            assert tier.used_bytes == 8 * TOKEN_BYTES
+            assert used_blocks(tier) == 2
 
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
         write()
-    assert (len(tier), tier.used_bytes) == (0, 0)
+    assert ("a" in tier, used_blocks(tier)) == (False, 0)
 
 
 class TwoTiers(RuleBasedStateMachine):
@@ -322,9 +321,10 @@ class TwoTiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = DonorCatalog(
+        limits = Capacities(
             HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
         )
+        self.catalog = DonorCatalog(limits, LRU)
         self.number = 0
         self.admitted: list[tuple[str, int, Tier]] = []
         self.saving: dict[int, tuple[str, int]] = {}
@@ -341,15 +341,15 @@ class TwoTiers(RuleBasedStateMachine):
         self.number += 1
         before = {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases}
         try:
-            placement = self.catalog.reserve(donor_id, "space", bound)
+            placement = self.catalog.reserve(donor_id, bound)
         except CapacityError:
             return
         assert {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases} == before
         for dropped in placement.dropped:
             self.rank.store.drop(dropped)
             del self.tokens[dropped]
-        for demoted in placement.demoted:
-            self.rank.saver.demote(demoted)
+        for demoted in placement.offloaded:
+            self.rank.saver.offload(demoted)
         self.admitted.append((donor_id, bound, placement.tier))
 
     @precondition(lambda self: self.admitted and len(self.saving) < 4)
@@ -372,7 +372,7 @@ class TwoTiers(RuleBasedStateMachine):
         for slot, news in self.rank.saver.finished():
             donor_id, tokens = self.saving.pop(slot)
             assert (news.donor_id, news.tokens, news.error) == (donor_id, tokens, None)
-            self.catalog.commit(donor_id, torch.zeros(tokens, dtype=torch.int32).numpy())
+            self.catalog.commit(donor_id, tokens)
             self.tokens[donor_id] = tokens
         assert self.rank.saver.lost() == []
 
@@ -390,17 +390,17 @@ class TwoTiers(RuleBasedStateMachine):
     @invariant()
     def every_ready_donor_is_readable_and_right(self) -> None:
         for donor_id, tokens in self.tokens.items():
-            assert self.catalog.state(donor_id) is DonorState.READY
+            assert self.catalog._table.entries[donor_id].state is DonorState.READY
             assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
         assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
 
     @invariant()
     def budgets_hold(self) -> None:
         stats, store = self.catalog.stats(), self.rank.store
-        assert stats.used_bytes <= stats.byte_budget == store.host.byte_budget
+        assert stats.used_bytes <= HOST_TOKENS * TOKEN_BYTES == store.host.byte_budget
         assert stats.device_blocks_used <= ARENA_BLOCKS
         assert store.host.used_bytes <= store.host.byte_budget
-        assert store.device.used_bytes <= store.device.byte_budget
+        assert used_blocks(store.device) <= ARENA_BLOCKS
 
     @invariant()
     def no_block_has_two_owners(self) -> None:
@@ -414,7 +414,7 @@ class TwoTiers(RuleBasedStateMachine):
         reserved = sum(bound for _, bound, tier in self.admitted if tier is Tier.HOST) * TOKEN_BYTES
         reserved_blocks = sum(-(-bound // 4) for _, bound, tier in self.admitted if tier is Tier.DEVICE)
         assert store.host.used_bytes == stats.used_bytes - reserved
-        assert store.device.used_bytes == (stats.device_blocks_used - reserved_blocks) * 4 * TOKEN_BYTES
+        assert used_blocks(store.device) == stats.device_blocks_used - reserved_blocks
         self.rank.saver.close()
 
 

@@ -12,10 +12,10 @@ import torch
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.library import Library
-from semblend_trt.connector.request_table import TrackedRequest
+from semblend_trt.connector.donor_index import DonorIndex
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
-from semblend_trt.fleet.announcer import DonorAnnouncer, Silence, announcer_for
+from semblend_trt.fleet.announcer import DonorAnnouncer, DonorPublisher, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
@@ -26,7 +26,7 @@ GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 
 
-class Notebook(Silence):
+class Notebook(DonorPublisher):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Notebook(Silence):
         self.told.append(("gone", donor_id))
 
 
-def library(news: Any, host_tokens: int = 500, **overrides: Any) -> Library:
+def library(news: Any, host_tokens: int = 500, **overrides: Any) -> DonorIndex:
     settings = load_settings(policy="position_fix", host_bytes=host_tokens * TOKEN_BYTES, **overrides)
-    return Library(settings, PoolFacts(GEOMETRY, 64, torch.float32), news)
+    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), news, None, lambda kind: None, None)
 
 
-def keep(books: Library, donor_id: str, tokens: Any, error: str | None = None) -> None:
+def keep(books: DonorIndex, donor_id: str, tokens: Any, error: str | None = None) -> None:
     intent = books.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
     assert intent is not None
     assert books.begin_save(intent, "namespace", tokens)
@@ -86,8 +86,8 @@ def test_a_failed_save_is_never_announced(text) -> None:
 
 def test_without_a_server_nobody_is_told(monkeypatch) -> None:
     monkeypatch.delenv("SEMBLEND_NATS_URL", raising=False)
-    assert isinstance(announcer_for(load_settings()), Silence)
-    assert isinstance(announcer_for(load_settings(nats_url="nats://127.0.0.1:1", enabled=False)), Silence)
+    assert type(announcer_for(load_settings())) is DonorPublisher
+    assert type(announcer_for(load_settings(nats_url="nats://127.0.0.1:1", enabled=False))) is DonorPublisher
 
 
 def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
@@ -147,7 +147,7 @@ def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
         news.intended("next", salted, "acme")
 
     def tells_all(reader) -> bool:
-        return any(len(view.donors) == 41 for view in reader.observer.workers.values())
+        return any(each.donors == 41 for each in reader.directory.workers())
 
     assert reader.wait_for(tells_all)
     events = [decode(payload).data for payload in reader.payloads]
@@ -188,7 +188,7 @@ def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "msgspec", None)
     news = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
-    assert isinstance(news, Silence)
+    assert type(news) is DonorPublisher
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
 
 

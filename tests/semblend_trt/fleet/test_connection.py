@@ -84,7 +84,7 @@ def test_a_credentials_file_opens_the_server(server, account, make_reader, make_
     reader = make_reader(server.url, user_credentials=str(creds))
     worker = make_worker(server, creds=creds)
     worker.add("a")
-    assert reader.wait_for(lambda reader: [list(view.donors) for view in reader.observer.workers.values()] == [["a"]])
+    assert reader.wait_for(lambda reader: list(reader.directory.donors_of((3, 0))) == ["a"])
 
 
 @pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage"])

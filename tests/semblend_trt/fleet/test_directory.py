@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.continuity import Verdict
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, LONGEST_INTERVAL, Directory
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, LONGEST_INTERVAL, Directory, Holder, Verdict
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
-from semblend_trt.fleet.holder import Holder
 from semblend_trt.fleet.sketch import overlap, prompt_fingerprints, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
@@ -51,6 +49,73 @@ def changed(payload: bytes, **data) -> bytes:
     for name, value in data.items():
         (message if name in message else message["data"])[name] = value
     return json.dumps(message).encode()
+
+
+def said(*deeds: str, generation: int = 7) -> list[bytes]:
+    """What a worker says: a `reset`, or that a donor of another name is gone."""
+    writer = EventWriter(Emitter(*WORKER, generation), EventFormat.JSON)
+    return [writer.reset() if deed == "reset" else writer.evicted(deed) for deed in deeds]
+
+
+def is_synced(directory) -> bool:
+    return all(state.is_synced for state in directory.workers())
+
+
+def test_a_missing_event_is_a_gap_until_the_next_reset(directory) -> None:
+    first, lost, *rest = said("reset", "a", "b", "c", "reset", "d")
+    assert feed(directory, [first, rest[0]]) == [Verdict.RESET, Verdict.GAP]
+    assert not is_synced(directory)
+    assert feed(directory, rest[1:]) == [Verdict.UNSYNCED, Verdict.RESET, Verdict.NEXT]
+    assert feed(directory, [lost, first]) == [Verdict.DUPLICATE, Verdict.DUPLICATE]
+    assert is_synced(directory)
+
+
+def test_a_reader_that_comes_late_knows_it(directory) -> None:
+    assert feed(directory, said("reset", "a", "b")[1:]) == [Verdict.GAP, Verdict.UNSYNCED]
+    assert not is_synced(directory)
+
+
+def test_a_restart_is_believed_and_the_old_process_no_longer(directory) -> None:
+    old, fresh = said("reset", "a", "reset"), said("reset", "b", generation=8)
+    payloads = [old[0], fresh[0], *old[1:], fresh[1]]
+    reset, stale = Verdict.RESET, Verdict.STALE
+    assert feed(directory, payloads) == [reset, reset, stale, stale, Verdict.NEXT]
+
+
+def test_workers_do_not_mix_and_are_bounded() -> None:
+    directory = Directory(max_workers=2)
+    payloads = [EventWriter(Emitter(number, 0, 5), EventFormat.JSON).reset() for number in (1, 2, 3, 1)]
+    assert feed(directory, payloads) == [Verdict.RESET, Verdict.RESET, Verdict.REFUSED, Verdict.DUPLICATE]
+    assert [state.worker for state in directory.workers()] == [(1, 0), (2, 0)]
+    assert directory.counts["too_many_workers"] == 1
+
+
+@given(st.lists(st.integers(0, 11), max_size=30))
+def test_who_is_synced_saw_everything_in_order(order) -> None:
+    directory, payloads = Directory(), said(*(["reset", *"abcde"] * 2))
+    applied: list[int] = []
+    for index in order:
+        verdict = directory.observe(payloads[index])
+        if verdict is Verdict.RESET:
+            applied = [index]
+        elif verdict.is_to_apply:
+            applied.append(index)
+        if directory.workers() and is_synced(directory):
+            assert applied == list(range(applied[0], applied[-1] + 1))
+            assert applied[0] % 6 == 0
+
+
+def test_what_is_wrong_is_told_with_its_name() -> None:
+    told = []
+    directory = Directory(on_problem=lambda reason, sentence: told.append((reason, sentence)))
+    speaks = EventWriter(Emitter(*WORKER, 5), EventFormat.JSON)
+    first = speaks.reset()
+    feed(directory, [first, first, b"garbage", speaks.evicted("never there"), speaks.heartbeat(1.0, 5, 5)])
+    speaks.reset()
+    feed(directory, [speaks.evicted("a"), *said("reset", generation=1)])
+    assert [reason for reason, _ in told] == ["duplicate", "malformed", "unknown_donor", "wrong_state", "gap", "stale"]
+    assert told[0][1] == "worker 3.0, event 1: was seen, or comes too late"
+    assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
 
 
 def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory, make_teller, text) -> None:
@@ -98,8 +163,7 @@ def test_donors_that_are_gone_are_not_found(directory, make_teller, text) -> Non
     feed(directory, teller.news())
     assert directory.holders(document) == ()
     assert directory.donors_of(WORKER) == {}
-    assert not len(directory._index)
-    assert not len(directory._namespaces)
+    assert not directory._namespaces._by_key
 
 
 def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory, make_teller, text) -> None:
@@ -482,6 +546,35 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert counted == {"bad_namespace": 3, "no_sketch": 1, "unknown_kind": 1}
     assert directory.holders(text(1, 1000)) == (Holder(WORKER, 1000),)
     assert directory.workers()[0].is_synced
+
+
+def test_what_a_worker_held_leaves_the_index_with_the_next_events(make_teller, text) -> None:
+    directory, teller = Directory(max_donors=40), make_teller(WORKER)
+    for number in range(30):
+        teller.add(f"donor-{number}", text(number, 2000))
+    for _ in range(20):
+        teller.resync()
+        feed(directory, teller.news(heartbeat=True))
+        assert not directory.counts["index_full"]
+    for _ in range(30):
+        feed(directory, teller.news(heartbeat=True))
+    assert len(directory._by_number) <= 4
+    assert directory._entries == sum(len(each.posting.entries) for each in directory._workers[WORKER].donors.values())
+
+
+def test_sketches_beyond_the_index_are_left_out(make_teller, text) -> None:
+    directory, teller = Directory(max_donors=2), make_teller(WORKER)
+    teller.add("a", text(1, 2000))
+    teller.add("b", text(2, 2000))
+    reset, first, second = teller.news()
+    large = sketch_of(text(1, 6000), bytes(16), 500).to_bytes()
+    forged = json.loads(first)
+    forged["data"]["segments"][0]["provider_metadata"] = list(large)
+    feed(directory, [reset, json.dumps(forged).encode(), second])
+    assert directory.counts["index_full"] == 1
+    assert directory.donors_of(WORKER) == teller.held
+    feed(directory, [teller.news(heartbeat=True)[0]])
+    assert is_synced(directory)
 
 
 def test_a_purge_takes_all_of_a_worker(directory, make_teller, text) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.journal import Journal
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.fleet.wire import decode
 from semblend_trt.metrics import metrics_for
@@ -34,7 +34,7 @@ def test_embeddings_reach_readers_only_when_they_are_to(
         settings,
         None,
         lambda: MODEL,
-        Journal(tmp_path / "audit"),
+        AuditEvents(tmp_path / "audit"),
         metrics_for(True, CollectorRegistry()),
         announcer_for(settings),
     )
@@ -59,9 +59,8 @@ def test_embeddings_reach_readers_only_when_they_are_to(
             (expected,) = embedder_for(settings.embedder).embed([text_decoder(MODEL)(tokens)])
             np.testing.assert_array_equal(vector, expected)
         else:
-            view = reader.observer.workers
-            assert reader.wait_for(lambda _: STREAM in view and view[STREAM].checked_heartbeats > 2 and sent())
+            assert reader.wait_for(lambda reader: reader.directory.compared(STREAM) > 2 and sent())
             assert not any(sent())
-        assert not reader.observer.problem_counts
+        assert not reader.directory.problems
     finally:
         neighbourhood.close()

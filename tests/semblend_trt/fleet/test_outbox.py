@@ -7,12 +7,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.observer import FleetObserver
-from semblend_trt.fleet.outbox import PORTION_TOKENS, Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import PORTION_TOKENS, EventCounters, Held, HeldDonors, Outbox
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, token_digest
 from semblend_trt.namespace import CacheNamespace
+from tests.semblend_trt.conftest import WatchedDirectory
 
 NAMESPACE = CacheNamespace(
     *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
@@ -45,7 +44,7 @@ class Telling(RuleBasedStateMachine):
         self.libraries = [HeldDonors(), HeldDonors()]
         for library in self.libraries:
             self.outbox.add(library)
-        self.reader = FleetObserver()
+        self.reader = WatchedDirectory()
 
     def _note(self, which: int, name: str) -> None:
         self.outbox.changes.append((self.libraries[which], f"{which}-{name}"))
@@ -102,10 +101,9 @@ class Telling(RuleBasedStateMachine):
             self.deliver(7)
         self.reader.observe(self.outbox.heartbeat(1.0).payload)
         truth = {name: held.tier for library in self.libraries for name, held in library.donors.items()}
-        view = self.reader.workers[(3, 0)]
         assert self.reader.is_synced((3, 0))
-        assert {name: known.tier for name, known in view.donors.items()} == truth == announced(self.outbox)
-        assert set(self.reader.problem_counts) <= {"gap"}
+        assert self.reader.donors_of((3, 0)) == truth == announced(self.outbox)
+        assert set(self.reader.problems) <= {"gap"}
 
     @invariant()
     def described_donors_have_let_their_tokens_go(self):
@@ -165,13 +163,14 @@ def test_a_donor_of_the_same_id_replaces_the_other() -> None:
 
 
 def test_the_last_word_says_that_nothing_is_held() -> None:
-    box, library, reader = outbox(), HeldDonors(), FleetObserver()
+    box, library, reader = outbox(), HeldDonors(), WatchedDirectory()
     box.add(library)
     library.donors["a"] = donor()
     for notice in [*box.take(10), box.purge(), box.heartbeat(1.0)]:
         reader.observe(notice.payload)
-    assert reader.workers[(3, 0)].donors == {}
-    assert not reader.problem_counts
+    assert reader.compared((3, 0)) == 1
+    assert reader.donors_of((3, 0)) == {}
+    assert not reader.problems
 
 
 def test_an_embedding_that_comes_later_is_told_by_one_more_registration() -> None:

@@ -13,19 +13,18 @@ import pytest
 
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.observer import FleetObserver
 from semblend_trt.fleet.wire import EventFormat, decode
+from tests.semblend_trt.conftest import WatchedDirectory
 
 STREAM = (3, 0)
 
 
-def known(observer: FleetObserver) -> dict[str, str] | None:
-    view = observer.workers.get(STREAM)
-    return None if view is None else {donor_id: donor.tier for donor_id, donor in view.donors.items()}
+def known(directory: WatchedDirectory) -> dict[str, str]:
+    return directory.donors_of(STREAM)
 
 
 def converges(reader: Any, worker: Any) -> bool:
-    return reader.wait_for(lambda reader: reader.observer.is_synced(STREAM) and known(reader.observer) == worker.held)
+    return reader.wait_for(lambda reader: reader.directory.is_synced(STREAM) and known(reader.directory) == worker.held)
 
 
 @pytest.mark.known_defect(31)
@@ -55,9 +54,9 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert {event.generation for event in events} == {7}
     worker.news.close()
-    assert reader.wait_for(lambda reader: known(reader.observer) == {})
+    assert reader.wait_for(lambda reader: known(reader.directory) == {})
     assert reader.kinds()[-1] == "donors_purged"
-    assert not reader.observer.problem_counts
+    assert not reader.directory.problems
 
 
 def test_heartbeats_say_what_is_held(nats_server, make_reader, make_worker) -> None:
@@ -66,10 +65,8 @@ def test_heartbeats_say_what_is_held(nats_server, make_reader, make_worker) -> N
     for count in range(5):
         worker.add(f"donor-{count}")
     worker.move("donor-2")
-    assert reader.wait_for(
-        lambda reader: len(known(reader.observer) or ()) == 5 and reader.observer.workers[STREAM].checked_heartbeats > 2
-    )
-    assert not reader.observer.problem_counts
+    assert reader.wait_for(lambda reader: len(known(reader.directory)) == 5 and reader.directory.compared(STREAM) > 2)
+    assert not reader.directory.problems
 
 
 @pytest.mark.known_defect(31)
@@ -171,8 +168,8 @@ def test_garbage_on_the_subjects_changes_nothing(nats_server, make_reader, make_
     reader.publish(b'{"worker_id": 99}', "semantic-kv-events.resync")
     worker.add("b")
     assert converges(reader, worker)
-    assert reader.wait_for(lambda reader: sum(reader.observer.problem_counts.values()) == 4)
-    assert set(reader.observer.problem_counts) == {"malformed", "oversize"}
+    assert reader.wait_for(lambda reader: sum(reader.directory.problems.values()) == 4)
+    assert set(reader.directory.problems) == {"malformed", "oversize"}
 
 
 @pytest.mark.known_defect(31)
@@ -202,16 +199,17 @@ def stored(server: Any) -> list[Any]:
     return asyncio.run(read())
 
 
-def read_back(server: Any) -> FleetObserver:
-    """A reader to which the whole stream was told; the stream has each event once."""
-    messages, observer = stored(server), FleetObserver()
+def read_back(server: Any, count: int) -> WatchedDirectory:
+    """A directory to which the whole stream of `count` messages was told; the stream has each event once."""
+    messages, directory = stored(server), WatchedDirectory()
     for message in messages:
-        observer.observe(message.data)
+        directory.observe(message.data)
+    assert len(messages) == count
     ids = [decode(message.data).event_id for message in messages]
     assert ids == list(range(1, len(ids) + 1))
     assert [message.headers["Nats-Msg-Id"] for message in messages] == [f"3.0.7.{event_id}" for event_id in ids]
-    assert not observer.problem_counts
-    return observer
+    assert not directory.problems
+    return directory
 
 
 @pytest.fixture
@@ -235,9 +233,7 @@ def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream) -> None
     for number in range(20):
         worker_of_a_stream.add(f"donor-{number}")
     assert worker_of_a_stream.publisher.settle(30)
-    observer = read_back(nats_server)
-    assert observer.messages == 22
-    assert known(observer) == worker_of_a_stream.held
+    assert known(read_back(nats_server, 22)) == worker_of_a_stream.held
 
 
 @pytest.mark.parametrize("lost", [1, 20])
@@ -255,12 +251,10 @@ def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
     assert relay.repeats == lost
     assert (counters.connections, counters.sent["donor_registered"]) == (1, 20)
     assert not counters.dropped
-    observer = read_back(nats_server)
-    assert observer.messages == 22
-    assert known(observer) == worker.held
+    assert known(read_back(nats_server, 22)) == worker.held
     # Readers of the subject alone get both, and count the second.
-    assert reader.wait_for(lambda reader: reader.observer.problem_counts == {"duplicate": lost})
-    assert known(reader.observer) == worker.held
+    assert reader.wait_for(lambda reader: reader.directory.problems == {"duplicate": lost})
+    assert known(reader.directory) == worker.held
 
 
 def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
@@ -276,11 +270,10 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     assert (counters.connections, counters.resyncs["connected"]) == (2, 2)
     assert counters.sent["donor_registered"] == 20
     assert relay.repeats == 0
-    observer = read_back(nats_server)
-    assert observer.messages == 44
-    assert observer.workers[STREAM].events["provider_generation_reset"] == 2
-    assert observer.is_synced(STREAM)
-    assert known(observer) == worker.held
+    directory = read_back(nats_server, 44)
+    assert directory.state(STREAM).events["provider_generation_reset"] == 2
+    assert directory.is_synced(STREAM)
+    assert known(directory) == worker.held
 
 
 @pytest.mark.parametrize("token", ["wrong", None])

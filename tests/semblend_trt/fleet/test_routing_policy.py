@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.holder import Holder
+from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.routing_policy import (
     POLICIES,
     Choice,

@@ -1,15 +1,18 @@
-"""The index of sketches: its estimates equal those of a loop over all sketches, after any changes."""
+"""The index of sketches: its estimates equal those of a loop over all sketches; namespaces are told apart."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.owner_sets import words_in_use
+from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_of
-from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, SketchIndex
+from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, KnownNamespaces, SketchIndex
+from semblend_trt.namespace import content_value
 
 KEY = bytes(range(16))
 WORKERS = 3
@@ -29,42 +32,40 @@ def naive_share(sketches, prompt) -> float:
 
 donors = st.tuples(
     st.integers(0, WORKERS - 1),
-    st.integers(0, 1),
     st.lists(st.integers(0, 7), min_size=1, max_size=4),
     st.sampled_from([8, 32, 256]),
 )
 deeds = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), donors),
-        st.tuples(st.just("remove"), st.integers(0, 50)),
-        st.tuples(st.just("forget"), st.integers(0, WORKERS - 1)),
-    ),
+    st.tuples(st.just("add"), donors) | st.tuples(st.just("remove"), st.integers(0, 50)),
     max_size=25,
 )
+
+
+def is_whole(index: SketchIndex) -> bool:
+    """Every set that is kept is used, as often as it says, and none is kept twice."""
+    numbers, uses = np.unique(index._table[index._table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
+    used = {int(number): int(count) for number, count in zip(numbers, uses, strict=True) if number > 1}
+    kept = {number: index._uses[number] for number in index._numbers.values() if number > 1}
+    return used == kept and len(index._sets) == 2 + len(kept) + len(index._free) and index._used[0] == uses.sum()
 
 
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
 @settings(max_examples=80)
 def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> None:
-    index = SketchIndex(1 << 20)
+    index = SketchIndex()
     held = []
     for deed, what in history:
         if deed == "add":
-            worker, namespace, texts, entries = what
+            worker, texts, entries = what
             sketch = sketch_of(np.concatenate([_TEXTS[each] for each in texts]), KEY, entries)
-            held.append((worker, namespace, sketch, index.add(namespace, worker, sketch)))
-        elif deed == "remove" and held:
-            index.remove(held.pop(what % len(held))[3])
-        elif deed == "forget":
-            index.forget(what)
-            held = [each for each in held if each[0] != what]
-        index.tidy()
+            held.append((worker, sketch, index.add(worker, sketch)))
+        elif held:
+            index.remove(held.pop(what % len(held))[2])
     prompt = prompt_fingerprints(np.concatenate([_TEXTS[each] for each in asked]), KEY)
-    for namespace in range(2):
-        found = index.search(namespace, WORKERS, prompt)
-        for worker in range(WORKERS):
-            sketches = [sketch for owner, of, sketch, _ in held if (owner, of) == (worker, namespace)]
-            assert found[worker] == pytest.approx(naive_share(sketches, prompt))
+    found = index.search(WORKERS, prompt)
+    for worker in range(WORKERS):
+        assert found[worker] == pytest.approx(naive_share([each for of, each, _ in held if of == worker], prompt))
+    assert is_whole(index)
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8), st.sampled_from([4, 32, 256]))
@@ -72,92 +73,125 @@ def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> No
 def test_one_donors_share_is_its_sketchs_overlap(texts, entries) -> None:
     sketch = sketch_of(np.concatenate([_TEXTS[each] for each in texts]), KEY, entries)
     prompt = prompt_fingerprints(_TEXTS[:3].reshape(-1), KEY)
-    index = SketchIndex(1 << 20)
-    index.add(0, 0, sketch)
+    index = SketchIndex()
+    index.add(0, sketch)
     expected = overlap(sketch, prompt)
     if expected * prompt.eligible[sketch.level] >= FEWEST_MATCHES:
-        assert index.search(0, 1, prompt)[0] == pytest.approx(expected)
+        assert index.search(1, prompt)[0] == pytest.approx(expected)
 
 
 def random_sketch(rng: np.random.Generator, entries: int = 200) -> Sketch:
     return Sketch(0, entries, rng.integers(0, 1 << 32, entries, dtype=np.uint32))
 
 
-def test_what_is_forgotten_is_swept_away_and_its_room_used_again() -> None:
-    index, rng = SketchIndex(1 << 14), np.random.default_rng(1)
-    for _ in range(40):  # 40 times 60 donors of 200 entries are more than fit at once
-        for _ in range(60):
-            assert index.add(0, 0, random_sketch(rng)) is not None
-        index.forget(0)
-        for _ in range(16):
-            index.tidy()
-        assert len(index) == 0
+def test_the_room_of_what_is_gone_is_used_again() -> None:
+    index, rng = SketchIndex(), np.random.default_rng(1)
+    for _ in range(40):  # more entries by far than one table of this size holds
+        for posting in [index.add(0, random_sketch(rng)) for _ in range(20)]:
+            index.remove(posting)
+    assert len(index._table) <= 1 << 14
+    assert index._numbers == {b"": 1}
+    assert is_whole(index)
 
 
-def test_nothing_is_left_of_texts_whose_holders_are_all_forgotten() -> None:
-    index, rng = SketchIndex(1 << 20), np.random.default_rng(6)
-    for sketch in [random_sketch(rng, 2000) for _ in range(30)]:
-        for worker in rng.choice(9, 3, replace=False).tolist():
-            index.add(0, worker, sketch)
-    for worker in range(9):
-        index.forget(worker)
-    for _ in range((len(index._table.slots) >> 12) + 1):
-        index.tidy()
-    assert words_in_use(index._sets) == index._table.used[0] == len(index) == 0
-    assert sorted(index._free) == list(range(1, 64))
-
-
-def test_owners_are_given_back_when_their_last_donor_goes() -> None:
-    index, rng = SketchIndex(1 << 14), np.random.default_rng(2)
-    for namespace in range(1000):
-        index.remove(index.add(namespace, namespace % 7, random_sketch(rng)))
-    assert len(index) == 0
-    assert len(index._owners.slots) == 64
-
-
-def test_many_owners_at_once_are_all_found() -> None:
-    index, rng = SketchIndex(1 << 18), np.random.default_rng(3)
-    text = _TEXTS[0]
+def test_all_holders_of_a_text_share_a_set_and_are_all_found() -> None:
+    index, rng = SketchIndex(), np.random.default_rng(3)
+    text, other = _TEXTS[0], random_sketch(rng)
     for worker in range(300):
-        index.add(0, worker, sketch_of(text, KEY))
-        index.add(1 + worker, worker, random_sketch(rng))
+        index.add(worker, sketch_of(text, KEY))
+        index.add(worker, random_sketch(rng))
+    assert len(index._numbers) == 1 + 1 + 300
     prompt = prompt_fingerprints(text, KEY)
-    assert index.search(0, 300, prompt).tolist() == [1.0] * 300
+    assert index.search(300, prompt).tolist() == [1.0] * 300
+    assert index.search(300, prompt_fingerprints(_TEXTS[1], KEY)).tolist() == [0.0] * 300
+    assert not set(other.entries.tolist()) & set(prompt.entries.tolist())
 
 
 def test_entries_that_all_have_other_holders_are_found_however_many_there_are() -> None:
-    index, rng = SketchIndex(1 << 18), np.random.default_rng(5)
+    index, rng = SketchIndex(), np.random.default_rng(5)
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     held = rng.random((100, len(prompt))) < 0.5
-    postings = [index.add(0, worker, Sketch(0, 1000, prompt.entries[each])) for worker, each in enumerate(held)]
-    assert index.search(0, 100, prompt) == pytest.approx(held.mean(axis=1))
+    postings = [index.add(worker, Sketch(0, 1000, prompt.entries[each])) for worker, each in enumerate(held)]
+    assert index.search(100, prompt) == pytest.approx(held.mean(axis=1))
     for posting in postings[::2]:
         index.remove(posting)
     held[::2] = False
-    assert index.search(0, 100, prompt) == pytest.approx(held.mean(axis=1))
+    assert index.search(100, prompt) == pytest.approx(held.mean(axis=1))
     for posting in postings[1::2]:
         index.remove(posting)
-    assert words_in_use(index._sets) == index._table.used[0] == len(index) == 0
-
-
-def test_a_full_index_takes_no_more() -> None:
-    index, rng = SketchIndex(500), np.random.default_rng(4)
-    kept = [index.add(0, 0, random_sketch(rng)) for _ in range(3)]
-    assert [each is not None for each in kept] == [True, True, False]
-    index.remove(kept[0])
-    assert index.add(0, 0, random_sketch(rng)) is not None
+    assert not index.search(100, prompt).any()
+    assert is_whole(index)
 
 
 def test_one_chance_meeting_says_nothing() -> None:
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
-    index = SketchIndex(1 << 10)
-    index.add(0, 0, Sketch(0, 1, prompt.entries[:1]))
-    index.add(0, 1, Sketch(0, 2, prompt.entries[:2]))
-    assert index.search(0, 2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt))]
+    index = SketchIndex()
+    index.add(0, Sketch(0, 1, prompt.entries[:1]))
+    index.add(1, Sketch(0, 2, prompt.entries[:2]))
+    assert index.search(2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt))]
 
 
 def test_entries_that_a_sketchs_level_cannot_have_count_nothing() -> None:
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
-    index = SketchIndex(1 << 10)
-    index.add(0, 0, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
-    assert index.search(0, 1, prompt).tolist() == [0.0]
+    index = SketchIndex()
+    index.add(0, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
+    assert index.search(1, prompt).tolist() == [0.0]
+
+
+@pytest.fixture
+def known():
+    return KnownNamespaces(max_namespaces=3)
+
+
+def test_ranks_of_one_donor_are_one_namespace(known, namespace) -> None:
+    values = namespace.to_dict()
+    values["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 0}
+    other = namespace.to_dict()
+    other["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 1}
+    first, second = known.enter(values), known.enter(other)
+    assert first is second
+    assert first.donors == 2
+    known.leave(first)
+    assert known.met_by(None, None) == [first]
+    known.leave(second)
+    assert known.met_by(None, None) == []
+    assert known.enter(namespace.to_dict()) is not first
+
+
+def test_a_request_meets_its_own_salt_and_model_only(known, base_namespace) -> None:
+    acme = known.enter(base_namespace.for_request("acme", None).to_dict())
+    none = known.enter(base_namespace.for_request(None, None).to_dict())
+    other = known.enter(dataclasses.replace(base_namespace, model="other").for_request(None, None).to_dict())
+    known.enter(other_values := dataclasses.replace(base_namespace, model="other").for_request(None, None).to_dict())
+    assert other_values["model"] == "other"
+    assert known.met_by("acme", None) == [acme]
+    assert known.met_by("Acme", None) == []
+    assert known.met_by(None, None) == [other, none]
+    assert known.met_by(None, "tiny") == [none]
+
+
+def test_one_model_under_two_names_is_met_under_both(known, base_namespace) -> None:
+    revisions = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
+    names = ("one", "two")
+    first, second = (
+        known.enter(dataclasses.replace(base_namespace, model=name, **revisions).to_dict()) for name in names
+    )
+    assert first is second
+    assert [known.met_by(None, name) for name in (*names, "three")] == [[first], [first], []]
+
+
+def test_a_namespace_with_another_tenants_key_is_refused(known, base_namespace) -> None:
+    for salt, foreign in (("acme", "other"), (None, "acme"), ("acme", None)):
+        values = base_namespace.for_request(salt, None).to_dict()
+        values["extra"]["tenant_key"] = base_namespace.for_request(foreign, None).extra["tenant_key"]
+        with pytest.raises(NamespaceError, match="tenant key"):
+            known.enter(values)
+    known.enter(base_namespace.for_request("", None).to_dict())
+
+
+def test_there_is_a_most(known, base_namespace) -> None:
+    for salt in "abc":
+        known.enter(base_namespace.for_request(salt, None).to_dict())
+    with pytest.raises(NamespaceError, match="more than 3"):
+        known.enter(base_namespace.for_request("d", None).to_dict())
+    known.enter(base_namespace.for_request("a", None).to_dict())

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.connector.journal import Journal
-from semblend_trt.connector.report import ReuseReport
-from semblend_trt.connector.request_table import TrackedRequest
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import Outcome
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
 WAIT = 60.0
@@ -39,12 +38,12 @@ class News:
 class Fixture:
     def __init__(self, path, refusal=None, model=MODEL, **overrides):
         self.path, self.news, self.registry = path, News(), CollectorRegistry()
-        self.journal = Journal(path)
+        self.audit = AuditEvents(path)
         self.neighbourhood = neighbourhood_for(
             load_settings(**{"embedder": "static"} | overrides),
             refusal,
             partial(tokenizer_folder, SimpleNamespace(model=str(model))),
-            self.journal,
+            self.audit,
             metrics_for(True, self.registry),
             self.news,
         )
@@ -59,7 +58,7 @@ class Fixture:
         return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
 
     def events(self):
-        self.journal.close()
+        self.audit.close()
         lines = self.path.read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == "neighbours"]
 

@@ -30,9 +30,8 @@ def test_every_request_finishes_as_cold_and_the_fault_is_counted(bench, name):
 
 
 def test_kv_that_nobody_checks_is_found_out(bench, monkeypatch):
-    for name in ("_layer_written", "_layer_read"):
-        real = getattr(donor_file, name)
-        monkeypatch.setattr(donor_file, name, lambda *about, real=real: real(*about) and "unchecked")
+    real = donor_file._moved
+    monkeypatch.setattr(donor_file, "_moved", lambda *about: real(*about) and "unchecked")
     injection = inject(bench, "corrupt_kv", SEED)
     assert injection.wrong_tokens > 0
     assert not injection.survived

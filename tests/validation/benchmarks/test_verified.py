@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine_wrapper.course import Checkpoint
+from engine_wrapper.layer_schedule import DeviationCheck
 from validation.benchmarks import verified
-from validation.benchmarks.measure import CHECKED_PARTS
+from validation.benchmarks.bench_model import CHECKED_PARTS
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
-    decide = Checkpoint.decide
+    decide = DeviationCheck.decide
     arguments = ["--layers", "4", "--size", "768", "--repeats", "1", "--json", str(tmp_path / "out")]
     verified.main(arguments)
-    assert Checkpoint.decide is decide
+    assert DeviationCheck.decide is decide
     rows = {row.name: row for row in read_rows(tmp_path)["out/verified"]}
     assert rows["verified_over_cold_768"].value > 0
     assert "check layer 2 of 4" in rows["verified_over_cold_768"].baseline

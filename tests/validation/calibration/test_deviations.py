@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from validation.cases import Tokeniser
+from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import load
-from validation.quality.family_cases import FamilyRequest, write_cases
-from validation.tokenised import Tokeniser
 
 if TYPE_CHECKING:
     from engine_wrapper.embedded.model_runner import ModelRunner

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from validation.cli import shipped_model
 from validation.families.catalog import write_family
-from validation.prompt_form import SHIPPED, YARDSTICK
+from validation.prompts import SHIPPED, YARDSTICK
 
 if TYPE_CHECKING:
     from validation.cases import Case
-    from validation.prompt_form import PromptForm
+    from validation.prompts import PromptForm
 
 SHARED = Path(__file__).parents[4] / "shared"
 

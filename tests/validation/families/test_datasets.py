@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.families import readings
+from validation.families import datasets
 from validation.families.catalog import FAMILIES, write_family
-from validation.prompt_form import SHIPPED
+from validation.prompts import SHIPPED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,7 @@ def test_known_answers_stand_in_the_prompt(folder: Path) -> None:
 
 
 def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -> None:
-    [meeting] = readings.qmsum(folder)
+    [meeting] = datasets.qmsum_texts(folder)
     [late] = [index for index, asked in enumerate(meeting.questions) if "What of 90?" in {each.text for each in asked}]
     assert f": 90 {WORDS}" in meeting.pieces[late]
     assert [each.text for each in meeting.questions[0]] == ["What of 0?"]
@@ -94,7 +94,7 @@ def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -
 
 
 def test_a_story_keeps_its_text_and_its_first_responses(folder: Path) -> None:
-    [story] = readings.squality(folder)
+    [story] = datasets.squality_texts(folder)
     assert " ".join(story.pieces).count(WORDS) == 120
     assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
-from validation.replay.latency import LatencyModel
-from validation.replay.observation import Observation
-from validation.replay.recorded import recorded_observations
+from validation.replay.latency import LatencyModel, recorded_observations
+from validation.replay.trace import Observation
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,10 @@
-"""The tokenizer of the shipped model: byte-level BPE in which every digit is its own token."""
+"""The books that the shipped model reads, and its tokenizer: byte-level BPE in which every digit is its own token."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import importlib.resources
 import itertools
 import random
 from typing import TYPE_CHECKING
@@ -12,14 +15,62 @@ from transformers import PreTrainedTokenizerFast
 
 from validation import documents, prompts
 
-from . import corpus
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-END_OF_TEXT = corpus.SEPARATOR
+SEPARATOR = "<|endoftext|>"
+
+
+class CorpusError(ValueError):
+    """Raised with one sentence when the text file cannot be used."""
+
+
+def read_books(path: Path) -> list[str]:
+    """Return the books of a UTF-8 text file (plain or .gz) separated by `<|endoftext|>`.
+
+    The book that holds the shipped excerpt is left out, so that the excerpt stays unseen by the model.
+    Raises CorpusError if the file is missing, is not UTF-8 text or holds fewer than 100,000 characters.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"The text file {path} cannot be read: {error}.") from error
+    opening = _excerpt_opening()
+    books = [book.strip() for book in text.split(SEPARATOR) if opening not in book]
+    if sum(map(len, books)) < 100_000:
+        raise CorpusError(f"The text file {path} holds fewer than 100,000 characters besides the shipped excerpt.")
+    return [book for book in books if book]
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def paragraphs(books: list[str], characters: int) -> list[str]:
+    """Return the books cut at blank lines into pieces of about `characters`; books end with the separator."""
+    pieces: list[str] = []
+    for book in books:
+        start = 0
+        while len(book) - start > characters:
+            cut = book.rfind("\n\n", start + 1, start + characters)
+            end = cut if cut > start else start + characters
+            pieces.append(book[start:end])
+            start = end
+        pieces.append(book[start:] + SEPARATOR)
+    return pieces
+
+
+def _excerpt_opening() -> str:
+    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
+    return file.read_text(encoding="utf-8")[1_000:1_200]
+
+
+END_OF_TEXT = SEPARATOR
 SPECIAL_TOKENS = (END_OF_TEXT, *prompts.MARKS)
 END_OF_TEXT_ID = 0
 ANSWER_ID = SPECIAL_TOKENS.index(prompts.ANSWER_MARK)
@@ -72,12 +123,12 @@ def packaged(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
     """Return all books as one array of token ids, each book followed by `<|endoftext|>`."""
-    encodings = tokenizer.encode_batch(corpus.paragraphs(books, characters=20_000))
+    encodings = tokenizer.encode_batch(paragraphs(books, characters=20_000))
     return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
 
 
 def _sample(books: list[str], rng: random.Random) -> Iterator[str]:
-    pieces = corpus.paragraphs(books, characters=5_000)
+    pieces = paragraphs(books, characters=5_000)
     rng.shuffle(pieces)
     yield from (piece.removesuffix(END_OF_TEXT) for piece in itertools.islice(pieces, 2_000))
     # The generated words must become short tokens too, or names would fill the context.

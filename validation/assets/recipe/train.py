@@ -5,30 +5,126 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import platform
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+import transformers
+from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from . import corpus, evaluate
-from .arguments import heading, parse
-from .probe import PlaceProbe
-from .stream import BatchStream, Source
-from .tasks import TEXT_WEIGHT
-from .tokenizer import END_ID, END_OF_TEXT_ID, encode_books, packaged, train_tokenizer
+from validation import prompts
+
+from . import evaluate
+from .tasks import TEXT_WEIGHT, BatchStream, Source
+from .tokenizer import (
+    END_ID,
+    END_OF_TEXT_ID,
+    SPECIAL_TOKENS,
+    CorpusError,
+    encode_books,
+    packaged,
+    read_books,
+    sha256,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+
+def parse(values: list[str] | None = None) -> argparse.Namespace:
+    """Return the checked arguments of the command line."""
+    parser = argparse.ArgumentParser(prog="validation.assets.recipe.train", description="Train the shipped model.")
+    parser.add_argument("--text", type=Path, required=True, help="books in UTF-8, separated by <|endoftext|>, or a .gz")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=8.0, help="training time without compilation")
+    parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of --minutes")
+    parser.add_argument("--resume", type=Path, help="a model directory to go on from, with a new warm-up")
+    parser.add_argument("--rate", type=float, default=1.6e-3, help="highest learning rate")
+    parser.add_argument("--batch-tokens", type=int, default=131_072)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--mlp", type=int, default=416)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--probe-layers", type=int, default=2, help="layers after which a row must know its place")
+    parser.add_argument("--probe-weight", type=float, default=0.3, help="0 switches the auxiliary task off")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--questions", type=int, default=200, help="questions a suite in the final evaluation")
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args(values)
+    if arguments.batch_tokens < 8_192:
+        parser.error("--batch-tokens must be at least 8192, one row of the last stage.")
+    if arguments.minutes <= 0 or arguments.steps < 0:
+        parser.error("--minutes must be above 0 and --steps not below 0.")
+    if not 1 <= arguments.probe_layers <= arguments.layers:
+        parser.error(f"--probe-layers must be between 1 and {arguments.layers}, the number of layers.")
+    return arguments
+
+
+def heading(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the first line of the log: what a reader needs to repeat the run."""
+    plain = {name: value.name if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or "cpu"
+    return {
+        "seed": arguments.seed,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device,
+        "arguments": plain,
+        "text_sha256": sha256(arguments.text),
+    }
+
+
+_DOCUMENT_ID = SPECIAL_TOKENS.index(prompts.DOCUMENT_MARK)
+# Offsets from the document mark: `Stock list of` fills 1 to 3, the place stands at 4 to 6 and a little beyond.
+_PLACE_OFFSETS = (4, 5, 6)
+_FIRST_ROW_OFFSET = 8
+_STRIDE = 4
+
+
+class PlaceProbe(nn.Module):
+    """Linear heads that are thrown away after training."""
+
+    def __init__(self, width: int, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._first_id: int = tokenizer.encode("Stock list of").ids[0]
+        self.heads = nn.ModuleList(nn.Linear(width, tokenizer.get_vocab_size()) for _ in _PLACE_OFFSETS)
+
+    def labels(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return place tokens, shape (offsets, rows, length), and which tokens stand in rows of a stock list."""
+        length = ids.shape[1]
+        positions = torch.arange(length, device=ids.device).expand_as(ids)
+        marks = torch.where(ids < len(SPECIAL_TOKENS), positions, 0).cummax(dim=1).values
+        opening = ids.gather(1, marks) == _DOCUMENT_ID
+        stock = ids.gather(1, (marks + 1).clamp(max=length - 1)) == self._first_id
+        places = [ids.gather(1, (marks + offset).clamp(max=length - 1)) for offset in _PLACE_OFFSETS]
+        return torch.stack(places), opening & stock & (positions - marks >= _FIRST_ROW_OFFSET)
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss over a fourth of the tokens; hidden: (rows, length, width), ids: (rows, length)."""
+        places, inside = self.labels(ids)
+        scale = inside[:, ::_STRIDE].flatten().float()
+        total = scale.new_zeros(())
+        for head, place in zip(self.heads, places, strict=True):
+            logits = head(hidden[:, ::_STRIDE]).float().flatten(0, 1)
+            each = functional.cross_entropy(logits, place[:, ::_STRIDE].flatten(), reduction="none")
+            total = total + (each * scale).sum() / scale.sum().clamp(min=1.0)
+        return total / len(self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +293,8 @@ def main(values: list[str] | None = None) -> None:
     """Train, save, evaluate and log."""
     arguments = parse(values)
     try:
-        books = corpus.read_books(arguments.text)
-    except corpus.CorpusError as error:
+        books = read_books(arguments.text)
+    except CorpusError as error:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)

@@ -11,7 +11,7 @@ import pytest
 import tomllib
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.holder import Holder
+from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.router.config import RouterConfig, StatusConfig, TelemetryConfig, load_config
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 

@@ -1,0 +1,378 @@
+"""The scheduler's donors: what is held, what may be leased for a plan, and what a finished request adds."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from semblend_trt.connector.metadata import SaveIntent
+from semblend_trt.discovery.deadline import Deadline
+from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.donors.catalog import DonorCatalog, Lease
+from semblend_trt.donors.device_tier import arena_blocks
+from semblend_trt.donors.donor_file import DonorText
+from semblend_trt.donors.donor_table import Capacities, Tier
+from semblend_trt.donors.eviction import eviction_factory
+from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
+from semblend_trt.errors import CapacityError, DonorUnavailableError
+from semblend_trt.metrics import HeldDonors
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.donors.block_kind import KindReader
+    from semblend_trt.donors.donor_table import TierMoves
+    from semblend_trt.fleet.announcer import DonorPublisher
+    from semblend_trt.runtime import PoolFacts, SavedDonor
+
+logger = logging.getLogger(__name__)
+
+# A donor that vanishes between search and lease is rare; asking more than a few times would stall the scheduler.
+MAX_PLANNING_ROUNDS = 3
+# Each fetch and each promotion holds room in two tiers until it has ended.
+MAX_FETCHES, MAX_PROMOTIONS = 4, 2
+# Taking a found donor in indexes its text; a lookup waits for no more of them than this.
+_FOUND_AT_ONCE = 4
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A donor that a worker is asked to save: int32 `tokens`, and the engine's blocks that hold them.
+
+    `is_sound` until the engine is seen to copy into one of the blocks.
+    """
+
+    namespace_key: str
+    tokens: npt.NDArray[np.int32]
+    block_ids: frozenset[int]
+    is_sound: bool = True
+
+
+class DonorIndex:
+    """Span index, planner and catalog kept in step: a donor is found only while its bytes are held.
+
+    What the catalog decides about the tiers is collected until `take_commands`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: PoolFacts,
+        news: DonorPublisher,
+        disk: DiskLink | None,
+        count: Callable[[OffloadEventKind], None],
+        kinds: KindReader | None,
+    ) -> None:
+        """`news` is told which donors are held, and where. `disk` is None without an open disk tier. `count` is told of
+        every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for their kinds."""
+        self._settings, self._news, self._kinds = settings, news, kinds
+        self._index = SpanIndex()
+        self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
+        self._block_size = pool.geometry.block_size
+        self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
+        capacities = Capacities(
+            host_bytes=settings.host_bytes,
+            bytes_per_token=self._bytes_per_token,
+            max_donors=settings.max_donors,
+            device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
+            block_size=self._block_size,
+            disk_bytes=0 if disk is None else settings.disk_bytes,
+            num_layers=pool.geometry.num_layers,
+        )
+        self.catalog = DonorCatalog(capacities, eviction_factory(settings.eviction, time.monotonic))
+        self._offload = OffloadQueue(self, disk, count)
+        self._saving: dict[str, _Saving] = {}
+        self._donor_of_text: dict[bytes, str] = {}
+        self._text_of_donor: dict[str, bytes] = {}
+
+    # -- lookup ----------------------------------------------------------------------------------------------------
+
+    def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
+        """Plans a lookup and leases every donor of the plan. A donor that cannot be leased is planned around.
+
+        Where a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
+        """
+        excluded: frozenset[str] = frozenset()
+        deadline = Deadline(self._settings.lookup_deadline_ms)
+        on_disk: frozenset[str] = frozenset()
+        reused_with_disk = 0
+        planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
+        for _ in range(MAX_PLANNING_ROUNDS):
+            found = self._planner.plan(lookup.excluding(excluded), deadline)
+            planned = replace(planned, runs_found=found.runs_found)
+            if found.plan is None or not found.plan.matched_tokens:
+                planned = found
+                break
+            donors = {span.donor_id for span in found.plan.spans}
+            leases, missing = self._lease(donors)
+            if not missing:
+                planned = found
+                self._offload.promote(donors)
+                break
+            for lease in leases:
+                lease.release()
+            leases, resting = [], self.catalog.resting()
+            if not on_disk and missing & resting:
+                on_disk, reused_with_disk = missing & resting, found.plan.reused_tokens
+                excluded |= resting
+            excluded |= missing
+        if on_disk and reused_with_disk > (planned.plan.reused_tokens if planned.plan is not None else 0):
+            self._offload.fetch(on_disk)
+            if planned.plan is None:
+                planned = replace(planned, outcome_reason="donor_on_disk")
+        return planned, leases
+
+    def held(self) -> HeldDonors:
+        """What the catalog holds at this moment; any thread may ask."""
+        stats = self.catalog.stats()
+        device_bytes = stats.device_blocks_used * self._block_size * self._bytes_per_token
+        return HeldDonors(stats.ready + stats.resting, stats.used_bytes, device_bytes, stats.disk_bytes_used)
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def intend(self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int) -> SaveIntent | None:
+        """Reserves room for the request's exact part, so that no save can exceed a budget later.
+
+        Returns no intent when the part is too short, already held, or does not fit.
+        """
+        plan = tracked.plan
+        limit = len(tracked.prompt) + max_new_tokens
+        if plan is not None and plan.matched_tokens and not plan.is_exact:
+            limit = min(limit, plan.exact_token_count)
+        if limit < self._settings.min_donor_tokens:
+            return None
+        text = _digest(tracked.namespace_key, tracked.prompt[:limit])
+        held = self._donor_of_text.get(text)
+        if held is not None:
+            self.catalog.touch(held)
+            return None
+        try:
+            moves = self.catalog.reserve(donor_id, limit, text)
+        except CapacityError as error:
+            logger.info("request %d does not become a donor: %s", tracked.request_id, error)
+            return None
+        self._offload.make_room(moves)
+        self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
+        return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written)
+
+    def begin_save(
+        self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32], block_ids: Iterable[int] = ()
+    ) -> bool:
+        """True when `tokens` (int32 [n], the donor's whole text) are worth saving and wait for the worker's word.
+
+        They lie in the engine's blocks `block_ids`.
+        """
+        if len(tokens) < self._settings.min_donor_tokens:
+            self.cancel(intent)
+            return False
+        self._saving[intent.donor_id] = _Saving(namespace_key, tokens, frozenset(block_ids))
+        self._offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
+        return True
+
+    def copied_into(self, block_id: int) -> None:
+        """The engine copies into this block, in no known order to a save that may still read it. A donor that is being
+        saved from it is not kept."""
+        for saving in self._saving.values():
+            saving.is_sound &= block_id not in saving.block_ids
+
+    def saved(self, news: SavedDonor) -> None:
+        """The worker holds the donor, could not save it, or lost it on its way to the host.
+
+        Only a held one is found.
+        """
+        entry = self._saving.pop(news.donor_id, None)
+        if entry is None:
+            if news.error is not None:
+                self.lost({news.donor_id})
+            return
+        if news.error is not None or news.tokens < self._settings.min_donor_tokens or not entry.is_sound:
+            told = news.error or (f"{news.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
+            logger.warning("donor %s was not saved: %s", news.donor_id, told)
+            self.catalog.cancel(news.donor_id)
+            self._offload.drop([news.donor_id])
+            return
+        tokens = entry.tokens[: news.tokens]
+        self.catalog.commit(news.donor_id, len(tokens))
+        self._add(entry.namespace_key, news.donor_id, tokens)
+        self._news.held(news.donor_id, tokens, (self.catalog.tier(news.donor_id) or Tier.HOST).value)
+
+    def cancel(self, intent: SaveIntent) -> None:
+        """Gives the reservation of a request that does not become a donor back."""
+        self._saving.pop(intent.donor_id, None)
+        self.catalog.cancel(intent.donor_id)
+        self.forget(intent.donor_id)
+
+    def lost(self, donor_ids: set[str]) -> list[str]:
+        """Drops donors whose KV could not be read, so that no later prompt counts on them; returns those dropped.
+
+        A donor that another request has leased stays until that request's own load tells.
+        """
+        dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
+        self._offload.drop(dropped)
+        return dropped
+
+    # -- the tiers -------------------------------------------------------------------------------------------------
+
+    def take_commands(self) -> OffloadCommands:
+        """What the tiers have to do since the last call; it must reach the workers before any later intent."""
+        return self._offload.take_commands()
+
+    def take_events(self, events: deque[OffloadEvent]) -> None:
+        """Takes what the tiers tell, and the kinds that were read of donors' texts."""
+        self._offload.take_events(events)
+        for donor_id, mix in () if self._kinds is None else self._kinds.known():
+            self.catalog.describe(donor_id, mix)
+
+    def remember(self, donor_id: str, text: DonorText) -> None:
+        """A donor whose file was found can be found as well, and its text is not kept a second time."""
+        self._add(text.namespace_key, donor_id, text.tokens)
+        self._news.found(donor_id, text.namespace_key, text.tokens, (self.catalog.tier(donor_id) or Tier.DISK).value)
+        if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
+            self._text_of_donor[donor_id] = text.digest
+
+    def moved(self, donor_id: str, tier: Tier) -> None:
+        """Tells the fleet where the donor is held now."""
+        self._news.moved(donor_id, tier.value)
+
+    def forget(self, donor_id: str) -> None:
+        """The donor is found no more, and its text may be kept anew."""
+        self._news.gone(donor_id)
+        self._index.remove(donor_id)
+        self._offload.remove_text(donor_id)
+        text = self._text_of_donor.pop(donor_id, None)
+        if text is not None:
+            self._donor_of_text.pop(text, None)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _add(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
+        self._index.add(namespace_key, donor_id, tokens)
+        if self._kinds is not None:
+            self._kinds.read(donor_id, tokens)
+
+    def _lease(self, donor_ids: set[str]) -> tuple[list[Lease], frozenset[str]]:
+        leases, missing = [], set()
+        for donor_id in sorted(donor_ids):
+            try:
+                leases.append(self.catalog.lease(donor_id))
+            except DonorUnavailableError:
+                missing.add(donor_id)
+        return leases, frozenset(missing)
+
+    def _is_near(self, donor_id: str) -> bool:
+        return self.catalog.tier(donor_id) is Tier.DEVICE
+
+
+class OffloadQueue:
+    """Collects commands for the tiers, and keeps index and catalog in step with what the tiers tell.
+
+    A donor on disk alone is never promised: a lookup that would have used it has it fetched, and a later one finds it
+    in memory. A donor that is used from host memory is promoted to the device, if there is one.
+    """
+
+    def __init__(self, index: DonorIndex, link: DiskLink | None, count: Callable[[OffloadEventKind], None]) -> None:
+        self._index, self._catalog, self._link, self._count = index, index.catalog, link, count
+        self._commands = OffloadCommands()
+        self._fetching: set[str] = set()
+        self._promoting: set[str] = set()
+
+    def take_commands(self) -> OffloadCommands:
+        taken, self._commands = self._commands, OffloadCommands()
+        return taken
+
+    def make_room(self, moves: TierMoves) -> None:
+        """Commands what makes room for a donor that the catalog has placed."""
+        self.drop(moves.dropped)
+        for donor_id in moves.released:
+            self._commands.releases.append(donor_id)
+            self._index.moved(donor_id, Tier.DISK)
+        for donor_id in moves.offloaded:
+            self._commands.offloads.append(donor_id)
+            self._index.moved(donor_id, Tier.HOST)
+        self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
+
+    def drop(self, donor_ids: Iterable[str]) -> None:
+        """Commands that donors go which the catalog holds no more."""
+        for donor_id in donor_ids:
+            self._commands.drops.append(donor_id)
+            self._index.forget(donor_id)
+
+    def fetch(self, donor_ids: Iterable[str]) -> None:
+        """Reads donors back from disk, as far as there is room and few others are on their way."""
+        for donor_id in sorted(donor_ids):
+            if len(self._fetching) < MAX_FETCHES and (moves := self._catalog.fetch(donor_id)) is not None:
+                self.make_room(moves)
+                self._commands.fetches.append(donor_id)
+                self._fetching.add(donor_id)
+
+    def promote(self, donor_ids: Iterable[str]) -> None:
+        """Copies donors of the host to the device, as far as there is room and few others are on their way."""
+        for donor_id in sorted(donor_ids):
+            if len(self._promoting) < MAX_PROMOTIONS and (moves := self._catalog.promote(donor_id)) is not None:
+                self.make_room(moves)
+                self._commands.promotions.append(donor_id)
+                self._promoting.add(donor_id)
+
+    def add_text(self, donor_id: str, text: DonorText) -> None:
+        """The donor is being saved, and may get a file later."""
+        if self._link is not None:
+            self._link.texts[donor_id] = text
+
+    def remove_text(self, donor_id: str) -> None:
+        """The donor gets no file any more."""
+        if self._link is not None:
+            self._link.texts.pop(donor_id, None)
+
+    def take_events(self, events: deque[OffloadEvent]) -> None:
+        """Takes all events, and of the donors that were found on disk a few."""
+        while events:
+            self._take(events.popleft())
+        for _ in range(_FOUND_AT_ONCE):
+            if self._link is not None and self._link.found:
+                self._take(self._link.found.popleft())
+
+    def _take(self, event: OffloadEvent) -> None:
+        self._count(event.kind)
+        kind, donor_id = event.kind, event.donor_id
+        if kind is OffloadEventKind.FILE_FOUND and event.text is not None:
+            self._found(donor_id, event.text)
+        elif kind is OffloadEventKind.FILES_READ:
+            # Before, the disk may hold files that the catalog has not counted yet.
+            self._catalog.begin_writing()
+        elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
+            self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN)
+        elif kind in (OffloadEventKind.PROMOTED, OffloadEventKind.PROMOTE_FAILED):
+            self._promoting.discard(donor_id)
+            self._catalog.promoted(donor_id, kind is OffloadEventKind.PROMOTED)
+            self._index.moved(donor_id, self._catalog.tier(donor_id) or Tier.HOST)
+        elif kind in (OffloadEventKind.FETCHED, OffloadEventKind.FETCH_FAILED):
+            self._fetching.discard(donor_id)
+            is_here = kind is OffloadEventKind.FETCHED
+            if self._catalog.fetched(donor_id, is_here) and not is_here:
+                self.drop([donor_id])
+            elif is_here:
+                self._index.moved(donor_id, Tier.HOST)
+
+    def _found(self, donor_id: str, text: DonorText) -> None:
+        dropped = self._catalog.adopt(donor_id, len(text.tokens), text.digest)
+        if dropped is None:
+            self._commands.drops.append(donor_id)
+        else:
+            self.drop(dropped)
+            self._index.remember(donor_id, text)
+
+
+def _digest(namespace_key: str, tokens: npt.NDArray[np.int32]) -> bytes:
+    digest = hashlib.blake2b(namespace_key.encode(), digest_size=16)
+    digest.update(tokens.tobytes())
+    return digest.digest()

@@ -1,0 +1,208 @@
+"""The device tier: donors in an arena that we allocate once, a paged pool of the engine pool's shape and dtype.
+
+A donor is a list of blocks, so that nothing fragments. Blocks go back as soon as their donor is dropped and no
+thread is queueing work on it. The work that was queued may still run then, so the next writer of the blocks waits for
+it on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.layout import KvGeometry, PagedKv
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.streams import Event, current_stream, record, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Queueing the work of one read takes milliseconds; a reader that has not ended by then never will.
+_LEAVING_TIMEOUT_SECONDS = 10.0
+
+
+def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
+    """Blocks of an arena of at most `byte_budget` bytes. Scheduler and workers both count with this."""
+    return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
+
+
+@dataclass(slots=True)
+class _Donor:
+    """`block_ids`: int64 [blocks], on the host. `readers` queue work on the blocks just now; `reads` are the ends of
+    work queued before."""
+
+    block_ids: torch.Tensor
+    tokens: int
+    written: Event | None = None
+    is_ready: bool = False
+    is_dropped: bool = False
+    readers: int = 0
+    reads: list[Event] = field(default_factory=list)
+
+
+class DeviceTier:
+    """Donor KV in `blocks` blocks of `geometry` on `device`, which may be the CPU. Thread safe.
+
+    Reads and writes queue their work on the stream that is current within their `with` block; only a writer may ever
+    have to wait on the host, for a reader in another thread that is about to leave its block.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        geometry: KvGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        setting: str = "SEMBLEND_DEVICE_BYTES",
+    ) -> None:
+        """Allocates the arena, whose size `setting` gives. Raises ConfigurationError when it has no block or does not
+        fit on the device."""
+        if blocks < 1:
+            raise ConfigurationError(
+                f"device memory for donors of {blocks} blocks; raise {setting} to at least "
+                f"{geometry.bytes_per_token(dtype) * geometry.block_size}, one block of this model, or set it to 0"
+            )
+        shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+        try:
+            self._arena = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{blocks} blocks of {geometry} for donors do not fit on {device}; lower {setting} or the engine's own "
+                "share of the memory"
+            ) from error
+        self._geometry = geometry
+        self._donors: dict[str, _Donor] = {}
+        self._leaving = 0
+        self._free = list(range(blocks - 1, -1, -1))
+        self._fences: list[Event] = []
+        self._changed = threading.Condition()
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that the free blocks hold."""
+        with self._changed:
+            return len(self._free) * self._geometry.block_size
+
+    @contextmanager
+    def writing(self, donor_id: str, tokens: int) -> Iterator[PagedKv]:
+        """Blocks for `tokens` positions of a new donor, which is held, and readable, once the block is left.
+
+        Raises ValueError when the id is taken, CapacityError when the free blocks do not suffice, and
+        DonorUnavailableError at the end when the donor was dropped meanwhile. Nothing is held after an error.
+        """
+        donor = self._claim(donor_id, tokens)
+        stream = current_stream(self._arena.device)
+        try:
+            with self._changed:
+                self._fences = [fence for fence in self._fences if not fence.query()]
+                fences = list(self._fences)
+            wait(stream, fences)
+            yield self._paged(donor)
+        except BaseException:
+            self._let_go(donor_id, donor)
+            raise
+        finally:
+            self._end_work(donor, record(stream))
+        with self._changed:
+            if donor.is_dropped:
+                raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
+            donor.is_ready = True
+
+    @contextmanager
+    def reading(self, donor_id: str) -> Iterator[PagedKv]:
+        """The donor's blocks, which stay its own until everything queued within the block has run.
+
+        Raises DonorUnavailableError when the donor is not held.
+        """
+        with self._changed:
+            donor = self._donors.get(donor_id)
+            if donor is None or not donor.is_ready:
+                raise DonorUnavailableError(f"donor {donor_id} is not in the device tier")
+            donor.readers += 1
+        stream = current_stream(self._arena.device)
+        try:
+            wait(stream, [donor.written])
+            yield self._paged(donor)
+        finally:
+            self._end_work(donor, record(stream))
+
+    def tokens_of(self, donor_id: str) -> int:
+        """Positions that the donor holds; DonorUnavailableError when it is not held."""
+        with self._changed:
+            donor = self._donors.get(donor_id)
+            if donor is None or not donor.is_ready:
+                raise DonorUnavailableError(f"donor {donor_id} is not in the device tier")
+            return donor.tokens
+
+    def drop(self, donor_id: str) -> bool:
+        """Lets the donor's blocks go, now or when its last reader leaves; False when there is none."""
+        with self._changed:
+            donor = self._donors.get(donor_id)
+            return donor is not None and self._let_go(donor_id, donor)
+
+    def clear(self) -> None:
+        """Lets every donor's blocks go."""
+        with self._changed:
+            for donor_id in list(self._donors):
+                self.drop(donor_id)
+
+    def __contains__(self, donor_id: object) -> bool:
+        with self._changed:
+            donor = self._donors.get(donor_id) if isinstance(donor_id, str) else None
+            return donor is not None and donor.is_ready
+
+    def _claim(self, donor_id: str, tokens: int) -> _Donor:
+        needed = self._geometry.blocks_for(tokens)
+        with self._changed:
+            if donor_id in self._donors:
+                raise ValueError(f"donor {donor_id} is already in the device tier; drop it first")
+            self._changed.wait_for(
+                lambda: len(self._free) >= needed or not self._leaving, timeout=_LEAVING_TIMEOUT_SECONDS
+            )
+            if len(self._free) < needed:
+                raise CapacityError(
+                    f"donor {donor_id} needs {needed} blocks; {len(self._free)} of {self._arena.shape[0]} are free in "
+                    "the device tier, drop donors or raise SEMBLEND_DEVICE_BYTES"
+                )
+            taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
+            donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
+            return donor
+
+    def _paged(self, donor: _Donor) -> PagedKv:
+        return PagedKv(self._arena, donor.block_ids, self._geometry)
+
+    def _end_work(self, donor: _Donor, end: Event | None) -> None:
+        """The reader or writer of `donor` has queued all of its work, which ends with `end`."""
+        with self._changed:
+            donor.readers -= 1
+            if end is not None:
+                if donor.is_ready:
+                    donor.reads = [*(read for read in donor.reads if not read.query()), end]
+                else:
+                    donor.written = end
+            self._release_unread(donor)
+
+    def _let_go(self, donor_id: str, donor: _Donor) -> bool:
+        """Drops `donor`, not another one of the same name; False when it was dropped before."""
+        with self._changed:
+            if self._donors.get(donor_id) is not donor:
+                return False
+            del self._donors[donor_id]
+            donor.is_dropped = True
+            self._leaving += 1
+            self._release_unread(donor)
+            return True
+
+    def _release_unread(self, donor: _Donor) -> None:
+        if not donor.is_dropped or donor.readers:
+            return
+        self._free += donor.block_ids.tolist()
+        self._fences += donor.reads
+        if donor.written is not None:
+            self._fences.append(donor.written)
+        self._leaving -= 1
+        self._changed.notify_all()

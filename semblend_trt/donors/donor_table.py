@@ -1,0 +1,380 @@
+"""DonorTable: every donor's entry, the room that it takes, and which donors would make more.
+
+A new donor goes to the device first. Donors that it displaces move down to the host, then out. A donor that has a file
+on disk is not lost when it leaves memory: it is released, and may be fetched again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from semblend_trt.donors.donor_file import file_bytes
+from semblend_trt.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy
+
+
+class Tier(str, Enum):
+    """What holds donors: the arena on the card, (page-locked) host memory, or files. On disk alone none is readable."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class DonorState(str, Enum):
+    """SAVING: room is reserved, nothing can be read. READY: its KV is held. FETCHING: it is being read from disk."""
+
+    SAVING = "saving"
+    READY = "ready"
+    FETCHING = "fetching"
+
+
+class FileState(str, Enum):
+    """The donor's file: there is none, its room is reserved and it is being written, or it is there."""
+
+    NONE = "none"
+    WRITING = "writing"
+    HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """`host_bytes` bounds one rank's KV on the host; `bytes_per_token` is K and V of all `num_layers` layers.
+
+    The arena on the card has `device_blocks` blocks of `block_size` tokens. `disk_bytes` bounds the files.
+    """
+
+    host_bytes: int
+    bytes_per_token: int
+    max_donors: int
+    device_blocks: int = 0
+    block_size: int = 1
+    disk_bytes: int = 0
+    num_layers: int = 1
+
+    def limit(self, tier: Tier) -> int:
+        """Blocks of the arena, tokens of the host, or bytes of files."""
+        if tier is Tier.DEVICE:
+            return self.device_blocks
+        return self.host_bytes // self.bytes_per_token if tier is Tier.HOST else self.disk_bytes
+
+    def room(self, tier: Tier, tokens: int) -> int:
+        """What a donor of `tokens` tokens takes in `tier`, in the unit of `limit`."""
+        if tier is Tier.DEVICE:
+            return -(-tokens // self.block_size)
+        return tokens if tier is Tier.HOST else file_bytes(self.num_layers, self.bytes_per_token, tokens)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One donor. `history.tokens` is what it takes in `tier`; while it is promoted it takes room on the device too."""
+
+    tier: Tier
+    history: DonorHistory
+    state: DonorState = DonorState.SAVING
+    file: FileState = FileState.NONE
+    leases: int = 0
+    is_promoting: bool = False
+
+    @property
+    def is_readable(self) -> bool:
+        """True when its KV is in memory."""
+        return self.state is DonorState.READY and self.tier is not Tier.DISK
+
+    @property
+    def is_resting(self) -> bool:
+        """True when its KV would first have to be read from disk."""
+        return self.tier is Tier.DISK or self.state is DonorState.FETCHING
+
+    @property
+    def is_movable(self) -> bool:
+        """True when nothing reads it and nothing is on its way; a donor that is being written is read for that."""
+        is_still = self.state is DonorState.READY and self.file is not FileState.WRITING and not self.is_promoting
+        return is_still and not self.leases
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoves:
+    """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
+    then `offloaded` move to the host, each in order. `written` of the offloaded, and the donor itself where it is named
+    there, go on to disk as soon as they are in host memory."""
+
+    tier: Tier
+    offloaded: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogStats:
+    """Counts at one moment. `used_bytes` (host), `device_blocks_used` and `disk_bytes_used` include what is reserved;
+    `ready` donors are in memory, `resting` on disk alone. The counts behind them go on since the start."""
+
+    ready: int
+    saving: int
+    leases: int
+    used_bytes: int
+    device_blocks_used: int = 0
+    resting: int = 0
+    disk_bytes_used: int = 0
+    evicted: int = 0
+    offloaded: int = 0
+    released: int = 0
+    promoted: int = 0
+    fetched: int = 0
+
+
+class DonorTable:
+    """Not thread safe; the catalog locks. `used` counts in the units of `Capacities.limit`.
+
+    `writes_files` says that donors which come into host memory get a file where there is room.
+    """
+
+    def __init__(self, capacities: Capacities, eviction: Callable[[], EvictionPolicy]) -> None:
+        self.capacities = capacities
+        self.entries: dict[str, Entry] = {}
+        self.used = dict.fromkeys(Tier, 0)
+        self.counts = dict.fromkeys(("evicted", "offloaded", "released", "promoted", "fetched"), 0)
+        self.writes_files = False
+        self._eviction = {tier: eviction() for tier in Tier}
+        self._tick = 0
+        self._resting: frozenset[str] | None = None
+
+    # -- one donor -------------------------------------------------------------------------------------------------
+
+    def enter(self, donor_id: str, entry: Entry) -> None:
+        """Holds a donor that takes room in its tier, and in files where it has one."""
+        self.entries[donor_id] = entry
+        self._take(entry, 1)
+
+    def resize(self, entry: Entry, tokens: int) -> None:
+        """The donor takes the room of `tokens` tokens from now on."""
+        self._take(entry, -1)
+        entry.history.tokens = tokens
+        self._take(entry, 1)
+
+    def make_ready(self, donor_id: str, *, is_new: bool = True) -> None:
+        """The donor may be leased, or fetched, and counts as just used; a new one's history begins."""
+        entry = self.entries[donor_id]
+        entry.state = DonorState.READY
+        self._stamp(entry)
+        if is_new:
+            entry.history.added = entry.history.last_use
+        else:
+            entry.history.uses += 1
+        self._eviction[entry.tier].added(donor_id, entry.history)
+        self._resting = None
+
+    def count_use(self, donor_id: str) -> None:
+        entry = self.entries[donor_id]
+        self._stamp(entry)
+        entry.history.uses += 1
+        self._eviction[entry.tier].used(donor_id)
+
+    def described(self, donor_id: str) -> None:
+        """The kinds of the donor's text have become known."""
+        self._eviction[self.entries[donor_id].tier].described(donor_id)
+
+    def set_file(self, entry: Entry, state: FileState) -> None:
+        self._take(entry, -1)
+        entry.file = state
+        self._take(entry, 1)
+
+    def move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
+        """The donor takes its room in `tier` from now on, and is a candidate there when it is ready."""
+        entry = self.entries[donor_id]
+        self._eviction[entry.tier].removed(donor_id, evicted=evicted)
+        self._take(entry, -1)
+        entry.tier = tier
+        self._take(entry, 1)
+        if entry.state is DonorState.READY:
+            self._eviction[tier].added(donor_id, entry.history)
+        self._resting = None
+
+    def remove(self, donor_id: str, *, evicted: bool = False) -> None:
+        entry = self.entries.pop(donor_id)
+        self._take(entry, -1)
+        self._eviction[entry.tier].removed(donor_id, evicted=evicted)
+        self._resting = None
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def free(self, tier: Tier) -> int:
+        return self.capacities.limit(tier) - self.used[tier]
+
+    def movable(self, tier: Tier) -> Iterator[str]:
+        """Donors of `tier` that may go, in the order in which they should; the table must not change meanwhile."""
+        return (donor_id for donor_id in self._eviction[tier].candidates() if self.entries[donor_id].is_movable)
+
+    def place(self, donor_id: str, tokens: int) -> TierMoves:
+        """Where a new donor would go and which donors would make room; none has moved yet. Raises CapacityError."""
+        moves = RoomSearch(self, tokens).on_device() or RoomSearch(self, tokens).on_host()
+        if moves is None:
+            limits = self.capacities
+            raise CapacityError(
+                f"donor {donor_id} needs {tokens * limits.bytes_per_token} bytes of a budget of {limits.host_bytes}, "
+                f"or {limits.room(Tier.DEVICE, tokens)} device blocks of {limits.device_blocks}, and one place of "
+                f"{limits.max_donors}; the donors that are leased or being saved leave no room, raise "
+                "SEMBLEND_HOST_BYTES, SEMBLEND_DEVICE_BYTES or SEMBLEND_MAX_DONORS"
+            )
+        return moves
+
+    def apply(self, moves: TierMoves) -> TierMoves:
+        """Carries `moves` out. What is returned says as well which donors get a file, and which are dropped for it."""
+        for donor_id in moves.dropped:
+            self.remove(donor_id, evicted=True)
+        for donor_id in moves.released:
+            self.move(donor_id, Tier.DISK, evicted=True)
+        for donor_id in moves.offloaded:
+            self.move(donor_id, Tier.HOST, evicted=True)
+        self.counts["evicted"] += len(moves.dropped)
+        self.counts["released"] += len(moves.released)
+        self.counts["offloaded"] += len(moves.offloaded)
+        return self.with_files(moves, moves.offloaded)
+
+    def with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:
+        """`moves` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
+        written, dropped = list(moves.written), list(moves.dropped)
+        for donor_id in donor_ids:
+            entry = self.entries[donor_id]
+            if self.writes_files and entry.file is FileState.NONE:
+                victims = self.make_file_room(entry.history.tokens)
+                if victims is not None:
+                    dropped += victims
+                    self.set_file(entry, FileState.WRITING)
+                    written.append(donor_id)
+        released = tuple(donor_id for donor_id in moves.released if donor_id not in dropped)
+        return replace(moves, written=tuple(written), dropped=tuple(dropped), released=released)
+
+    def make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
+        """Drops donors on disk alone for the file of a donor of `tokens` tokens, and for the donor itself where it is
+        not held yet; returns them. None, and nothing has changed, when they do not suffice."""
+        missing = self.capacities.room(Tier.DISK, tokens) - self.free(Tier.DISK)
+        crowd = 0 if is_held else len(self.entries) + 1 - self.capacities.max_donors
+        candidates, victims = self.movable(Tier.DISK), list[str]()
+        while missing > 0 or crowd > len(victims):
+            donor_id = next(candidates, None)
+            if donor_id is None:
+                return None
+            victims.append(donor_id)
+            missing -= self.capacities.room(Tier.DISK, self.entries[donor_id].history.tokens)
+        for victim in victims:
+            self.remove(victim, evicted=True)
+        self.counts["evicted"] += len(victims)
+        return tuple(victims)
+
+    # -- what is held ----------------------------------------------------------------------------------------------
+
+    def resting(self) -> frozenset[str]:
+        """Donors that are on disk alone or still being read back."""
+        if self._resting is None:
+            self._resting = frozenset(donor_id for donor_id, entry in self.entries.items() if entry.is_resting)
+        return self._resting
+
+    def stats(self) -> CatalogStats:
+        entries = self.entries.values()
+        return CatalogStats(
+            ready=sum(entry.is_readable for entry in entries),
+            saving=sum(entry.state is DonorState.SAVING for entry in entries),
+            leases=sum(entry.leases for entry in entries),
+            used_bytes=self.used[Tier.HOST] * self.capacities.bytes_per_token,
+            device_blocks_used=self.used[Tier.DEVICE],
+            resting=sum(entry.is_resting for entry in entries),
+            disk_bytes_used=self.used[Tier.DISK],
+            **self.counts,
+        )
+
+    def _stamp(self, entry: Entry) -> None:
+        self._tick += 1
+        entry.history.last_use, entry.history.last_seconds = self._tick, time.monotonic()
+
+    def _take(self, entry: Entry, sign: int) -> None:
+        """Adds the entry's room to what is used, or with -1 takes it off."""
+        tiers = {entry.tier} - {Tier.DISK}
+        if entry.is_promoting:
+            tiers.add(Tier.DEVICE)
+        if entry.file is not FileState.NONE:
+            tiers.add(Tier.DISK)
+        for tier in tiers:
+            self.used[tier] += sign * self.capacities.room(tier, entry.history.tokens)
+
+
+class RoomSearch:
+    """Looks once for the room of one donor of `tokens` tokens. Nothing moves before its result is applied."""
+
+    def __init__(self, table: DonorTable, tokens: int, *, is_held: bool = False) -> None:
+        """`is_held`: the donor has a place in the table already."""
+        self._table, self._tokens = table, tokens
+        self._places = 1 if is_held else table.capacities.max_donors - len(table.entries)
+        self._device, self._host, self._disk = (table.movable(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+
+    def on_host(self) -> TierMoves | None:
+        """What makes room for the donor in host memory; None when nothing does."""
+        if self._tokens > self._table.capacities.limit(Tier.HOST):
+            return None
+        leaving = self._from_host(self._tokens - self._table.free(Tier.HOST))
+        return None if leaving is None else self._moves(Tier.HOST, [], leaving)
+
+    def on_device(self) -> TierMoves | None:
+        """What makes room for the donor in the arena; None when nothing does.
+
+        Of the displaced, the one used last has the first claim on host memory. Those that do not fit there leave.
+        """
+        limits = self._table.capacities
+        missing = limits.room(Tier.DEVICE, self._tokens) - self._table.free(Tier.DEVICE)
+        if limits.room(Tier.DEVICE, self._tokens) > limits.device_blocks:
+            return None
+        displaced: list[str] = []
+        while missing > 0:
+            donor_id = next(self._device, None)
+            if donor_id is None:
+                return None
+            displaced.append(donor_id)
+            missing -= limits.room(Tier.DEVICE, self._tokens_of(donor_id))
+        offloaded, leaving, free = list[str](), list[str](), self._table.free(Tier.HOST)
+        for donor_id in reversed(displaced):
+            taken = self._from_host(self._tokens_of(donor_id) - free)
+            if taken is None:
+                leaving.append(donor_id)
+                continue
+            leaving += taken
+            free += sum(map(self._tokens_of, taken)) - self._tokens_of(donor_id)
+            offloaded.insert(0, donor_id)
+        return self._moves(Tier.DEVICE, offloaded, leaving)
+
+    def _from_host(self, missing: int) -> list[str] | None:
+        """The next donors of the host that hold `missing` tokens; None, and none is taken, when all do not."""
+        taken: list[str] = []
+        while missing > 0:
+            donor_id = next(self._host, None)
+            if donor_id is None:
+                self._host = iter(taken)
+                return None
+            taken.append(donor_id)
+            missing -= self._tokens_of(donor_id)
+        return taken
+
+    def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
+        """The moves, with those that free a place in the table; None when there are not enough."""
+        released = [each for each in leaving if self._table.entries[each].file is FileState.HELD]
+        dropped = [each for each in leaving if each not in released]
+        # Donors on disk go first, then those that leave memory anyway, the host's, those on their way there, and the
+        # device's.
+        more = chain(self._disk, released, self._host, offloaded, self._device)
+        dropped += islice(more, max(0, 1 - self._places - len(dropped)))
+        if self._places + len(dropped) < 1:
+            return None
+        kept, let_go = ([each for each in ids if each not in dropped] for ids in (offloaded, released))
+        return TierMoves(tier, tuple(kept), tuple(dropped), tuple(let_go))
+
+    def _tokens_of(self, donor_id: str) -> int:
+        return self._table.entries[donor_id].history.tokens

@@ -1,0 +1,174 @@
+"""How donors move between tiers: the scheduler's commands, what rank 0's tiers tell of them, and the disk's part."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from semblend_trt.background import Background
+from semblend_trt.donors.donor_file import DonorFileError, DonorText
+
+if TYPE_CHECKING:
+    from semblend_trt.donors.disk_tier import DiskTier
+    from semblend_trt.donors.host_tier import HostTier
+
+
+class OffloadEventKind(str, Enum):
+    """What happened to a donor, or to the disk. The values are the metric's labels."""
+
+    FILE_FOUND = "file_found"
+    FILE_REFUSED = "file_refused"
+    FILES_READ = "files_read"
+    FILE_WRITTEN = "file_written"
+    WRITE_FAILED = "write_failed"
+    WRITE_SKIPPED = "write_skipped"
+    FETCHED = "fetched"
+    FETCH_FAILED = "fetch_failed"
+    PROMOTED = "lifted"
+    PROMOTE_FAILED = "lift_failed"
+    DISK_UNAVAILABLE = "disk_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadEvent:
+    """One event; `donor_id` is empty where it concerns no donor, `text` that of a file that was found."""
+
+    kind: OffloadEventKind
+    donor_id: str = ""
+    error: str | None = None
+    text: DonorText | None = None
+
+
+@dataclass(slots=True)
+class DiskLink:
+    """Exists while the disk tier is open. `texts` are those of donors that may get a file and have none yet, entered
+    and withdrawn by the scheduler; `found` are donors whose files were there at the start."""
+
+    texts: dict[str, DonorText] = field(default_factory=dict)
+    found: deque[OffloadEvent] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class OffloadCommands:
+    """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `offloads`
+    move from the device to the host, and get a file if they are among `writes`. `fetches` are read back from their
+    files to the host. `promotions` are copied from the host to the device and then leave the host."""
+
+    drops: list[str] = field(default_factory=list)
+    offloads: list[str] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    fetches: list[str] = field(default_factory=list)
+    promotions: list[str] = field(default_factory=list)
+
+
+logger = logging.getLogger(__name__)
+
+# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
+MAX_WAITING = 8
+_CLOSING_SECONDS = 60.0
+
+
+class DiskTransfers:
+    """Writes donors' files and reads them back in the background, on one thread each.
+
+    Every `write` and every `fetch` ends in one event, whatever goes wrong. A donor is readable only after all of its
+    bytes have been read back and checked.
+    """
+
+    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
+        """Begins with finding the donors whose files are there."""
+        self._disk, self._host, self._link, self._events = disk, host, link, events
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
+        self._reader.submit(self._scan)
+
+    def write(self, donor_id: str) -> None:
+        """Begins writing a donor of host memory; with MAX_WAITING before it, it stays without a file."""
+        with self._lock:
+            is_taken = self._waiting < MAX_WAITING
+            self._waiting += is_taken
+        if is_taken:
+            self._writer.submit(lambda: self._write(donor_id))
+        else:
+            self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
+
+    def fetch(self, donor_id: str) -> None:
+        """Begins reading a donor back into host memory."""
+        self._reader.submit(lambda: self._fetch(donor_id))
+
+    def drop(self, donor_id: str) -> None:
+        """Begins removing a donor's file, behind what is being written."""
+        self._writer.submit(lambda: self._drop(donor_id))
+
+    def drain(self) -> None:
+        """Waits until everything that was begun has ended."""
+        self._reader.drain()
+        self._writer.drain()
+
+    def close(self) -> None:
+        """Waits, for a minute at most, until what was begun has ended."""
+        end = time.monotonic() + _CLOSING_SECONDS
+        closed = [thread.close(max(0.0, end - time.monotonic())) for thread in (self._reader, self._writer)]
+        if all(closed):
+            self._disk.close()
+        else:
+            logger.warning("the disk does not answer; donors that were being written are lost")
+
+    def _write(self, donor_id: str) -> None:
+        try:
+            text = self._link.texts.pop(donor_id, None)
+            if text is None:
+                self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
+                return
+            with self._host.reading(donor_id) as kv:
+                text = DonorText(text.namespace_key, text.tokens[: kv.capacity], text.digest)
+                self._disk.write(donor_id, text, kv)
+        except Exception as error:
+            logger.warning("donor %s gets no file: %s", donor_id, error)
+            self._tell(OffloadEventKind.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            return
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        self._tell(OffloadEventKind.FILE_WRITTEN, donor_id)
+
+    def _fetch(self, donor_id: str) -> None:
+        try:
+            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
+            with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
+                self._disk.read(donor_id, held)
+        except Exception as error:
+            logger.warning("donor %s cannot be read back: %s", donor_id, error)
+            self._tell(OffloadEventKind.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            return
+        self._tell(OffloadEventKind.FETCHED, donor_id)
+
+    def _drop(self, donor_id: str) -> None:
+        try:
+            self._disk.forget(donor_id)
+        except OSError as error:
+            logger.warning("the file of donor %s cannot be removed: %s", donor_id, error)
+
+    def _scan(self) -> None:
+        try:
+            for each in self._disk.scan():
+                if isinstance(each, DonorFileError):
+                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_REFUSED, "", f"{each.reason}: {each}"))
+                else:
+                    donor_id, text = each
+                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, text))
+        except Exception as error:
+            logger.exception("the donors' folder cannot be read; nothing is written to it either")
+            self._tell(OffloadEventKind.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
+            return
+        self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
+
+    def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
+        self._events.append(OffloadEvent(event, donor_id, error))

@@ -1,0 +1,141 @@
+"""A tiny model over a pool of its own, for tests of forwards with and without plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.batch import with_lowest_layers_run
+from engine_wrapper.embedded.models import keep_shard
+from engine_wrapper.layer_schedule import LayerSchedule, build_schedule, lowest_schedule, schedule_of
+from engine_wrapper.sequence_work import SequenceSlice, works_of
+from engine_wrapper.sparse_forward import SparseForward
+from kernels.layout import KvGeometry, pool_view
+from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_wrapper.fused_layers import FusedDecoder
+    from engine_wrapper.sequence_work import SequenceWork
+    from semblend_trt.plan import CheckEvidence
+
+PlanMaker = Callable[..., SemanticKvPlan]
+Tokens = tuple[int, ...]
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
+SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
+TOLERANCE = 1e-4
+KEEP_ALL = 1e30
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Bench:
+    """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
+
+    def __init__(self, model: Any, fused: bool, ranks: Ranks | None = None) -> None:
+        self.model = model
+        keep_shard(model, ranks or Ranks())
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
+        shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, 2, self.geometry.row_elements)
+        self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=model.dtype)
+        self.forward = SparseForward(model, self.pool, self.geometry, fused, ranks)
+        assert (self.forward.fused is not None) == fused
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
+        self._blocks = [tuple(order[i::4]) for i in range(4)]
+        self.evidence: list[CheckEvidence] = []
+        self.lowest: list[tuple[SequenceWork, int]] = []
+
+    @property
+    def decoder(self) -> FusedDecoder:
+        assert self.forward.fused is not None
+        return self.forward.fused
+
+    def clear(self) -> None:
+        self.pool.fill_(float("nan"))
+
+    def slice(self, request_id: int, tokens: Tokens, begin: int = 0, end: int | None = None) -> SequenceSlice:
+        return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
+
+    def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
+        tokens = tuple(plan.prompt_token_ids.tolist())
+        return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
+
+    def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
+        """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.
+
+        With `max_rows` plans that need more run their lowest layers in parts, and one forward runs what is left.
+        """
+        self.evidence, self.lowest = [], []
+        sink = self.evidence.append
+        works = works_of(slices, NUM_LAYERS, keys_per_row)
+        works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
+        hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
+        return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
+
+    def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
+        self.lowest.append((work, layer))
+        return self.forward.lowest(lowest_schedule(work, layer, NUM_LAYERS).to(DEVICE))
+
+    def run_steps(self, tokens: Tokens, begin: int, *ends: int) -> list[torch.Tensor]:
+        """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""
+        cuts = [begin, *ends, *range(ends[-1] + 1, len(tokens) + 1)]
+        return [self.run(self.slice(1, tokens, *cut))[0] for cut in pairwise(cuts)]
+
+    @torch.inference_mode()
+    def reference(self, tokens: Tokens) -> torch.Tensor:
+        """Logits by Transformers' own forward, [tokens, vocabulary]."""
+        logits: torch.Tensor = self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
+        return logits
+
+    def kv(self, request_id: int, end: int | None = None) -> torch.Tensor:
+        """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""
+        blocks = pool_view(self.pool, self.geometry)[list(self._blocks[request_id - 1])]
+        return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :end].clone()
+
+    def place(self, request_id: int, kv: torch.Tensor, start: int, end: int) -> None:
+        """Writes positions start..end-1 of `kv` into the request's blocks."""
+        view = pool_view(self.pool, self.geometry)
+        for position in range(start, end):
+            block = self._blocks[request_id - 1][position // BLOCK_SIZE]
+            view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
+
+    def cold(self, tokens: Tokens, request_id: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and KV of a run that reuses nothing; the pool is NaN again afterwards."""
+        logits = self.run(self.slice(request_id, tokens))[0]
+        kv = self.kv(request_id)
+        self.clear()
+        return logits, kv
+
+
+def last_rows_of(*slices: SequenceSlice) -> LayerSchedule:
+    """The schedule, on the host, that puts out the last row of each slice."""
+    return build_schedule(slices, NUM_LAYERS).last_rows([len(piece.token_ids) for piece in slices])
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
+
+
+def tokens_of(length: int, seed: int = 0) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """NaN is not close."""
+    return actual.shape == expected.shape and (actual - expected).abs().max().item() <= TOLERANCE
+
+
+def close_by_norm(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Of a model in `dtype`."""
+    return bool((actual - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm())

@@ -1,0 +1,261 @@
+"""Plans that need more rows than one forward may have decide, write and answer what they do in one forward; what is
+divided stays within its rows, in order, and what has to be decided at once stays together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.sequence_work import SequenceSlice, works_of
+from semblend_trt.plan import SpanCheck
+from semblend_trt.ranks import Ranks
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
+from tests.semblend_trt.rank_threads import on_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from engine_wrapper.sequence_work import SequenceWork
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+
+# Shares of fewer tokens than deviate: among the others rounding alone would choose.
+TERMS: dict[str, dict[str, Any]] = {
+    "boundary": {"boundary": 2},
+    "boundary and heads": {"boundary": 1, "head": 3},
+    "threshold": {"check": SpanCheck(1, 0.5)},
+    "largest share": {"check": SpanCheck(1, largest_share=0.3)},
+    "whole spans": {"check": SpanCheck(1, 0.5, max_span_share=0.33)},
+    "dropped": {"check": SpanCheck(1, 0.5, min_saved_share=0.9)},
+    "lowest layer": {"check": SpanCheck(0, largest_share=0.3)},
+    "last layer": {"check": SpanCheck(NUM_LAYERS - 1, largest_share=0.3)},
+    "below a boundary": {"check": SpanCheck(0, largest_share=0.3), "boundary": 2},
+    "behind heads": {"check": SpanCheck(1, largest_share=0.25), "head": 4},
+}
+# A hole longer than a part stands in front of the last span.
+LENGTH, SPANS, MAX_ROWS = 90, [(9, 24), (24, 40), (66, 80)], 20
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
+    return Bench(load(tiny_qwen2_path), fused=request.param)
+
+
+def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: Any) -> SemanticKvPlan:
+    tokens = tokens_of(LENGTH, request_id)
+    return make_plan(tokens, SPANS, **SIZES, request_id=request_id, **TERMS[terms], **options)
+
+
+def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
+    """Places spans in a NaN pool whose KV deviates in some tokens only; returns the logits of a cold run."""
+    tokens = tuple(plan.prompt_token_ids.tolist())
+    logits, kv = bench.cold(tokens, plan.request_id)
+    other = bench.cold(tokens_of(LENGTH, seed=50), plan.request_id)[1]
+    for start, end in SPANS:
+        bench.place(plan.request_id, kv, start, end)
+        bench.place(plan.request_id, other, start + 2, start + 7)
+    return logits[plan.prefix_end :]
+
+
+def alike(found: list[CheckEvidence], expected: list[CheckEvidence]) -> bool:
+    """But for the rounding of the largest deviation."""
+    return found == [replace(each, largest_kept=pytest.approx(each.largest_kept, abs=1e-4)) for each in expected]
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_plan: PlanMaker, terms: str) -> None:
+    plan, bystander = long_plan(make_plan, terms), bench.slice(2, tokens_of(25, seed=8))
+    found = []
+    for max_rows in (None, MAX_ROWS):
+        bench.clear()
+        place_donor(bench, plan)
+        logits = bench.run(bench.planned(plan), bystander, max_rows=max_rows)
+        found.append((logits, bench.kv(1)[:, :, :, :LENGTH], bench.evidence))
+    assert len(bench.lowest) >= 4
+    (wanted, kv, evidence), (logits, parts_kv, parts_evidence) = found
+    assert all(close(each, other) for each, other in zip(logits, wanted, strict=True))
+    assert close(parts_kv, kv)
+    assert alike(parts_evidence, evidence)
+    assert len(evidence) == (1 if plan.is_checked else 0)
+
+
+@pytest.mark.parametrize("terms", ["threshold", "whole spans", "dropped"])
+def test_what_deviates_is_computed_in_parts_and_the_result_is_cold(
+    bench: Bench, make_plan: PlanMaker, terms: str
+) -> None:
+    plan = long_plan(make_plan, terms)
+    cold = place_donor(bench, plan)
+    assert close(bench.run(bench.planned(plan), max_rows=MAX_ROWS)[0], cold)
+    (evidence,) = bench.evidence
+    assert evidence.recomputed_tokens == {"threshold": 15, "whole spans": 15 + 5 + 14, "dropped": 45}[terms]
+
+
+def test_an_exact_prefix_and_exact_spans_are_not_written_by_parts(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens = tokens_of(LENGTH)
+    logits, kv = bench.cold(tokens)
+    bench.place(1, kv, 0, 24)
+    exact = bench.kv(1)[:, :, :, :24]
+    bench.place(1, kv, 26, 80)
+    plan = make_plan(
+        tokens,
+        [(8, 24), (26, 80)],
+        **SIZES,
+        num_computed=8,
+        exact={0},
+        check=SpanCheck(1, 0.1),
+    )
+    assert close(bench.run(bench.planned(plan), max_rows=MAX_ROWS)[0], logits[80:])
+    assert torch.equal(bench.kv(1)[:, :, :, :24], exact)
+    assert bench.evidence[0].reused_tokens == 16 + 54
+    assert [len(part.positions) for part, _ in bench.lowest] == [20, 20, 16]
+
+
+def test_chunks_and_decode_steps_follow_a_plan_in_parts(bench: Bench, make_plan: PlanMaker) -> None:
+    plan = long_plan(make_plan, "threshold")
+    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids.tolist())
+    parts = bench.run(bench.planned(plan, end=83), max_rows=MAX_ROWS)
+    parts += bench.run(bench.slice(1, tokens, 83, 88))
+    parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in (88, 89)]
+    assert close(torch.cat(parts), cold)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_ranks_that_share_the_heads_decide_over_all_parts(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
+) -> None:
+    plan = long_plan(make_plan, "largest share")
+
+    def run(model: Any, ranks: Ranks, max_rows: int | None) -> tuple[torch.Tensor, list[CheckEvidence]]:
+        bench = Bench(model, fused, ranks)
+        place_donor(bench, plan)
+        return bench.run(bench.planned(plan), max_rows=max_rows)[0], bench.evidence
+
+    expected, evidence = run(load(tiny_qwen2_path), Ranks(), None)
+    models = [load(tiny_qwen2_path) for _ in range(2)]
+    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, MAX_ROWS))
+    assert torch.equal(first, second)
+    assert close(first, expected)
+    assert found == told
+    assert alike(found, evidence)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cuts=st.lists(st.integers(0, 80), min_size=2, max_size=8, unique=True).map(sorted),
+    terms=st.sampled_from(list(TERMS)),
+    exact=st.booleans(),
+    max_rows=st.integers(1, 100),
+    seed=st.integers(0, 100),
+)
+def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
+    make_plan: PlanMaker, cuts: list[int], terms: str, exact: bool, max_rows: int, seed: int
+) -> None:
+    """The decision is a function of the deviations alone, whatever the parts: the very same bits."""
+    tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
+    options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
+    plan = make_plan(tokens, spans, prefix_end=85, **options)
+    blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
+    (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
+    by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
+    passes: dict[int, list[SequenceWork]] = {}
+
+    def run(part: SequenceWork, layer: int) -> torch.Tensor:
+        passes.setdefault(layer, []).append(part)
+        return torch.from_numpy(by_position[checked_positions(part)])
+
+    evidence: list[CheckEvidence] = []
+    left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
+    assert all(part.num_rows <= max_rows for part in micro_batches([left], NUM_LAYERS, max_rows))
+    if not passes:
+        assert left is work
+        return
+    decided, told = work, []
+    if work.pending is not None:
+        decided, of_all = work.decide(by_position[checked_positions(work)])
+        told.append(of_all)
+    assert evidence == told
+    source = work
+    for layer, parts in passes.items():
+        assert all(0 < len(part.positions) <= max_rows for part in parts)
+        rows = np.concatenate([part.positions for part in parts])
+        assert rows.tolist() == source.positions[: source.together(NUM_LAYERS).stop].tolist()
+        source = decided.beyond(layer, NUM_LAYERS)
+    for name in ("positions", "token_ids", "drops_at"):
+        assert getattr(left, name).tolist() == getattr(source, name).tolist()
+    assert (left.outputs, left.pending) == (work.outputs, None)
+    assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
+
+
+def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
+    none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    return none if work.pending is None else work.positions[work.pending.checked]
+
+
+def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
+    """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
+    tokens = tuple(range(begin + length))
+    blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
+    piece = SequenceSlice(request_id, begin, tokens[begin:], blocks)
+    if begin < 12:
+        return piece
+    spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
+    options = {**SIZES, **TERMS[terms]}
+    return replace(piece, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(list(TERMS)), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4
+    ),
+    slack=st.integers(0, 30),
+)
+def test_every_row_runs_once_in_order_within_the_bound(
+    make_plan: PlanMaker, parts: list[tuple[str, int, int]], slack: int
+) -> None:
+    pieces = [piece_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
+    works = works_of(pieces, NUM_LAYERS)
+    # What must stay together, and one row behind it.
+    max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
+    found = micro_batches(works, NUM_LAYERS, max_rows)
+    assert all(0 < part.num_rows <= max_rows for part in found)
+    owners = [owner for part in found for owner in part.owners]
+    assert owners == sorted(owners)
+    for owner, work in enumerate(works):
+        own = [
+            (each, scheduled)
+            for part in found
+            for each, of, scheduled in zip(part.works, part.owners, part.scheduled, strict=True)
+            if of == owner
+        ]
+        for name in ("token_ids", "positions", "drops_at"):
+            joined = np.concatenate([getattr(each, name) for each, _ in own])
+            assert joined.tolist() == getattr(work, name).tolist()
+        assert sum(scheduled for _, scheduled in own) == work.outputs
+        assert all(each.outputs == max(1, scheduled) for each, scheduled in own)
+        # What is put out has passed every layer.
+        assert all((each.drops_at[-each.outputs :] == NUM_LAYERS).all() for each, _ in own)
+        checks = [checked_positions(each).tolist() for each, _ in own if each.pending is not None]
+        assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
+
+
+@pytest.mark.parametrize("max_rows", [None, 1000])
+def test_what_fits_is_one_forward_of_the_same_works(make_plan: PlanMaker, max_rows: int | None) -> None:
+    works = works_of([piece_of(make_plan, 0, "threshold", 40, 5), piece_of(make_plan, 1, "boundary", 0, 9)], NUM_LAYERS)
+    (part,) = micro_batches(works, NUM_LAYERS, max_rows)
+    assert part.works == works
+    assert (part.owners, part.scheduled) == ([0, 1], [5, 9])
+
+
+def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: PlanMaker) -> None:
+    """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
+    works = works_of([piece_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
+    assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55

@@ -1,0 +1,156 @@
+"""What a check decides, against a decision written token by token; which rows of gaps are computed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_wrapper.sequence_work import choose, closed
+from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
+
+shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
+deviations = st.sampled_from([0.0, 0.05, 0.2, 0.21, 1.0, math.inf, math.nan])
+span_lists = st.lists(st.lists(deviations, min_size=1, max_size=8), min_size=1, max_size=5)
+# A value for each stretch of a span, so that spans are longer than a window.
+stretches = st.lists(st.tuples(deviations, st.integers(1, 40)), min_size=1, max_size=4)
+long_span_lists = st.lists(stretches.map(lambda found: [value for value, n in found for _ in range(n)]), min_size=1)
+
+
+def array(spans: list[list[float]]) -> np.ndarray:
+    return np.array([value for span in spans for value in span], dtype=np.float32)
+
+
+def lengths(spans: list[list[float]]) -> list[int]:
+    return [len(span) for span in spans]
+
+
+@given(
+    spans=st.one_of(span_lists, long_span_lists),
+    threshold=st.sampled_from([0.0, 0.1, 0.205, 2.0, 1e300]),
+    window_threshold=st.sampled_from([None, 0.0, 0.06, 0.2, 1.5]),
+    max_span_share=shares,
+    min_saved_share=shares,
+    exact=st.integers(0, 10),
+    holes=st.integers(0, 10),
+)
+def test_a_threshold_against_the_same_token_by_token(
+    spans: list[list[float]],
+    threshold: float,
+    window_threshold: float | None,
+    max_span_share: float,
+    min_saved_share: float,
+    exact: int,
+    holes: int,
+) -> None:
+    check = SpanCheck(
+        1,
+        threshold,
+        max_span_share=max_span_share,
+        min_saved_share=min_saved_share,
+        window_threshold=window_threshold,
+    )
+    promised = sum(map(len, spans)) + exact + holes
+    wanted: list[bool] = []
+    for span in spans:
+        deviating = [math.isnan(value) or value > threshold for value in span]
+        for first in range(0, len(span), WINDOW_TOKENS) if window_threshold is not None else ():
+            window = array([span[first : first + WINDOW_TOKENS]]).astype(np.float64)
+            if not window.sum() <= window_threshold * len(window):
+                deviating[first : first + WINDOW_TOKENS] = [True] * len(window)
+        wanted += [True] * len(span) if sum(deviating) > max_span_share * len(span) else deviating
+    saved = exact + wanted.count(False)
+    is_dropped = saved == 0 or saved < min_saved_share * promised
+    choice = choose(check, array(spans), lengths(spans), exact, promised)
+    assert choice.is_dropped == is_dropped
+    assert choice.computed.tolist() == ([True] * len(wanted) if is_dropped else wanted)
+    kept = [value for value, computed in zip(array(spans).tolist(), choice.computed, strict=True) if not computed]
+    assert choice.kept_tokens == len(kept)
+    assert choice.largest_kept == max(kept, default=0.0)
+    assert choice.largest_kept <= threshold
+
+
+def test_many_tokens_that_deviate_by_little_are_computed_with_their_window() -> None:
+    check = SpanCheck(1, 0.5, window_threshold=0.1)
+    values = np.full(3 * WINDOW_TOKENS, 0.05, np.float32)
+    values[WINDOW_TOKENS : 2 * WINDOW_TOKENS] = 0.11
+    choice = choose(check, values, [values.size], 0, values.size)
+    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, 2 * WINDOW_TOKENS))
+    # Windows begin with their span, and its last one may be shorter.
+    half = WINDOW_TOKENS // 2
+    choice = choose(check, values, [WINDOW_TOKENS + half, 2 * WINDOW_TOKENS - half], 0, values.size)
+    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, WINDOW_TOKENS + half))
+
+
+@given(spans=span_lists, share=shares)
+def test_the_largest_share_is_the_share_that_deviates_most(spans: list[list[float]], share: float) -> None:
+    values = np.nan_to_num(array(spans), nan=math.inf, posinf=math.inf)
+    choice = choose(SpanCheck(1, largest_share=share), array(spans), lengths(spans), 0, values.size)
+    count = round(share * values.size)
+    assert np.count_nonzero(choice.computed) == count
+    if 0 < count < values.size:
+        assert values[choice.computed].min() >= values[~choice.computed].max()
+    assert choice.is_dropped == (count == values.size)
+
+
+@given(spans=span_lists, low=st.floats(0, 2), high=st.floats(0, 2))
+def test_a_lower_threshold_never_keeps_more(spans: list[list[float]], low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    strict, mild = (
+        choose(SpanCheck(1, threshold), array(spans), lengths(spans), 1, 9).computed for threshold in (low, high)
+    )
+    assert (strict >= mild).all()
+
+
+def test_of_equal_deviations_the_earlier_tokens_are_computed() -> None:
+    choice = choose(SpanCheck(1, largest_share=0.5), np.full(6, 0.3, np.float32), [2, 4], 0, 6)
+    assert choice.computed.tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("deviating", "whole"), [(1, False), (2, False), (3, True)])
+def test_a_span_is_computed_whole_above_its_bound_only(deviating: int, whole: bool) -> None:
+    values = np.zeros(20, np.float32)
+    values[:deviating] = 1.0
+    choice = choose(SpanCheck(1, 0.5, max_span_share=0.25), values, [8, 12], 0, 20)
+    assert choice.computed[:8].all() == whole
+    assert not choice.computed[8:].any()
+
+
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=40), keys_per_row=st.integers(0, 8)
+)
+def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(
+    rows: list[tuple[bool, int]], keys_per_row: int
+) -> None:
+    """Where two rows' positions are more than 1 apart, positions without a row lie between them."""
+    computed, steps = (np.array(column) for column in zip(*rows, strict=True))
+    positions = np.cumsum(steps)
+    found = closed(computed, positions, keys_per_row)
+    assert (found >= computed).all()
+    # A gap that was short is closed whole, a longer one stays as it is.
+    bounds = np.flatnonzero(computed).tolist()
+    for low, high in itertools.pairwise(bounds):
+        gap = high - low - 1
+        short = keys_per_row and gap == positions[high] - positions[low] - 1 and gap * keys_per_row <= positions[high]
+        assert found[low + 1 : high].tolist() == [bool(short)] * (high - low - 1)
+    outer = bounds and [*range(bounds[0]), *range(bounds[-1] + 1, len(rows))]
+    assert not found[outer].any()
+    assert closed(found, positions, keys_per_row).tolist() == found.tolist()
+
+
+def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
+    values = np.where(np.arange(20) % 5 == 0, np.float32(1), np.float32(0.1))
+    choices = [
+        choose(
+            SpanCheck(1, 0.5), values, [20], 0, 20, lambda computed, keys=keys: closed(computed, np.arange(20), keys)
+        )
+        for keys in (4, 1)
+    ]
+    assert [choice.kept_tokens for choice in choices] == [16, 4]
+    assert [choice.largest_kept for choice in choices] == [np.float32(0.1)] * 2
+    choice = choose(SpanCheck(1, 0.5), values, [20], 0, 20, np.ones_like)
+    assert (choice.is_dropped, choice.kept_tokens) == (True, 0)

@@ -1,0 +1,302 @@
+"""Attaching to TensorRT-LLM's executor: all that is needed, or nothing and a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.connector import SemBlendKvConnectorWorker
+from engine_wrapper.trtllm.attachment import ExecutorParts, execution_refusal
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import SemBlendError
+from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
+from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
+from tests.semblend_trt.rank_threads import on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from semblend_trt.ranks import Ranks
+
+
+class Site:
+    """An executor, a worker that registers with it, and every attribute of what could be attached to."""
+
+    def __init__(self, path: Path, change: Callable[[PyExecutor, LlmArgs], None] | None = None, **options: Any) -> None:
+        self.args = LlmArgs(path)
+        self.worker = SemBlendKvConnectorWorker(self.args)
+        self.executor = executor_of(path, self.worker, **options)
+        if change is not None:
+            change(self.executor, self.args)
+        self.runtime = runtime_for(self.args)
+        self.before = self.attributes()
+
+    def attach(self) -> Any:
+        self.executor._maybe_init_kv_connector_manager()
+        return self.worker.attachment
+
+    def attributes(self) -> list[dict[str, Any]]:
+        engine = self.executor.model_engine
+        owners: list[Any] = [self.executor, self.executor.kv_cache_manager, engine, engine.model]
+        decoder = getattr(engine.model, "model", None)
+        owners.append(decoder)
+        for layer in getattr(decoder, "layers", ()):
+            owners += [layer, layer.self_attn, getattr(layer.self_attn, "attn", None)]
+        kept = [dict(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
+        return [{**each, "_forward_pre_hooks": dict(each.get("_forward_pre_hooks") or {})} for each in kept]
+
+
+@pytest.fixture
+def site(tiny_qwen2_path: Path) -> Iterator[Site]:
+    site = Site(tiny_qwen2_path)
+    yield site
+    site.worker.close()
+
+
+@pytest.mark.known_defect(12)
+@pytest.mark.parametrize("style", ["1.2", "main"])
+def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_qwen2_path: Path, style: str) -> None:
+    site = Site(tiny_qwen2_path, style=style)
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, None)
+    assert site.runtime.publication_guard
+    assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
+    assert site.attributes() != site.before
+    site.worker.close()
+    assert site.attributes() == site.before
+    assert not site.runtime.publication_guard
+
+
+def attention(executor: PyExecutor) -> Any:
+    return executor.model_engine.model.model.layers[1].self_attn
+
+
+def set_on(pick: Callable[[PyExecutor, LlmArgs], Any], **values: Any) -> Callable[[PyExecutor, LlmArgs], None]:
+    return lambda executor, args: vars(pick(executor, args)).update(values)
+
+
+def args_of(_executor: PyExecutor, args: LlmArgs) -> LlmArgs:
+    return args
+
+
+def forget(name: str) -> Callable[[PyExecutor, LlmArgs], None]:
+    return lambda _executor, args: delattr(args, name)
+
+
+GRAPHS = SimpleNamespace(enabled=True)
+NO_EXECUTION = {
+    "torch.compile": (set_on(args_of, torch_compile_config=object()), "compiled_prefill"),
+    "compiled engine": (set_on(lambda e, _: e.model_engine, _torch_compile_enabled=True), "compiled_prefill"),
+    "CUDA graphs": (set_on(args_of, cuda_graph_config=object()), "cuda_graphs"),
+    "graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=GRAPHS), "cuda_graphs"),
+    "silent graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=object()), "cuda_graphs"),
+    "prefill graphs": (set_on(lambda e, _: e.model_engine, breakable_cuda_graph_runner=object()), "cuda_graphs"),
+    "LoRA": (set_on(args_of, lora_config=object()), "lora"),
+    "LoRA switch": (set_on(args_of, enable_lora=True), "lora"),
+    "speculation": (set_on(args_of, speculative_config=object()), "speculative_decoding"),
+    "drafter": (set_on(lambda e, _: e, drafter=object()), "speculative_decoding"),
+    "sparse attention": (set_on(args_of, sparse_attention_config=object()), "sparse_attention"),
+    "context parallel": (set_on(args_of, context_parallel_size=2), "context_parallel"),
+    "FlashInfer": (set_on(args_of, attn_backend="FLASHINFER"), "attention_backend"),
+    "plain attention": (set_on(args_of, attn_backend="VANILLA"), "attention_backend"),
+    "unknown settings": (forget("cuda_graph_config"), "settings_unknown"),
+    "unknown engine": (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
+    "unknown model": (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
+    "a layer less": (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
+    "another wrapper": (set_on(lambda e, _: e.model_engine.model.model, forward=print), "model_patched"),
+    "another attention": (set_on(lambda e, _: attention(e).attn, forward=print), "model_patched"),
+    "MLA": (set_on(lambda e, _: attention(e), kv_lora_rank=512), "mla"),
+    "gated attention": (set_on(lambda e, _: attention(e), attn_output_gate=True), "attention_scaling"),
+    "chunked attention": (set_on(lambda e, _: attention(e), attention_chunk_size=8192), "attention_chunks"),
+    "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
+    "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),
+    "layer offsets": (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
+}
+
+
+@pytest.mark.known_defect(13)
+@pytest.mark.parametrize("case", NO_EXECUTION)
+def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path: Path, case: str) -> None:
+    change, reason = NO_EXECUTION[case]
+    site = Site(tiny_qwen2_path, change)
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, reason)
+    assert attachment.forward is None
+    assert site.runtime.publication_guard
+    assert site.runtime.mode is EngineMode.STOCK
+    manager = 1  # of the attributes; nothing else may differ
+    after = site.attributes()
+    assert after[:manager] + after[manager + 1 :] == site.before[:manager] + site.before[manager + 1 :]
+    site.worker.close()
+    assert site.attributes() == site.before
+
+
+class Stubborn(KVCacheManager):
+    """Lets itself be patched at some places only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "store_blocks_for_reuse":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def make_stubborn(executor: PyExecutor, _args: LlmArgs) -> None:
+    executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
+
+
+NOTHING = {
+    "a half guard": (make_stubborn, "probe_failed"),
+    "windows by layer": (set_on(lambda e, _: e.kv_cache_manager, is_vswa=True), "sliding_window"),
+    "disaggregated": (set_on(lambda e, _: e, kv_cache_transceiver=object()), "disaggregated"),
+    "ranks that cannot agree": (set_on(args_of, tensor_parallel_size=2), "ranks_unknown"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path: Path, case: str) -> None:
+    change, reason = NOTHING[case]
+    site = Site(tiny_qwen2_path, change)
+    attachment = site.attach()
+    assert attachment.guard_refusal == reason
+    assert site.attributes() == site.before
+    assert (site.runtime.mode, site.runtime.publication_guard) == (EngineMode.STOCK, False)
+    site.worker.close()
+
+
+OF_ONE_RANK = {
+    "half the guard": (make_stubborn, ("probe_failed", "probe_failed")),
+    "the guard": (lambda e, _: vars(e.kv_cache_manager).update(is_vswa=True), ("sliding_window", "sliding_window")),
+    "the decoder": (lambda e, _: vars(attention(e)).update(kv_lora_rank=512), (None, "mla")),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE_RANK)
+def test_what_one_rank_cannot_attach_no_rank_attaches(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    # Each stand-in holds the whole model, and is no part of a larger one.
+    monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
+    change, refusals = OF_ONE_RANK[case]
+    sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
+
+    def attach(ranks: Ranks) -> tuple[str | None, str | None]:
+        site = sites[ranks.rank]
+        site.runtime.ranks = ranks
+        attachment = site.attach()
+        return attachment.guard_refusal, attachment.execution_refusal
+
+    assert on_ranks(2, attach) == [refusals] * 2
+    for site in sites:
+        site.worker.close()
+        assert site.attributes() == site.before
+
+
+def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
+    stock, manager = site.executor.kv_cache_manager, KVCacheManagerV2()
+    manager.get_unique_primary_pool = stock.get_unique_primary_pool  # type: ignore[attr-defined]
+    site.executor.kv_cache_manager = manager
+    attachment = site.attach()
+    assert (attachment.guard_refusal, attachment.execution_refusal) == (None, "cache_manager_v2")
+
+
+def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site) -> None:
+    site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+    assert site.worker.attachment is not None
+    assert site.worker.attachment.guard_refusal == "executor_unknown"
+    assert site.attributes() == site.before
+
+
+class Unreadable:
+    """A caller that cannot be looked at, and what it holds."""
+
+    def __init__(self) -> None:
+        self.kv_connector_manager = self
+
+    @property
+    def worker(self) -> Any:
+        raise RuntimeError("not now")
+
+    def register(self, site: Site) -> None:
+        site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+
+
+def test_a_caller_that_cannot_be_looked_at_does_not_stop_the_engine(site: Site) -> None:
+    Unreadable().register(site)
+    assert site.worker.attachment is not None
+    assert site.worker.attachment.guard_refusal == "executor_unknown"
+    assert site.attributes() == site.before
+
+
+def test_a_refused_pool_attaches_nothing(site: Site) -> None:
+    manager = site.executor.kv_cache_manager
+    manager.pool = manager.pool[:, :, :1].clone()
+    assert site.attach().guard_refusal == "pool_layout"
+    assert not site.runtime.publication_guard
+
+
+def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(site: Site, make_plan: Any) -> None:
+    """`PyExecutor._forward_step` (1.1) frees what it prepared in vain, and tells no connector."""
+    site.attach()
+    site.runtime.mode = EngineMode.WRAPPER
+    request, manager = LlmRequest(1, list(range(40))), site.executor.kv_cache_manager
+    manager.add_sequence(request)
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    manager.free_resources(request)
+    site.worker.wait_for_save(None)
+    assert site.runtime.refusal is None
+
+
+def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(site: Site, make_plan: Any) -> None:
+    site.attach()
+    site.runtime.mode = EngineMode.WRAPPER
+    site.worker.wait_for_save(None)
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    with pytest.raises(SemBlendError, match="without asking for its plans"):
+        site.worker.wait_for_save(None)
+    assert site.runtime.refusal == "plan_not_executed"
+
+
+def parts_of(executor: PyExecutor) -> ExecutorParts:
+    return ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
+
+
+def refusal(path: Path, *, fused: bool = True, rope: str = "default", **settings: Any) -> str | None:
+    facts = model_facts(path)
+    facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
+    return execution_refusal(parts_of(executor_of(path, None, fused=fused)), LlmArgs(path, **settings), facts)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
+def test_known_rotations_are_done_here_where_the_engine_fuses_them(tiny_llama_path: Path, rope: str) -> None:
+    assert refusal(tiny_llama_path, rope=rope) is None
+
+
+def test_a_rotation_that_also_scales_is_left_to_the_engine(tiny_llama_path: Path) -> None:
+    assert refusal(tiny_llama_path, rope="yarn") == "rope_fused"
+    assert refusal(tiny_llama_path, rope="yarn", fused=False) is None
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "pipeline_parallel"])
+def test_one_rank_must_hold_all_layers_and_tokens(tiny_llama_path: Path, name: str) -> None:
+    assert refusal(tiny_llama_path, **{f"{name}_size": 2}) == name
+
+
+def test_a_rank_must_hold_its_share_of_the_heads(tiny_llama_path: Path) -> None:
+    assert refusal(tiny_llama_path, tensor_parallel_size=2) == "model_layout"
+
+
+def test_a_manager_that_does_not_tell_its_blocks_is_refused(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = executor_of(tiny_llama_path, None)
+    monkeypatch.setattr(executor.kv_cache_manager, "get_batch_cache_indices", None, raising=False)
+    assert (
+        execution_refusal(parts_of(executor), LlmArgs(tiny_llama_path), model_facts(tiny_llama_path))
+        == "cache_manager_unknown"
+    )

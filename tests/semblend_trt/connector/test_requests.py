@@ -1,0 +1,374 @@
+"""Requests are bounded, their plans follow what the engine took, and each report adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.connector.contract import RequestDataV11
+from semblend_trt.connector.metadata import SaveIntent
+from semblend_trt.connector.requests import (
+    MAX_SILENT_ITERATIONS,
+    Iteration,
+    RequestTable,
+    TrackedRequest,
+    fit_to_blocks,
+    outcome_of,
+    report_of,
+    savable_tokens,
+)
+from semblend_trt.outcome import Outcome
+from semblend_trt.plan import (
+    CheckEvidence,
+    EngineMode,
+    PlanKind,
+    PlanSpan,
+    SpanCheck,
+)
+from tests.semblend_trt.plans import plan_of
+
+
+def tracked(request_id):
+    return TrackedRequest(request_id, "namespace", np.arange(4, dtype=np.int32), 0)
+
+
+@pytest.mark.known_defect(19)
+def test_oldest_request_makes_room():
+    table = RequestTable(limit=2)
+    assert table.add(tracked(1)) == []
+    assert table.add(tracked(2)) == []
+    assert [request.request_id for request in table.add(tracked(3))] == [1]
+    assert table.get(1) is None
+    assert len(table) == 2
+
+
+def test_adding_again_keeps_one_entry():
+    table = RequestTable(limit=2)
+    table.add(tracked(1))
+    table.add(tracked(1))
+    assert len(table) == 1
+    assert table.pop(1).request_id == 1
+    assert table.pop(1) is None
+
+
+def promised(request_id):
+    request = tracked(request_id)
+    request.plan = SimpleNamespace(matched_tokens=2)
+    return request
+
+
+def ids(requests):
+    return [request.request_id for request in requests]
+
+
+def test_a_request_that_is_silent_is_given_up():
+    table = RequestTable()
+    for request in (tracked(1), tracked(2)):
+        table.add(request)
+    for _ in range(MAX_SILENT_ITERATIONS):
+        assert table.begin_iteration() == []
+        table.scheduled(2)
+    assert ids(table.begin_iteration()) == [1]
+    assert (table.get(1), len(table)) == (None, 1)
+
+
+def test_what_was_promised_and_not_loaded_is_never_given_up():
+    """The engine would skip the tokens, and nobody would place them."""
+    table = RequestTable(limit=2)
+    for request in (promised(1), promised(2), tracked(3)):
+        given_up = table.add(request)
+    assert ids(given_up) == [3]
+    for _ in range(2 * MAX_SILENT_ITERATIONS):
+        assert table.begin_iteration() == []
+    table.scheduled(1, loads=True)
+    for _ in range(MAX_SILENT_ITERATIONS):
+        assert table.begin_iteration() == []
+    assert ids(table.begin_iteration()) == [1]
+    assert len(table) == 1
+
+
+def test_a_failed_forward_ends_the_requests_that_were_in_it():
+    table = RequestTable()
+    for request in (tracked(1), tracked(2)):
+        table.add(request)
+    table.begin_iteration()
+    table.scheduled(1)
+    table.scheduled(2)
+    table.begin_iteration()
+    table.scheduled(1)
+    table.add(promised(3))  # asked about behind the failure
+    ended = table.begin_iteration(last_failed=True)
+    assert [(request.request_id, request.forward_failed) for request in ended] == [(1, True)]
+    assert [table.get(each) is None for each in (1, 2, 3)] == [True, False, False]
+
+
+def test_whose_blocks_are_anothers_now_has_ended():
+    table = RequestTable()
+    first, second, third = tracked(1), tracked(2), tracked(3)
+    for request, blocks in ((first, [5, 6, 7]), (second, [5, 8])):
+        table.add(request)
+        table.holds(request, blocks)
+    table.add(third)
+    assert table.displaced([9], third) == []
+    assert table.displaced([6, 7, -1], third) == [first]
+    table.holds(third, [6, 7])
+    assert table.displaced([6, 7], third) == []
+    table.pop(2)
+    assert table.displaced([5, 8], third) == []  # it has ended, and was told of
+    assert ids([table.get(3)]) == [3]
+
+
+PROMPT, BLOCK = 100, 8
+BLOCKS = list(range(50, 63))
+
+
+def savable(matched=0):
+    request = TrackedRequest(7, "namespace", np.arange(PROMPT, dtype=np.int32), 0)
+    request.intent = SaveIntent(7, "donor", PROMPT + 20)
+    if matched:
+        span = PlanSpan("donor-1", 0, 0, matched, exact=True)
+        request.plan = plan_of(
+            span, request_id=7, kind=PlanKind.EXACT_PREFIX, prompt=PROMPT, block_size=BLOCK, mode=EngineMode.STOCK
+        )
+    return request
+
+
+def told(request, position, scheduled, blocks=(), *, is_first=False):
+    iteration = Iteration()
+    iteration.add(request, RequestDataV11(7, [], list(blocks), position, scheduled), is_first=is_first)
+    request.is_followed = request.is_followed or bool(iteration.followed)
+    return iteration
+
+
+def followed(matched=0):
+    request = savable(matched)
+    told(request, 0, PROMPT - matched, BLOCKS, is_first=True)
+    return request
+
+
+def test_a_prompt_in_chunks_and_its_answer():
+    request = savable()
+    written = []
+    for position, scheduled, blocks in ((0, 40, BLOCKS), (40, 60, ()), (99, 1, ()), (100, 1, ()), (101, 1, [3])):
+        told(request, position, scheduled, blocks, is_first=not written)
+        written.append(request.written_tokens)
+    assert written == [40, 100, 100, 101, 102]
+    assert savable_tokens(request, [*BLOCKS, 3], BLOCK) == 102
+
+
+def test_a_token_without_a_block_is_told_by_the_id_alone():
+    request, at_workers = followed(), PROMPT
+    for position, blocks, by_id in ((99, (), False), (100, (), True), (101, [3], False), (102, (), True)):
+        iteration = told(request, position, 1, blocks)
+        assert (iteration.grown, len(iteration.progress)) == ([7] * by_id, not by_id)
+        at_workers = iteration.progress[0].written_tokens if iteration.progress else at_workers + 1
+        assert at_workers == request.written_tokens
+
+
+@pytest.mark.parametrize("position", [0, 30])
+def test_a_load_counts_once_wherever_the_position_points(position):
+    # A request that is scheduled an iteration after its query is told with the loaded tokens.
+    request = savable(matched=30)
+    told(request, position, 70, BLOCKS, is_first=True)
+    assert request.written_tokens == PROMPT
+
+
+def test_an_offer_that_the_engine_did_not_apply_is_loaded_by_nobody():
+    # It counted the offer as a load, and left the request where it was.
+    request = savable(matched=30)
+    iteration = told(request, -30, PROMPT, BLOCKS, is_first=True)
+    assert (iteration.plans, request.plan, request.reason) == ([], None, "not_honoured")
+    assert (request.written_tokens, savable_tokens(request, BLOCKS, BLOCK)) == (PROMPT, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("position", "scheduled"),
+    [(-1, 1), (0, -1), (0, 101), (101, 0), (101, 1), (10**9, 1), (0, 10**9), ("0", 1), (0.0, 1), (None, 1), (0, None)],
+)
+def test_beginnings_that_cannot_be(position, scheduled):
+    request = savable(matched=30)
+    iteration = Iteration()
+    with pytest.raises((TypeError, ValueError)):
+        iteration.add(request, RequestDataV11(7, [], BLOCKS, position, scheduled), is_first=True)
+    assert iteration.plans == [request.plan]  # its tokens were promised
+    assert (iteration.followed, iteration.progress, request.block_ids) == ([], [], [])
+
+
+def test_a_position_that_was_told_late_catches_up_by_one_token():
+    # The overlap scheduler tells it one token late, but where it has left the request out of an iteration.
+    request = followed()
+    for position, written in ((99, 100), (101, 102), (102, 103)):
+        told(request, position, 1)
+        assert request.written_tokens == written
+
+
+@pytest.mark.parametrize(("position", "scheduled"), [(102, 1), (101, 2), (100, 2), (100, -1), (-1, 1), (10**9, 1)])
+def test_steps_that_cannot_be(position, scheduled):
+    request = followed()
+    with pytest.raises(ValueError, match=r"tokens .* are scheduled; 100 are written, 101 can be"):
+        told(request, position, scheduled)
+    assert request.written_tokens == PROMPT
+
+
+@given(st.lists(st.tuples(st.integers(-3, 130), st.integers(-3, 130)), max_size=8))
+def test_no_schedule_makes_more_written_than_was_computed(schedule):
+    request, most, is_first = savable(), 0, True
+    for position, scheduled in schedule:
+        try:
+            told(request, position, scheduled, is_first=is_first)
+        except ValueError:
+            continue
+        # A token a step, and one that was told late.
+        most = max(most, PROMPT) + min(2, max(0, request.written_tokens - max(most, PROMPT)))
+        assert 0 <= request.written_tokens <= most
+        is_first = False
+
+
+@pytest.mark.parametrize(
+    "blocks", [BLOCKS[:-1], BLOCKS[::-1], [*BLOCKS[:5], 3, *BLOCKS[6:]], [3, *BLOCKS], [-1] * 13, ["50"] * 13]
+)
+def test_a_request_that_ends_with_other_blocks_is_not_saved(blocks):
+    with pytest.raises(ValueError, match="request 7 ends with other blocks than it was scheduled with"):
+        savable_tokens(followed(), blocks, BLOCK)
+
+
+def test_deltas_that_are_told_twice_are_not_saved():
+    request = followed()
+    told(request, 100, 1, [3])
+    told(request, 100, 1, [3])
+    for position in range(101, 113):
+        told(request, position, 1, [4] * (position == 112))
+    with pytest.raises(ValueError, match="other blocks"):
+        savable_tokens(request, [*BLOCKS, 3, 4], BLOCK)
+
+
+def test_a_request_without_blocks_or_that_nobody_follows_is_not_saved():
+    assert savable_tokens(followed(), [], BLOCK) == 0
+    request = followed()
+    request.is_followed = False
+    assert savable_tokens(request, BLOCKS, BLOCK) == 0
+
+
+@pytest.mark.parametrize("blocks", [[1.5] * 13, ["1"] * 13, [None] * 13, [-1] * 13, [5] * 13, BLOCKS[:2]])
+def test_blocks_that_fit_no_plan_leave_it_without(blocks):
+    request = savable(matched=30)
+    fit_to_blocks(request, SimpleNamespace(), blocks)
+    assert (request.load_failed, request.plan.target_block_ids) == (True, None)
+
+
+SHIFTED = (PlanSpan("donor", 0, 20, 50),)
+
+
+def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
+    matched = 0 if kind is PlanKind.DISCOVERY_ONLY else 60
+    return plan_of(*spans, kind=kind, prompt=100, computed=10, matched=matched, **execution)
+
+
+def planned(**fields):
+    request = TrackedRequest(1, "namespace", np.arange(100, dtype=np.int32), fields.pop("computed", 0))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+CHECK = SpanCheck(1, threshold=0.2)
+WITH_EXACT = (PlanSpan("exact", 10, 10, 15, exact=True), PlanSpan("donor", 0, 30, 40))
+EVIDENCE = CheckEvidence(1, 50, 50, 30, 20, 0.11, False)
+DROPPED = CheckEvidence(1, 50, 50, 0, 50, 0.0, True)
+DROPPED_BEHIND_EXACT = CheckEvidence(1, 55, 40, 15, 40, 0.0, True)
+USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_REUSE
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome", "reason"),
+    [
+        ({"plan": plan()}, USED, None),
+        ({"plan": plan(), "load_failed": True}, DECLINED, "load_failed"),
+        ({"plan": plan(check=CHECK)}, USED, None),
+        ({"plan": plan(check=CHECK), "evidence": EVIDENCE}, USED, None),
+        ({"plan": plan(check=CHECK), "evidence": DROPPED}, DECLINED, "deviation"),
+        ({"plan": plan(spans=WITH_EXACT, check=CHECK), "evidence": DROPPED_BEHIND_EXACT}, USED, "deviation"),
+        ({"plan": plan(check=CHECK), "evidence": DROPPED, "load_failed": True}, DECLINED, "load_failed"),
+        ({"plan": plan(PlanKind.DISCOVERY_ONLY)}, Outcome.SEMANTIC_DISCOVERY_ONLY, None),
+        ({"reason": "low_reuse", "runs_found": 2, "computed": 16}, DECLINED, "low_reuse"),
+        ({"reason": "no_profile", "runs_found": 1}, DECLINED, "no_profile"),
+        ({"reason": "profile_mismatch", "runs_found": 1}, DECLINED, "profile_mismatch"),
+        ({"reason": "check_needs_wrapper", "runs_found": 1}, DECLINED, "check_needs_wrapper"),
+        ({"reason": "no_donor_match", "runs_found": 2, "computed": 16}, Outcome.EXACT_PREFIX_ROUTE, "no_donor_match"),
+        ({"reason": "prefix_covers_prompt", "computed": 96}, Outcome.EXACT_PREFIX_ROUTE, "prefix_covers_prompt"),
+        ({"reason": "no_donor_match"}, Outcome.COLD_FALLBACK, "no_donor_match"),
+        ({"reason": "internal_error", "computed": 96}, DECLINED, "internal_error"),
+        ({"reason": "salt_invalid"}, Outcome.COLD_FALLBACK, "salt_invalid"),
+    ],
+)
+def test_outcomes(fields, outcome, reason):
+    assert outcome_of(planned(**fields)) == (outcome, reason)
+
+
+# reused, computed holes, offered, checked, recomputed, largest kept
+@pytest.mark.parametrize(
+    ("fields", "figures"),
+    [
+        ({"reason": "low_reuse", "runs_found": 1}, (0, 0, 0, 0, 0, 0.0)),
+        ({"plan": plan()}, (50, 10, 50, 0, 0, 0.0)),
+        ({"plan": plan(recompute_boundary_layer=3)}, (50, 10, 50, 0, 0, 0.0)),
+        ({"plan": plan(head_tokens=8)}, (42, 18, 50, 0, 8, 0.0)),
+        ({"plan": plan(spans=WITH_EXACT, head_tokens=8)}, (47, 13, 55, 0, 8, 0.0)),
+        ({"plan": plan(), "load_failed": True}, (0, 60, 0, 0, 0, 0.0)),
+        ({"plan": plan(PlanKind.DISCOVERY_ONLY)}, (0, 0, 0, 0, 0, 0.0)),
+        ({"plan": plan(check=CHECK), "evidence": EVIDENCE}, (30, 30, 50, 50, 20, 0.11)),
+        ({"plan": plan(check=CHECK), "evidence": DROPPED}, (0, 60, 50, 50, 50, 0.0)),
+        ({"plan": plan(spans=WITH_EXACT, check=CHECK), "evidence": DROPPED_BEHIND_EXACT}, (15, 45, 55, 40, 40, 0.0)),
+        ({"plan": plan(check=CHECK)}, (0, 60, 50, None, None, None)),
+        ({"plan": plan(spans=WITH_EXACT, check=CHECK)}, (15, 45, 55, None, None, None)),
+    ],
+)
+def test_figures(fields, figures):
+    report = report_of(planned(computed=10, **fields))
+    assert (
+        report.reused_tokens,
+        report.computed_holes,
+        report.offered_tokens,
+        report.checked_tokens,
+        report.recomputed_tokens,
+        report.largest_kept,
+    ) == figures
+
+
+@given(
+    checked=st.booleans(),
+    told=st.booleans(),
+    is_dropped=st.booleans(),
+    kept=st.integers(0, 40),
+    head=st.integers(0, 60),
+    load_failed=st.booleans(),
+    kind=st.sampled_from([None, PlanKind.DISCOVERY_ONLY, PlanKind.REQUEST_LOCAL]),
+)
+def test_a_report_has_the_outcome_and_its_tokens_add_up(checked, told, is_dropped, kept, head, load_failed, kind):
+    request = planned(load_failed=load_failed, reason=None if kind else "not_exact", runs_found=1, computed=10)
+    if kind is not None:
+        request.plan = plan(kind, WITH_EXACT, check=CHECK if checked else None, head_tokens=head)
+        if told and request.plan.is_checked:
+            kept = 0 if is_dropped else min(kept, 40 - min(head, 40))
+            evidence = CheckEvidence(1, 55, 40 - min(head, 40), 15 + kept, 40 - kept, 0.1 if kept else 0.0, is_dropped)
+            request.evidence = evidence
+    report = report_of(request)
+    outcome, reason = outcome_of(request)
+    assert (outcome.value, reason, 10) == (report.outcome, report.reason, report.exact_prefix_tokens)
+    if report.recomputed_tokens is not None:
+        assert report.offered_tokens == report.reused_tokens + report.recomputed_tokens
+    matched = request.matched_tokens
+    assert report.reused_tokens + report.computed_holes == matched
+    assert (report.checked_tokens is None) == (report.largest_kept is None)
+    if outcome is Outcome.BACKEND_DECLINED_REUSE:
+        assert report.reused_tokens == 0
+
+
+def test_evidence_of_a_plan_without_a_check_is_ignored():
+    request = planned(plan=plan(), computed=10)
+    assert report_of(request) == report_of(replace(request, evidence=EVIDENCE))

@@ -1,0 +1,450 @@
+"""A folder that fails half way, or that another process changes, leaves no file that is not counted and no lock behind.
+
+Nothing behind a link is touched. A key is made once, is its owner's alone, and nothing else is taken for one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from semblend_trt.donors.disk_tier import FOLDER, KEY_BYTES, DiskTier, key_path, make_key, read_key
+from semblend_trt.donors.donor_file import DonorFileError
+from semblend_trt.errors import DonorUnavailableError
+
+TOKENS = 5
+
+
+@pytest.fixture
+def tier(tmp_path, form):
+    made = DiskTier(tmp_path, form)
+    yield made
+    made.close()
+
+
+def fail(*arguments, **keywords):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def names(tier):
+    return sorted(path.name for path in tier._folder.glob("*.donor.*"))
+
+
+def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path, form):
+    """The engine serves without it; another one may have it."""
+    in_the_way = tmp_path / FOLDER / "donor.donor.unfinished"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(OSError, match=r"donor\.unfinished"):
+        DiskTier(tmp_path, form)
+    in_the_way.rmdir()
+    DiskTier(tmp_path, form).close()
+
+
+def test_the_second_engine_of_a_folder_is_refused(at_once, tmp_path, form, tier):
+    for _ in range(2):
+        with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
+            at_once(lambda: DiskTier(tmp_path, form))
+
+
+def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(at_once, tmp_path, form):
+    holds = (
+        "import sys, pathlib, torch\n"
+        "from semblend_trt.donors.disk_tier import DiskTier\n"
+        "from semblend_trt.donors.donor_file import KvForm\n"
+        "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(3, 2, 2, 8, torch.float32))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    arguments = [sys.executable, "-c", holds, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
+            at_once(lambda: DiskTier(tmp_path, form))
+        other.kill()
+    DiskTier(tmp_path, form).close()
+
+
+def test_a_file_whose_name_is_not_synced_is_no_file(tier, make_text, make_host_kv, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_sync_folder", fail)
+        with pytest.raises(OSError, match="Read-only"):
+            tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    assert names(tier) == []
+    with pytest.raises(DonorUnavailableError):
+        tier.tokens_of("donor")
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    assert tier.tokens_of("donor") == TOKENS
+
+
+def test_what_a_folder_holds_that_has_become_read_only_is_read(tier, make_text, make_host_kv, monkeypatch):
+    kv, held = make_host_kv(TOKENS), make_host_kv(TOKENS, fill=float("nan"))
+    tier.write("donor", make_text(TOKENS), kv)
+    monkeypatch.setattr(os, "utime", fail)
+    tier.read("donor", held)
+    assert torch.equal(held.tensor, kv.tensor)
+
+
+def move_folder(folder):
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replace_folder(folder):
+    move_folder(folder)
+    folder.mkdir(mode=0o700)
+    (folder / "lock").touch(mode=0o600)
+
+
+def link_to_folder(folder):
+    replace_folder(folder)
+    elsewhere = folder.with_name("third")
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+
+
+def remove_all(folder):
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def replace_lock(folder):
+    (folder / "lock").unlink()
+    (folder / "lock").touch(mode=0o600)
+
+
+@pytest.mark.parametrize("change", [move_folder, replace_folder, link_to_folder, remove_all, replace_lock])
+def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(
+    tier, tmp_path, make_text, make_host_kv, change
+):
+    """Another engine may have it, or another one in its place."""
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    change(tmp_path / FOLDER)
+    before = sorted(tmp_path.rglob("*"))
+    for call in (
+        lambda: tier.write("another", make_text(TOKENS), make_host_kv(TOKENS)),
+        lambda: tier.read("donor", make_host_kv(TOKENS)),
+        lambda: list(tier.scan()),
+    ):
+        with pytest.raises(FileNotFoundError):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
+    tier.forget("donor")
+    assert names(tier) == []
+
+
+def test_the_folder_that_came_in_its_place_is_the_next_engines(tier, tmp_path, form, make_text, make_host_kv):
+    move_folder(tmp_path / FOLDER)
+    second = DiskTier(tmp_path, form)
+    second.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    with pytest.raises(FileNotFoundError):
+        tier.write("another", make_text(TOKENS), make_host_kv(TOKENS))
+    assert [each[0] for each in second.scan()] == ["donor"]
+    second.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+def test_a_folder_that_others_can_write_is_refused(tmp_path, form, mode):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER).chmod(mode)
+    with pytest.raises(PermissionError, match=f"{FOLDER} has mode {mode:o}, open to others"):
+        DiskTier(tmp_path, form)
+    assert (os.listdir(tmp_path / FOLDER), stat.S_IMODE((tmp_path / FOLDER).stat().st_mode)) == ([], mode)
+
+
+def test_a_folder_that_others_can_read_is_closed_to_them(tmp_path, form):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER).chmod(0o755)
+    DiskTier(tmp_path, form).close()
+    assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("what", [".", "lock"])
+def test_a_folder_or_lock_of_another_user_is_refused(tmp_path, form, what):
+    DiskTier(tmp_path, form).close()
+    os.chown(tmp_path / FOLDER / what, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        DiskTier(tmp_path, form)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("link", ["path", "folder"])
+def test_a_link_is_no_folder_and_nothing_behind_it_is_touched(tmp_path, form, link, is_there):
+    target, path = tmp_path / "target", tmp_path / "path"
+    if is_there:
+        target.mkdir()
+        target.chmod(0o755)
+    if link == "folder":
+        path.mkdir()
+    (path if link == "path" else path / FOLDER).symlink_to(target)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="is a symbolic link or no folder"):
+        DiskTier(path, form)
+    assert sorted(tmp_path.rglob("*")) == before
+    if is_there:
+        assert stat.S_IMODE(target.stat().st_mode) == 0o755
+
+
+def a_fifo(path):
+    os.mkfifo(path)
+
+
+def a_folder(path):
+    path.mkdir()
+
+
+def a_link(path):
+    target = path.parents[1] / "target"
+    target.write_bytes(b"somebody else's")
+    target.chmod(0o644)
+    path.symlink_to(target)
+
+
+def a_dangling_link(path):
+    path.symlink_to(path.parents[1] / "nowhere")
+
+
+def a_socket(path):
+    with socket.socket(socket.AF_UNIX) as made, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)  # the whole path may be longer than a socket's may be
+        made.bind(path.name)
+
+
+def a_device(path):
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
+    except PermissionError:
+        pytest.skip("this user cannot make devices")
+
+
+THINGS = pytest.mark.parametrize("thing", [a_fifo, a_folder, a_link, a_dangling_link, a_socket, a_device])
+
+
+def assert_target_is_as_it_was(tmp_path):
+    target = tmp_path / "target"
+    if target.exists():
+        assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"somebody else's", 0o644)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@THINGS
+def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(
+    at_once, tmp_path, form, tier, make_text, make_host_kv, thing
+):
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    thing(tmp_path / FOLDER / "planted.donor.safetensors")
+    planted, found = sorted(at_once(lambda: list(tier.scan())), key=lambda each: isinstance(each, tuple))
+    assert (planted.reason, found[0]) == ("unreadable", "donor")
+    assert "planted" in str(planted)
+    assert names(tier) == ["donor.donor.safetensors", "planted.donor.safetensors"]
+    assert_target_is_as_it_was(tmp_path)
+
+
+@THINGS
+def test_what_came_in_place_of_a_donors_file_is_not_read(at_once, tmp_path, tier, make_text, make_host_kv, thing):
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    path = tmp_path / FOLDER / "donor.donor.safetensors"
+    path.unlink()
+    thing(path)
+    with pytest.raises(OSError):  # noqa: PT011 - each kind has its own words
+        at_once(lambda: tier.read("donor", make_host_kv(TOKENS)))
+    assert_target_is_as_it_was(tmp_path)
+    if thing is not a_folder:
+        tier.forget("donor")
+        assert names(tier) == []
+    assert_target_is_as_it_was(tmp_path)
+
+
+@THINGS
+@pytest.mark.parametrize("suffix", [".donor.unfinished", ".donor.safetensors"])
+def test_a_donor_is_never_written_through_what_is_no_file(
+    at_once, tmp_path, tier, make_text, make_host_kv, thing, suffix
+):
+    thing(tmp_path / FOLDER / ("donor" + suffix))
+    try:
+        at_once(lambda: tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS)))
+    except OSError:
+        assert thing is a_folder or names(tier) == []
+    else:
+        at_once(lambda: tier.read("donor", make_host_kv(TOKENS)))
+    assert_target_is_as_it_was(tmp_path)
+
+
+@THINGS
+def test_what_is_no_file_is_no_lock(at_once, tmp_path, form, thing):
+    (tmp_path / FOLDER).mkdir()
+    thing(tmp_path / FOLDER / "lock")
+    with pytest.raises(OSError):  # noqa: PT011
+        at_once(lambda: DiskTier(tmp_path, form))
+    assert_target_is_as_it_was(tmp_path)
+
+
+def test_files_that_changed_names_are_refused(tmp_path, tier, make_text, make_host_kv):
+    """Both are ours and whole; each would be the other's text and KV."""
+    for name, fill in (("one", 1.0), ("two", 2.0)):
+        tier.write(name, make_text(TOKENS), make_host_kv(TOKENS, fill=fill))
+    one, two = (tmp_path / FOLDER / f"{name}.donor.safetensors" for name in ("one", "two"))
+    one.rename(tmp_path / "between")
+    two.rename(one)
+    (tmp_path / "between").rename(two)
+    for name in ("one", "two"):
+        with pytest.raises(DonorFileError):
+            tier.read(name, make_host_kv(TOKENS))
+    assert [each.reason for each in tier.scan()] == ["corrupt", "corrupt"]
+    assert names(tier) == []
+
+
+def test_an_older_file_that_was_put_back_is_not_read_for_a_newer_text(tmp_path, tier, make_text, make_host_kv):
+    path = tmp_path / FOLDER / "donor.donor.safetensors"
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0))
+    older = path.read_bytes()
+    tier.forget("donor")
+    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS, fill=2.0))
+    path.write_bytes(older)
+    with pytest.raises(DonorFileError):
+        tier.read("donor", make_host_kv(TOKENS))
+
+
+def test_files_of_another_key_are_refused_and_removed(tmp_path, form, make_text, make_host_kv):
+    first = DiskTier(tmp_path, form, tmp_path / "keys" / "one")
+    first.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    first.close()
+    second = DiskTier(tmp_path, form, tmp_path / "keys" / "two")
+    assert [each.reason for each in second.scan()] == ["other_key"]
+    assert names(second) == []
+    second.close()
+
+
+@pytest.mark.parametrize("way", ["plain", "link"])
+def test_a_key_among_the_files_that_it_seals_is_refused(tmp_path, form, way):
+    folder = tmp_path / FOLDER
+    if way == "link":
+        folder.mkdir()
+        (tmp_path / "keys").symlink_to(folder)
+        folder = tmp_path / "keys"
+    with pytest.raises(OSError, match="lies among the files that it seals; set SEMBLEND_DISK_KEY_PATH"):
+        DiskTier(tmp_path, form, folder / "key")
+    assert not (tmp_path / FOLDER / "key").exists()
+
+
+def test_no_folder_is_made_without_a_key(tmp_path, form):
+    (tmp_path / "key").write_bytes(b"short")
+    (tmp_path / "key").chmod(0o600)
+    with pytest.raises(OSError, match="no key of 32 bytes"):
+        DiskTier(tmp_path / "donors", form, tmp_path / "key")
+    assert not (tmp_path / "donors").exists()
+
+
+def test_a_layer_that_cannot_be_written_leaves_no_file(tier, make_text, make_host_kv, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="Read-only"):
+            tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    assert names(tier) == []
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "state" / "donor-key"
+
+
+def test_it_is_made_once_and_its_owners_alone(file):
+    umask = os.umask(0)
+    try:
+        key = make_key(file)
+    finally:
+        os.umask(umask)
+    assert (len(key), stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (32, 0o600, 0o700)
+    assert (make_key(file), read_key(file), list(file.parent.iterdir())) == (key, key, [file])
+    assert make_key(file.with_name("another")) != key
+
+
+def test_all_who_make_it_at_once_have_the_same_one(file):
+    keys, begin = [], threading.Barrier(8)
+    threads = [threading.Thread(target=lambda: (begin.wait(), keys.append(make_key(file)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert keys == [read_key(file)] * 8
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_it_is_not_made_where_it_is_only_read(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_key(tmp_path / "key")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602, 0o610, 0o777])
+def test_one_that_others_may_come_at_is_refused(file, mode):
+    make_key(file)
+    file.chmod(mode)
+    with pytest.raises(PermissionError, match=f"donor-key has mode {mode:o}, open to others"):
+        make_key(file)
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_one_of_another_user_is_refused(file):
+    make_key(file)
+    os.chown(file, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to user 12345, and this process is user 0"):
+        make_key(file)
+
+
+@pytest.mark.parametrize("size", [0, KEY_BYTES - 1, KEY_BYTES + 1])
+def test_one_of_another_length_is_refused(file, size):
+    make_key(file)
+    file.write_bytes(bytes(size))
+    with pytest.raises(OSError, match="no key of 32 bytes; remove it"):
+        make_key(file)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder"])
+def test_what_is_no_file_is_refused_and_left_as_it_is(at_once, file, kind):
+    target = file.with_name("target")
+    if kind == "dangling link":
+        file.parent.mkdir()
+    else:
+        make_key(target)
+    if kind == "fifo":
+        os.mkfifo(file, 0o600)
+    elif kind == "folder":
+        file.mkdir(mode=0o700)
+    else:
+        file.symlink_to(target)
+    before = sorted(file.parent.iterdir())
+    with pytest.raises(OSError, match="is a symbolic link" if "link" in kind else "no regular file"):
+        at_once(lambda: make_key(file))
+    assert sorted(file.parent.iterdir()) == before
+
+
+def test_it_lies_in_the_users_state_folder_unless_it_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sealed = tmp_path / "semblend-donors"
+    assert key_path(Path("/keys/mine"), sealed) == Path("/keys/mine")
+    assert key_path(None, sealed) == tmp_path / "state" / "semblend-trt" / "donor-key"
+    for unset in ("", "relative"):  # the specification has a relative one ignored
+        monkeypatch.setenv("XDG_STATE_HOME", unset)
+        assert key_path(None, sealed) == tmp_path / ".local" / "state" / "semblend-trt" / "donor-key"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(OSError, match="set SEMBLEND_DISK_KEY_PATH"):
+        key_path(None, tmp_path)

@@ -1,0 +1,467 @@
+"""Every policy names donors in the order of its definition, worked out here by sorting all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from semblend_trt.donors.block_kind import DEFAULT_WEIGHTS, BlockKind, main_kind
+from semblend_trt.donors.donor_table import Tier, TierMoves
+from semblend_trt.donors.eviction import (
+    FIRST_SECONDS,
+    HIT_FACTOR,
+    LEAST,
+    MOST,
+    REGRET_FACTOR,
+    UNUSED_FACTOR,
+    DonorHistory,
+    Eviction,
+    KindWeights,
+    Ranking,
+    ReturnTimes,
+    eviction_factory,
+)
+from semblend_trt.errors import CapacityError
+from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
+
+KINDS = st.dictionaries(st.sampled_from(BlockKind), st.integers(1, 9), min_size=1, max_size=3).map(
+    lambda shares: {kind: share / sum(shares.values()) for kind, share in shares.items()}
+)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "use", "describe", "remove", "evict", "wait"]),
+        st.integers(0, 5),
+        st.integers(1, 300),
+        KINDS,
+    ),
+    max_size=60,
+)
+
+
+def score(history: DonorHistory, now: float, factor: float, seconds: float) -> float:
+    """The logarithm, because old donors have scores too small for a float."""
+    weight = factor * sum(share * DEFAULT_WEIGHTS[kind] for kind, share in history.kinds.items())
+    uses = 1 + math.log(1 + history.uses) + 0.25 * history.uses
+    return math.log(weight * uses / seconds) - (now - history.last_seconds) / seconds
+
+
+class Model:
+    """A policy beside the histories that it is told of."""
+
+    def __init__(self, name: Eviction) -> None:
+        self.now, self.tick, self.floor = 0.0, 0, 0.0
+        self.policy = eviction_factory(name, lambda: self.now)()
+        self.held: dict[str, DonorHistory] = {}
+        self.sized: dict[str, float] = {}
+
+    def run(self, step: str, number: int, size: int, kinds: dict[BlockKind, float]) -> None:
+        donor_id = str(number)
+        if step == "wait":
+            self.now += size
+        elif step == "add" and donor_id not in self.held:
+            self.tick += 1
+            history = DonorHistory(size, self.tick, self.tick, self.now, kinds=kinds)
+            self.held[donor_id], self.sized[donor_id] = history, self.floor + 1 / size
+            self.policy.added(donor_id, history)
+        elif donor_id in self.held:
+            self.change(step, donor_id, kinds)
+
+    def change(self, step: str, donor_id: str, kinds: dict[BlockKind, float]) -> None:
+        history = self.held[donor_id]
+        if step == "use":
+            self.tick += 1
+            history.last_use, history.last_seconds, history.uses = self.tick, self.now, history.uses + 1
+            self.sized[donor_id] = self.floor + 1 / history.tokens
+            self.policy.used(donor_id)
+        elif step == "describe":
+            history.kinds = kinds
+            self.policy.described(donor_id)
+        elif step in ("remove", "evict"):
+            if step == "evict":
+                self.floor = max(self.floor, self.sized[donor_id])
+            del self.held[donor_id], self.sized[donor_id]
+            self.policy.removed(donor_id, evicted=step == "evict")
+
+
+RANKS = {
+    Eviction.FIFO: lambda model, donor: model.held[donor].added,
+    Eviction.LRU: lambda model, donor: model.held[donor].last_use,
+    Eviction.LFU: lambda model, donor: (model.held[donor].uses, model.held[donor].last_use),
+    Eviction.SIZE_AWARE: lambda model, donor: (model.sized[donor], model.held[donor].last_use),
+    Eviction.STATIC_SEMANTIC: lambda model, donor: (
+        sum(share * DEFAULT_WEIGHTS[kind] for kind, share in model.held[donor].kinds.items()),
+        model.held[donor].last_use,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+@given(steps=STEPS)
+def test_order_is_that_of_the_definition(name, steps):
+    model = Model(name)
+    for step in steps:
+        model.run(*step)
+    assert list(model.policy.candidates()) == sorted(model.held, key=lambda donor: RANKS[name](model, donor))
+
+
+@given(steps=STEPS)
+def test_adaptive_order_is_that_of_the_score(steps):
+    model = Model(Eviction.ADAPTIVE_SEMANTIC)
+    for step in steps:
+        model.run(*step)
+        if step[0] == "wait":
+            list(model.policy.candidates())  # ranks are made anew whenever somebody looks
+    model.now += 1
+    order = list(model.policy.candidates())
+    kinds = [main_kind(model.held[donor].kinds) for donor in order]
+    weights, seconds = model.policy._weights, model.policy._seconds
+    scores = [
+        score(model.held[donor], model.now, weights.factor(kind), seconds[kind])
+        for donor, kind in zip(order, kinds, strict=True)
+    ]
+    assert len(scores) == len(model.held)
+    assert all(left <= right + 1e-9 * abs(right) for left, right in itertools.pairwise(scores))
+    assert all(seconds[kind] == pytest.approx(weights.returns.seconds(kind), rel=0.11) for kind in BlockKind)
+
+
+def order_behind_uses(kind, uses, every_seconds):
+    """The order of a donor that was used so often, the last time 30 s ago, and of one that has just come."""
+    now = 0.0
+    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: now)()
+    kinds = {kind: 1.0}
+    used = DonorHistory(100, 1, 1, now, kinds=kinds)
+    policy.added("used", used)
+    for tick in range(2, uses + 2):
+        now += every_seconds
+        used.uses, used.last_use, used.last_seconds = used.uses + 1, tick, now
+        policy.used("used")
+    now += 30.0
+    policy.added("new", DonorHistory(100, uses + 2, uses + 2, now, kinds=kinds))
+    return list(policy.candidates())
+
+
+def test_many_uses_keep_no_donor_that_is_overdue():
+    """Turns of a conversation are used every second until it ends; then those of a live one are worth more."""
+    assert order_behind_uses(BlockKind.ASSISTANT_HISTORY, 3998, 1.0) == ["used", "new"]
+
+
+def test_of_donors_that_are_asked_for_now_and_then_the_favourite_stays():
+    """The same pause says little of a kind whose donors wait long for their next use."""
+    assert order_behind_uses(BlockKind.RETRIEVED_CONTEXT, 38, 100.0) == ["new", "used"]
+
+
+def test_size_alone_decides_nothing():
+    """A large donor saves more, and takes as much more room."""
+    policy = eviction_factory(Eviction.ADAPTIVE_SEMANTIC, lambda: 0.0)()
+    for tick, (name, tokens) in enumerate([("small", 10), ("large", 10_000), ("smallest", 1)]):
+        policy.added(name, DonorHistory(tokens, tick, tick))
+    assert list(policy.candidates()) == ["small", "large", "smallest"]
+
+
+def evicted_history(kinds, text: bytes, uses: int = 0, last_seconds: float = 0.0) -> DonorHistory:
+    return DonorHistory(1, last_seconds=last_seconds, uses=uses, text=text, kinds=kinds)
+
+
+def test_kind_weights_follow_hits_regrets_and_donors_that_nobody_used():
+    weights, code = KindWeights(), {BlockKind.CODE: 1.0}
+    weights.hit(code, 1.0)
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
+    weights.evicted("a", evicted_history(code, b"text", uses=1))
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR)
+    weights.came("a", b"text", 2.0)  # only moved
+    weights.evicted("a", evicted_history(code, b"text"))
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR)
+    weights.came("b", b"text", 3.0)
+    weights.came("c", b"text", 4.0)  # a regret counts once
+    assert weights.factor(BlockKind.CODE) == pytest.approx(HIT_FACTOR * UNUSED_FACTOR * REGRET_FACTOR)
+    assert weights.factor(BlockKind.TEMPLATE) == 1.0
+
+
+def test_hits_and_regrets_say_how_long_a_kind_waits():
+    weights, expected, code = KindWeights(), ReturnTimes(), {BlockKind.CODE: 1.0}
+    weights.hit(code, 5.0)
+    weights.evicted("a", evicted_history(code, b"text", last_seconds=10.0))
+    weights.came("b", b"text", 310.0)
+    weights.evicted("b", evicted_history(code, b"text", last_seconds=310.0))
+    weights.came("b", b"text", 999.0)  # only moved
+    for gap in (5.0, 300.0):
+        expected.came_back(BlockKind.CODE, gap)
+    assert weights.returns.seconds(BlockKind.CODE) == expected.seconds(BlockKind.CODE)
+    assert weights.returns.seconds(BlockKind.TEMPLATE) == FIRST_SECONDS
+
+
+def test_kind_weights_stay_within_their_bounds():
+    weights = KindWeights()
+    for _ in range(2000):
+        weights.hit({BlockKind.CODE: 1.0}, 1.0)
+        weights.evicted("a", evicted_history({BlockKind.OTHER: 1.0}, b""))
+    assert (weights.factor(BlockKind.CODE), weights.factor(BlockKind.OTHER)) == (MOST, LEAST)
+
+
+def catalog_under(name):
+    return catalog_of(100, 50, eviction_factory(name, lambda: 0.0))
+
+
+@pytest.mark.known_defect(20)
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [(name, name is not Eviction.FIFO) for name in Eviction if name is not Eviction.STATIC_SEMANTIC],
+)
+def test_hit_then_overflow_keeps_the_hot_donor(name, stays):
+    catalog = catalog_under(name)
+    for donor_id in "abcd":
+        keep(catalog, donor_id, 25)
+    for _ in range(3):
+        catalog.lease("a").release()
+    assert ("a" not in keep(catalog, "e", 25).dropped) == stays
+
+
+def test_semantic_policies_keep_a_system_prompt_over_a_question():
+    for name in (Eviction.STATIC_SEMANTIC, Eviction.ADAPTIVE_SEMANTIC):
+        catalog = catalog_under(name)
+        for donor_id, kind in (("a", BlockKind.SYSTEM_PROMPT), ("b", BlockKind.USER_QUERY)):
+            keep(catalog, donor_id, 50)
+            catalog.describe(donor_id, {kind: 1.0})
+        assert keep(catalog, "c", 50).dropped == ("b",)
+
+
+def test_size_aware_lets_one_large_donor_go_for_many_small():
+    catalog = catalog_under(Eviction.SIZE_AWARE)
+    for donor_id, size in (("a", 10), ("large", 60), ("b", 10), ("c", 10)):
+        keep(catalog, donor_id, size)
+    assert keep(catalog, "d", 20).dropped == ("large",)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A catalog of three tiers under any policy: budgets hold, leased donors stay, and nothing is lost count of."""
+
+    name = Eviction.LRU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.number = 0.0, 0
+        self.catalog = catalog_of(
+            60, 8, eviction_factory(self.name, lambda: self.now),
+            device_blocks=4, block_size=10, disk_bytes=20 * 4096, num_layers=1,
+        )  # fmt: skip
+        self.catalog.begin_writing()
+        self.saving: list[str] = []
+        self.writing: set[str] = set()
+        self.moving: dict[str, str] = {}
+        self.ready: set[str] = set()
+        self.leases: list = []
+
+    def obey(self, placement) -> None:
+        gone = set(placement.dropped)
+        leased = {lease.donor_id for lease in self.leases}
+        assert not (gone | set(placement.released) | set(placement.offloaded)) & leased
+        assert not gone & (self.writing | set(self.moving) | set(self.saving))
+        self.ready -= gone
+        self.writing |= set(placement.written)
+
+    @rule(size=st.integers(1, 50), text=st.sampled_from([b"", b"x", b"y"]))
+    def reserve(self, size: int, text: bytes) -> None:
+        self.number += 1
+        try:
+            placement = self.catalog.reserve(str(self.number), size, text)
+        except CapacityError:
+            return
+        self.obey(placement)
+        self.saving.append(str(self.number))
+
+    @rule(size=st.integers(1, 50), text=st.sampled_from([b"", b"x", b"y"]))
+    def find(self, size: int, text: bytes) -> None:
+        self.number += 1
+        dropped = self.catalog.adopt(str(self.number), size, text)
+        if dropped is not None:
+            assert set(dropped) <= self.ready - set(self.moving)
+            self.obey(TierMoves(Tier.DISK, dropped=dropped))
+            self.ready.add(str(self.number))
+
+    @precondition(lambda self: self.saving)
+    @rule(kinds=KINDS, is_cancelled=st.booleans())
+    def commit(self, kinds, is_cancelled: bool) -> None:
+        donor_id = self.saving.pop(0)
+        if is_cancelled:
+            assert self.catalog.cancel(donor_id)
+            self.writing.discard(donor_id)
+            return
+        self.catalog.commit(donor_id, 1)
+        self.catalog.describe(donor_id, kinds)
+        self.ready.add(donor_id)
+
+    @precondition(lambda self: self.writing - set(self.saving))
+    @rule(succeeded=st.booleans())
+    def written(self, succeeded: bool) -> None:
+        donor_id = min(self.writing - set(self.saving))
+        self.writing.discard(donor_id)
+        self.catalog.written(donor_id, succeeded)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data(), up=st.sampled_from(["fetch", "promote"]))
+    def move_up(self, data, up: str) -> None:
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        placement = getattr(self.catalog, up)(donor_id)
+        if placement is not None:
+            self.moving[donor_id] = up
+            self.obey(placement)
+
+    @precondition(lambda self: self.moving)
+    @rule(succeeded=st.booleans())
+    def moved_up(self, succeeded: bool) -> None:
+        donor_id, up = self.moving.popitem()
+        if up == "promote":
+            self.catalog.promoted(donor_id, succeeded)
+            assert self.catalog.tier(donor_id) is (Tier.DEVICE if succeeded else Tier.HOST)
+            return
+        assert self.catalog.fetched(donor_id, succeeded)
+        if not succeeded:
+            self.ready.discard(donor_id)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def use(self, data) -> None:
+        donor_id = data.draw(st.sampled_from(sorted(self.ready)))
+        if donor_id not in self.catalog.resting():
+            self.leases.append(self.catalog.lease(donor_id))
+
+    @rule(seconds=st.integers(1, 200))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule()
+    def release(self) -> None:
+        while self.leases:
+            self.leases.pop().release()
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        stats = self.catalog.stats()
+        assert stats.used_bytes <= 60 * BYTES_PER_TOKEN
+        assert stats.device_blocks_used <= 4
+        assert stats.disk_bytes_used <= 20 * 4096
+        assert len(self.catalog) == len(self.ready) + len(self.saving) <= 8
+
+    @invariant()
+    def everybody_is_where_the_catalog_says(self) -> None:
+        for donor_id in self.ready:
+            fetching = self.moving.get(donor_id) == "fetch"
+            assert self.catalog._table.entries[donor_id].state.value == ("fetching" if fetching else "ready")
+        for lease in self.leases:
+            assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
+
+    def teardown(self) -> None:
+        self.release()
+        while self.saving:
+            self.catalog.cancel(self.saving.pop())
+        while self.moving:
+            self.moved_up(True)
+        for donor_id in sorted(self.writing):
+            self.catalog.written(donor_id, True)
+        for donor_id in sorted(self.ready):
+            assert self.catalog.drop(donor_id)
+        stats = self.catalog.stats()
+        assert (stats.used_bytes, stats.device_blocks_used, stats.disk_bytes_used, stats.leases) == (0, 0, 0, 0)
+
+
+def machine_of(policy: Eviction) -> type:
+    machine = type(f"Policy_{policy.value}", (PolicyMachine,), {"name": policy})
+    machine.TestCase.settings = hypothesis_settings(max_examples=25, stateful_step_count=40)
+    return machine.TestCase
+
+
+TestFifo, TestLru, TestLfu, TestSizeAware, TestStaticSemantic, TestAdaptiveSemantic = map(machine_of, Eviction)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5)), max_size=300)
+
+
+@given(STEPS)
+def test_walks_in_order_and_again(steps):
+    ranking, expected = Ranking(), {}
+    for name, rank in steps:
+        if rank is None:
+            assert (ranking.discard(name) is None) == (expected.pop(name, None) is None)
+        else:
+            ranking.put(name, (float(rank),))
+            expected[name] = (float(rank),)
+    ordered = sorted((rank, name) for name, rank in expected.items())
+    for _ in range(2):  # walking moves nothing
+        assert list(ranking.items()) == ordered
+    assert len(ranking) == len(expected)
+
+
+def test_many_changes_leave_no_heap_of_stale_places():
+    ranking = Ranking()
+    for step in range(10_000):
+        ranking.put(str(step % 10), (float(step),))
+    assert len(ranking._heap) < 100
+    assert list(ranking) == [str(step % 10) for step in range(9_990, 10_000)]
+
+
+def test_the_first_names_are_found_without_looking_at_all():
+    class Counting(str):
+        compared = 0
+
+        def __lt__(self, other):
+            Counting.compared += 1
+            return str.__lt__(self, other)
+
+    ranking = Ranking()
+    for number in range(4096):
+        ranking.put(Counting(f"{number:05}"), (0.0,))
+    Counting.compared = 0
+    walk = iter(ranking)
+    assert [next(walk) for _ in range(3)] == ["00000", "00001", "00002"]
+    assert Counting.compared < 50
+
+
+CODE = BlockKind.CODE
+
+
+def seconds_after(gaps: list[float]) -> float:
+    times = ReturnTimes()
+    for gap in gaps:
+        times.came_back(CODE, gap)
+    return times.seconds(CODE)
+
+
+def test_before_anything_is_seen_it_is_the_first_guess() -> None:
+    times = ReturnTimes()
+    assert {times.seconds(kind) for kind in BlockKind} == {FIRST_SECONDS}
+    times.came_back(CODE, 1.0)
+    assert times.seconds(CODE) < times.seconds(BlockKind.TEMPLATE) == FIRST_SECONDS
+
+
+@pytest.mark.parametrize("mean", [0.1, 8.0, 3600.0])
+def test_uses_at_random_moments_wait_for_their_mean_gap(mean: float) -> None:
+    """Of exponential gaps the time to the next use is the mean gap, at whatever moment one looks."""
+    generator = random.Random(0)
+    assert seconds_after([generator.expovariate(1 / mean) for _ in range(20_000)]) == pytest.approx(mean, rel=0.15)
+
+
+def test_a_random_moment_falls_into_the_long_gaps() -> None:
+    """Nine gaps of a second and one of 91: 91 % of all moments lie in the long one, and wait 45.5 s on average."""
+    expected = (9 * 1**2 + 91**2) / (2 * 100)
+    assert seconds_after([*[1.0] * 9, 91.0] * 2000) == pytest.approx(expected, rel=0.02)
+
+
+def test_what_was_is_forgotten() -> None:
+    assert seconds_after([*[1000.0] * 5000, *[2.0] * 20_000]) == pytest.approx(1.0, rel=0.01)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=50))
+def test_no_gap_ends_it(gaps: list[float]) -> None:
+    """Clocks may stand still, or jump."""
+    assert 0 < seconds_after(gaps) <= max(FIRST_SECONDS, *map(abs, gaps), 0.0)
+
+
+def test_a_clock_that_stands_still_never_takes_it_to_nothing() -> None:
+    assert seconds_after([0.0] * 100_000) == pytest.approx(0.0005, rel=0.01)

@@ -1,0 +1,103 @@
+"""Thresholds lie between harmless and trap deviations, and candidates come by what they compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
+from semblend_trt.reuse_profile import ProfileCheck
+from validation.calibration.deviations import PromptDeviations
+from validation.calibration.search import Candidate, candidates, computed_share, thresholds, window_thresholds
+
+LAYERS = 4
+LENGTHS = (100, 100)
+
+
+def prompts(means: tuple[float, float], seed: int) -> list[PromptDeviations]:
+    """Ten prompts of two spans whose tokens deviate around `means`, in every layer."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(10):
+        spans = [
+            mean * rng.uniform(0.5, 1.5, size=(LAYERS, length)) for mean, length in zip(means, LENGTHS, strict=True)
+        ]
+        found.append(PromptDeviations("family", np.concatenate(spans, axis=1).astype(np.float32), LENGTHS, 0, 200))
+    return found
+
+
+HARMLESS, TRAPS = prompts((0.04, 0.05), 1), prompts((0.05, 0.26), 2)
+
+
+def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
+    found = thresholds(HARMLESS, TRAPS, layer=1)
+    assert found == sorted(found)
+    gap = found[-1]
+    assert 0.06 < gap < 0.24
+    assert all(0.03 < value < 0.08 for value in found[:-1])
+
+
+def test_without_traps_and_without_prompts_nothing_is_made_up() -> None:
+    assert thresholds([], TRAPS, 1) == []
+    assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
+
+
+def test_thresholds_beyond_a_profile_are_left_out() -> None:
+    far = prompts((2.0, 3.0), 3)
+    assert thresholds(far, far, 1) == []
+
+
+@pytest.mark.parametrize(("threshold", "layer", "share"), [(0.1, 1, 0.25), (0.1, 3, 0.75), (0.0, 1, 1.0)])
+def test_the_computed_share_is_that_of_the_layers_and_tokens(threshold: float, layer: int, share: float) -> None:
+    check = ProfileCheck(layer=layer, threshold=threshold)
+    assert computed_share(check, 0, HARMLESS, LAYERS) == pytest.approx(share)
+
+
+def test_a_deviating_span_is_computed_and_the_other_reused() -> None:
+    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5)
+    assert computed_share(check, 0, TRAPS, LAYERS) == pytest.approx(1 - 0.5 * 0.5)
+
+
+def test_heads_of_spans_are_computed_whatever_the_check_finds() -> None:
+    check = ProfileCheck(layer=2, threshold=0.1)
+    assert computed_share(check, 8, HARMLESS, LAYERS) == pytest.approx(1 - 0.5 * (100 - 8) / 100)
+    assert computed_share(check, 100, HARMLESS, LAYERS) == 1.0
+
+
+def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() -> None:
+    values = np.array([[0.0] * 6, [9.0, 9.0, 0.1, 9.0, 0.3, 0.1]], dtype=np.float32)
+    prompt = PromptDeviations("f", values, (1, 2, 3), 4, 10)
+    assert prompt.kept(None, 1).tolist() == [False, False, True, False, True, True]
+    assert prompt.kept(SpanCheck(1, 0.2), 1).tolist() == [False, False, True, False, False, True]
+    assert prompt.kept(SpanCheck(1, 0.2, max_span_share=0.4), 1).tolist() == [False, False, True, False, False, False]
+    assert not prompt.kept(SpanCheck(1, 0.2), 3).any()
+
+
+def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens() -> None:
+    found = window_thresholds(HARMLESS, 1)
+    assert found == sorted(found)
+    assert all(0.03 < value < 0.06 for value in found)
+    assert window_thresholds([], 1) == []
+    checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is not None]
+    assert {check.window_threshold for check in checks if check.layer == 1} == {None, *found}
+    assert all(check.window_threshold is None or check.window_threshold < check.threshold for check in checks)
+
+
+def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
+    found = candidates(HARMLESS, TRAPS, LAYERS)
+    assert found[0] == Candidate("position_fix", 0.0)
+    shares = [each.computed_share for each in found]
+    assert shares == sorted(shares)
+    assert shares[-1] < 1.0
+    assert {each.boundary for each in found if each.policy == "boundary"} == {1, 2, 3}
+    assert {(each.check.layer, each.head_tokens) for each in found if each.check is not None} == {
+        (layer, head) for layer in (1, 2, 3) for head in (0, 8)
+    }
+    assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
+
+
+def test_means_are_of_each_span_and_of_its_windows() -> None:
+    values = np.array([[1.0, 3.0, *[5.0] * WINDOW_TOKENS, 7.0]], dtype=np.float32)
+    prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
+    assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
+    assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]

@@ -1,0 +1,165 @@
+"""The command on the shipped model with a few short prompts: its files, its findings, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from validation import scoreboard
+from validation.cli import main
+from validation.quality import QualityReport, draw, noise_floor, quality_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kernels.results import Measured
+    from validation.samples import Sample
+
+    Maker = Callable[..., Sample]
+
+SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
+
+
+def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
+    arms = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
+    assert main(["quality", *SHORT, *arms, *places]) == 0
+    document = json.loads((tmp_path / "out" / "quality.json").read_text())
+    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
+    assert {arm for _, arm in lines} == {"cold", "cold_again", "wrapper_without_plan", "position_fix"}
+    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
+    assert lines["reordered", "position_fix"]["reused_share"] == 1.0
+    assert lines["header_trap", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
+    assert not lines["header_trap", "position_fix"]["non_inferior"]
+    assert lines["unrelated", "position_fix"]["fires"] == 0
+    assert lines["prose", "position_fix"]["ppl_ratio"] == pytest.approx(1.0, abs=0.02)
+    for family in ("reordered", "prose", "header_trap", "unrelated"):
+        assert lines[family, "wrapper_without_plan"]["first_token_kl"] < 1e-6
+        assert lines[family, "cold_again"]["first_token_kl"] < 1e-6
+    assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
+    [rows] = scoreboard.read_rows(tmp_path / "rows").values()
+    assert [row.name for row in rows] == ["position_fix_em_header_trap", "unrelated_fires"]
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
+
+
+def test_a_device_has_no_page_and_no_plot_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = tmp_path / "out.json"
+    link.symlink_to("/dev/null")
+    few = ["quality", "--groups", "1", "--questions", "1", "--tokens", "640", "--families", "prose", "--arms", "cold"]
+    assert main([*few, "--output", str(link)]) == 0
+    assert list(tmp_path.iterdir()) == [link]
+    assert capsys.readouterr().out.splitlines()[-1] == str(link)
+    assert main([*few, "--output", str(tmp_path / "\x1b[2J.json"), "--page", str(link)]) == 0
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["\x1b[2J.json", "out.json"]
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"{tmp_path}/\\x1b[2J.json", str(link)]
+
+
+@pytest.mark.parametrize("subcommand", ["quality", "calibrate", "confirm", "replay"])
+def test_help_names_the_status_of_an_interrupted_run(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([subcommand, "--help"]) == 0
+    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--groups", "0"], "--groups is 0; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--families", ""], "Argument --families: the name is empty"),
+        (["--arms", " "], "Argument --arms: the name is empty"),
+        (["--families", "reordered,lucky"], "The family 'lucky' is unknown"),
+        (["--families", "squad"], "name their folder with --eval-data"),
+        (["--arms", "lucky"], "--arms names 'lucky'"),
+        (["--arms", "boundary_9"], "the model has 8"),
+        (["--tokens", "100"], "leave"),
+        (["--tokens", "9000"], "the model's context holds 8192"),
+        (["--profile", "missing.json"], "--profile missing.json is not a file"),
+        (["--form", "fancy"], "invalid choice: 'fancy'"),
+        (["--output", "."], "is a folder"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
+) -> None:
+    check_refused(["quality", *arguments], sentence)
+
+
+KINDS = {"reordered": "harmless", "prose": "harmless", "header_trap": "trap", "unrelated": "none"}
+
+
+@pytest.fixture
+def report(make_sample: Maker, measured: Measured) -> QualityReport:
+    samples = []
+    for arm in ("cold", "cold_again", "position_fix", "verified"):
+        reuses = arm in ("position_fix", "verified")
+        for family in KINDS:
+            for index in range(8):
+                places = reuses and family != "unrelated"
+                changes = {
+                    "exact_match": None
+                    if family == "prose"
+                    else not (arm == "position_fix" and family == "header_trap"),
+                    "loss": (2.002 if reuses else 2.0) if family == "prose" else None,
+                    "offered_tokens": 900 if places else 0,
+                    "reused_tokens": (880 if arm == "verified" else 900) if places else 0,
+                }
+                case_id = f"{family}-{index}"
+                samples.append(make_sample(case_id=case_id, workload=family, group=case_id, arm=arm, **changes))
+    return QualityReport("tiny", samples, KINDS, {}, measured, {})
+
+
+def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> None:
+    rows = {row.name: row for row in quality_rows(report)}
+    assert set(rows) == {
+        *(f"verified_em_{what}_{family}" for what in ("vs_cold", "bound") for family in KINDS if family != "prose"),
+        *("verified_reused_share", "verified_ppl_ratio", "position_fix_em_header_trap", "unrelated_fires"),
+    }
+    assert all(row.holds for row in rows.values())
+    assert (rows["verified_em_vs_cold_header_trap"].value, rows["verified_em_vs_cold_header_trap"].goal) == (0.0, -0.01)
+    assert rows["verified_reused_share"].value == pytest.approx(880 / 900)
+    assert rows["verified_ppl_ratio"].value == pytest.approx(1.002002, abs=1e-6)
+    assert (rows["position_fix_em_header_trap"].value, rows["position_fix_em_header_trap"].goal) == (0.0, 0.5)
+    assert "cold 1.000" in rows["position_fix_em_header_trap"].baseline
+    assert rows["unrelated_fires"].value == 0
+    assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
+
+
+def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport) -> None:
+    samples = [replace(each, exact_match=False) if each.workload == "reordered" else each for each in report.samples]
+    names = {row.name for row in quality_rows(replace(report, samples=samples))}
+    assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
+    assert not {name for name in names if name.endswith("_reordered")}
+
+
+def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: QualityReport) -> None:
+    page = report.page("quality.png")
+    assert "(quality.png)" in page
+    for family in KINDS:
+        for arm in ("cold", "cold_again", "position_fix", "verified"):
+            assert page.count(f"| {family} | {KINDS[family]} | {arm} |") == 1
+    widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+    assert "| header_trap | trap | position_fix | 8 | 8 | 0.000 | -1.0000 |" in page
+    assert page.count("**no**") == 2  # the family, and all traps together
+
+
+def test_the_plot_is_a_png_and_its_band_is_the_noise_floor(report: QualityReport) -> None:
+    lines = report.kind_lines()
+    assert draw(lines, "title").startswith(b"\x89PNG")
+    assert noise_floor([line for line in lines if line.family == "harmless"]) == pytest.approx((0.99, 1.01))
+
+
+def test_the_document_holds_every_sample_and_the_kinds_together(report: QualityReport) -> None:
+    document = report.to_dict()
+    assert len(document["samples"]) == len(report.samples)
+    assert {line["family"] for line in document["kind_lines"]} == {"harmless", "trap", "none"}
+    assert [line["arm"] for line in document["noise_floor"]] == ["cold_again"] * 3

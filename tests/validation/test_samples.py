@@ -1,0 +1,80 @@
+"""A sample stands beside cold's, and a line says what its samples add up to."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from validation.arms import Arm
+from validation.cases import Case, Expectation
+from validation.samples import Sample, line_of, lines_of, samples_of
+from validation.serving import Answer, Reuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Maker = Callable[..., Sample]
+
+CASE = Case("case", "header_trap", "1k", ("donor",), "prompt", "42", True, Expectation.REUSE, "case", donor_answer="17")
+
+
+def answer(text: str = "42", reuse: Reuse | None = None, loss: float | None = None) -> Answer:
+    return Answer(1, 100, (1, 2), text, torch.tensor([[0.0, 1.0, 2.0]]), loss, None, reuse or Reuse())
+
+
+@pytest.mark.parametrize(("text", "match", "follows"), [("42", True, False), ("17", False, True), ("3", False, False)])
+def test_a_wrong_answer_is_told_from_the_donors(text: str, match: bool, follows: bool) -> None:
+    [sample] = samples_of(Arm("position_fix"), [CASE], {"case": answer(text)}, {"case": answer()}, 8)
+    assert (sample.exact_match, sample.follows_donor) == (match, follows)
+
+
+def test_computed_share_counts_the_layers_below_the_check() -> None:
+    """80 of 90 tokens beyond the engine's prefix are reused above the 2 lowest of 8 layers."""
+    answers = {"case": answer(reuse=Reuse(cached=10, offered=85, checked=85, reused=80, recomputed=5))}
+    [sample] = samples_of(Arm("verified", full_layers=2), [CASE], answers, {"case": answer()}, 8)
+    assert sample.computed_share == pytest.approx((10 + 80 * 2 / 8) / 90)
+
+
+def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample: Maker) -> None:
+    cold = {str(i): make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.0) for i in range(10)}
+    ours = [make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.004) for i in range(10)]
+    line = line_of("prose", "verified", ours, cold)
+    assert line.exact_match is None
+    assert line.exact_match_bound is None
+    assert line.ppl_ratio == pytest.approx(math.exp(0.004))
+    assert line.loss_bound is not None
+    assert line.loss_bound.largest_ratio == pytest.approx(math.exp(0.004))
+    assert line.holds
+
+
+def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample: Maker) -> None:
+    arms = ("cold", "verified")
+    samples = [
+        make_sample(
+            case_id=f"{family}-{i}",
+            workload=family,
+            group=f"{family}-{i // 2}",
+            arm=arm,
+            exact_match=arm == "cold" or i > 0,
+            offered_tokens=900,
+            reused_tokens=880,
+            recomputed_tokens=20,
+        )
+        for arm in arms
+        for family in ("reordered", "header_trap")
+        for i in range(4)
+    ]
+    cold = {sample.case_id: sample for sample in samples if sample.arm == "cold"}
+    lines = {(line.family, line.arm): line for line in lines_of(samples, cold)}
+    assert len(lines) == 4
+    verified = lines["header_trap", "verified"]
+    assert (verified.samples, verified.groups, verified.exact_match) == (4, 2, 0.75)
+    assert verified.exact_match_bound is not None
+    assert verified.exact_match_bound.difference == -0.25
+    assert not verified.holds
+    assert (verified.offered, verified.reused, verified.recomputed, verified.fires) == (3_600, 3_520, 80, 4)
+    assert verified.reused_share == pytest.approx(3_520 / 3_600)
+    assert lines["reordered", "cold"].holds

@@ -1,0 +1,263 @@
+"""Families of our own making: harmless reuse, traps in which a reused text changes its meaning, and controls."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from validation import documents
+from validation.cases import Expectation, equal_start
+from validation.documents import Document, counted_list
+from validation.families.group import Asked, ask, broken_page, turns_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from validation.cases import Case
+    from validation.families.group import Group
+
+    Lists = Callable[[Group, str, str], tuple[list[Document], list[Document]]]
+
+# Question, answer and marks of a turn beside its document.
+_TURN_TOKENS = 30
+# A conversation before its oldest turns are cut is longer than what is left of it by this part of the whole.
+_CUT_SHARE = 0.25
+_PAGE_CHARACTERS = (600, 1_400)
+
+
+def reordered(group: Group) -> list[Case]:
+    """Stock lists in another order under another instruction."""
+    earlier, opening = group.openings()
+    shown = group.stock_lists(group.room)
+    again = group.rng.sample(shown, len(shown))
+    return _same_lists(group, (earlier, shown), (opening, again))
+
+
+def system_prompt(group: Group) -> list[Case]:
+    """Unchanged stock lists behind another system prompt."""
+    earlier, opening = group.openings(group.form.system_prompts)
+    shown = group.stock_lists(group.room)
+    return _same_lists(group, (earlier, shown), (opening, shown))
+
+
+def cut_turns(group: Group) -> list[Case]:
+    """A conversation that went on until its oldest turns no longer fitted; one list a turn."""
+    rng, form = group.rng, group.form
+    system, places = rng.choice(form.system_prompts), group.places()
+    cut = group.stock_lists(int(group.room * _CUT_SHARE), _TURN_TOKENS, places)
+    used = sum(group.length(document.text) + _TURN_TOKENS for document in cut)
+    kept = group.stock_lists(group.room - used, _TURN_TOKENS, places)
+    cut_turns, kept_turns = turns_of(rng, cut), turns_of(rng, kept)
+    last, *questions = ask(rng, kept, group.questions + 1)
+    donor = form.render_conversation(system, [*cut_turns, *kept_turns], last.text)
+    asked = [Asked(form.render_conversation(system, kept_turns, each.text), each.answer) for each in questions]
+    return group.cases([donor], asked, Expectation.REUSE)
+
+
+def prose(group: Group) -> list[Case]:
+    """Pages of prose in another order, then a page that breaks off; the reference is how it goes on."""
+    rng, form = group.rng, group.form
+    earlier, opening = group.openings()
+    broken = [broken_page(documents.excerpt(rng, 900).text) for _ in range(group.questions)]
+    room = group.room - max(group.length(begun) for begun, _ in broken)
+    pages, used = list[str](), 0
+    while True:
+        page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
+        used += group.length(page)
+        if used > room and pages:
+            break
+        pages.append(page)
+    again = rng.sample(pages, len(pages))
+    asked = [Asked(form.render_pages(opening, [*again, begun]), rest) for begun, rest in broken]
+    return group.cases([form.render_pages(earlier, pages)], asked, Expectation.REUSE, known=False)
+
+
+def _same_lists(group: Group, donor: tuple[str, list[Document]], target: tuple[str, list[Document]]) -> list[Case]:
+    (earlier, before), (opening, after) = donor, target
+    last, *questions = ask(group.rng, after, group.questions + 1)
+    texts = [document.text for document in after]
+    asked = [Asked(group.form.render(opening, texts, each.text), each.answer) for each in questions]
+    donors = [group.form.render(earlier, [document.text for document in before], last.text)]
+    return group.cases(donors, asked, Expectation.REUSE)
+
+
+def unrelated(group: Group) -> list[Case]:
+    """Donors of the same kind and size that share no document with the prompt, nor its instruction."""
+    form, places = group.form, group.places()
+    earlier, opening = group.openings()
+    others, own = (group.stock_lists(group.room, places=places) for _ in range(2))
+    [last] = ask(group.rng, others, 1)
+    texts = [document.text for document in own]
+    questions = ask(group.rng, own, group.questions)
+    asked = [Asked(form.render(opening, texts, each.text), each.answer) for each in questions]
+    donors = [form.render(earlier, [document.text for document in others], last.text)]
+    return group.cases(donors, asked, Expectation.NONE)
+
+
+def repeat(group: Group) -> list[Case]:
+    """Every prompt was served before, word for word."""
+    shown = group.stock_lists(group.room)
+    opening, texts = group.rng.choice(group.form.instructions), [document.text for document in shown]
+    questions = ask(group.rng, shown, group.questions)
+    asked = [Asked(group.form.render(opening, texts, each.text), each.answer) for each in questions]
+    return group.cases([each.prompt for each in asked], asked, Expectation.EXACT_PREFIX)
+
+
+# Rows between a heading and the shared rows, of the family in which the heading stands far above them.
+_ROWS_BETWEEN = 2
+# Names of which a planter takes those most alike: so many that neighbours in the alphabet share a few letters.
+_NAMES_COMPARED = 64
+
+
+def header(group: Group) -> list[Case]:
+    """Two lists of the same items exchange their headers; a row's place stands only in front of the shared rows."""
+    return _exchanged(group, _place_pairs(group), _headed("HEADER"))
+
+
+def far_header(group: Group) -> list[Case]:
+    """As `header`, but the first rows stay with their header: other text lies between it and the shared rows."""
+    return _exchanged(group, _place_pairs(group), _headed("HEADER", _ROWS_BETWEEN))
+
+
+def mid_sentence(group: Group) -> list[Case]:
+    """As `header`, but both places share their second word: the shared text begins in the middle of the header."""
+    return _exchanged(group, _qualified(group, group.form.vocabulary.place_kinds), _headed("HEADER"))
+
+
+def alias(group: Group) -> list[Case]:
+    """The shared text calls the place by another name, which was given to it in front of the shared text."""
+    return _exchanged(group, _place_pairs(group), _headed("Stock list of PLACE, here the store.\nCounts of the store."))
+
+
+def pronoun(group: Group) -> list[Case]:
+    """The shared text begins with a pronoun for the place, which is named in front of it only."""
+    return _exchanged(group, _place_pairs(group), _headed("HEADER\nIt holds these items."))
+
+
+def planted(group: Group) -> list[Case]:
+    """As `header`, but the planter chose what a check of KV is least likely to notice: places spelt almost alike."""
+    return _exchanged(group, _alike(group), _headed("HEADER"))
+
+
+def unit(group: Group) -> list[Case]:
+    """Two lists of one place, each in another unit, which stands in the heading only."""
+    return _exchanged(group, _qualified(group, group.form.units, group.form.qualified), _headed("HEADER"))
+
+
+def date(group: Group) -> list[Case]:
+    """Two lists of one place, each of another date, which stands in the heading only."""
+    return _exchanged(group, _qualified(group, group.form.dates, group.form.qualified), _headed("HEADER"))
+
+
+def near_duplicates(group: Group) -> list[Case]:
+    """The donor's lists in the donor's order; in every second one, one count differs by a digit.
+
+    These counts are asked for; where there are too few of them, others of the same lists as well.
+    """
+    form, rng = group.form, group.rng
+    earlier, opening = group.openings()
+    before = group.stock_lists(group.room)
+    after, changed, others = list(before), list[Asked](), list[Document]()
+    for index in range(1, len(before), 2):
+        list_before = before[index]
+        question = rng.choice(list_before.questions)
+        item = question.text.removeprefix("How many ").partition(" are in ")[0]
+        number = _other_number(group, question.answer)
+        text = list_before.text.replace(f"\n{item}: {question.answer}", f"\n{item}: {number}")
+        after[index] = Document(text, ())
+        changed.append(Asked(question.text, number, question.answer))
+        others.append(Document(text, tuple(each for each in list_before.questions if each is not question)))
+    rng.shuffle(changed)
+    rest = ask(rng, others, max(0, group.questions - len(changed)))
+    chosen = [*changed, *(Asked(each.text, each.answer) for each in rest)][: group.questions]
+    texts = [document.text for document in after]
+    asked = [Asked(form.render(opening, texts, each.prompt), each.answer, each.donor_answer) for each in chosen]
+    [last] = ask(rng, before[:1], 1)
+    donors = [form.render(earlier, [document.text for document in before], last.text)]
+    return group.cases(donors, asked, Expectation.REUSE)
+
+
+def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:
+    """As many pairs of lists as there is room for, in another order in the donor.
+
+    `lists` gives the donor's and the prompt's two lists of two places, with questions on what they exchange only.
+    """
+    rng, form = group.rng, group.form
+    earlier, opening = group.openings()
+    room, before, after = group.room, list[Document](), list[Document]()
+    for first, second in places:
+        donor, own = lists(group, first, second)
+        room -= max(sum(group.length(each.text) for each in side) for side in (donor, own))
+        if room < 0 and after:
+            break
+        before.extend(donor)
+        after.extend(own)
+    rng.shuffle(before)
+    rng.shuffle(after)
+    wrong = {question.text: question.answer for document in before for question in document.questions}
+    texts = [document.text for document in after]
+    asked = [
+        Asked(form.render(opening, texts, each.text), each.answer, wrong[each.text])
+        for each in ask(rng, after, group.questions)
+    ]
+    [last] = ask(rng, before, 1)
+    donors = [form.render(earlier, [document.text for document in before], last.text)]
+    return group.cases(donors, asked, Expectation.REUSE)
+
+
+def _headed(heading: str, rows_between: int = 0) -> Lists:
+    """Lists of the same items under `heading`; the first rows of a list, `rows_between` of them, are not exchanged."""
+
+    def lists(group: Group, first: str, second: str) -> tuple[list[Document], list[Document]]:
+        items = group.items(rows_between)
+        shared = items[2 * rows_between :]
+        kept = {
+            first: group.counts(items[:rows_between]),
+            second: group.counts(items[rows_between : 2 * rows_between]),
+        }
+        one = group.counts(shared)
+        other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
+        donor = [_listed(heading, first, kept[first], other), _listed(heading, second, kept[second], one)]
+        own = [_listed(heading, first, kept[first], one), _listed(heading, second, kept[second], other)]
+        return donor, own
+
+    return lists
+
+
+def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
+    header, _, rows = counted_list(place, {**kept, **exchanged}).text.partition("\n")
+    text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
+    return Document(text, counted_list(place, exchanged).questions)
+
+
+def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
+    places = group.places()
+    return zip(places, places, strict=False)
+
+
+def _alike(group: Group) -> Iterator[tuple[str, str]]:
+    """Two places of one kind whose names share as many first letters as can be, the most alike first."""
+    words, rng = group.form.vocabulary, group.rng
+    names = sorted(rng.sample(words.place_names, min(_NAMES_COMPARED, len(words.place_names))))
+    pairs = sorted(itertools.pairwise(names), key=lambda pair: -equal_start(*pair))
+    taken = set[str]()
+    for pair in pairs:
+        if taken.isdisjoint(pair):
+            taken.update(pair)
+            kind = rng.choice(words.place_kinds)
+            first, second = rng.sample(pair, 2)
+            yield f"{kind} {first}", f"{kind} {second}"
+
+
+def _qualified(group: Group, words: tuple[str, ...], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:
+    """Two places that share their name, which differs from pair to pair."""
+    for name in group.rng.sample(group.form.vocabulary.place_names, len(group.form.vocabulary.place_names)):
+        first, second = (pattern.format(word=word, name=name) for word in group.rng.sample(words, 2))
+        yield first, second
+
+
+def _other_number(group: Group, number: str) -> str:
+    """A number with as many digits of which one differs."""
+    place = group.rng.randrange(len(number))
+    digit = group.rng.choice([each for each in "123456789" if each != number[place]])
+    return number[:place] + digit + number[place + 1 :]

@@ -1,0 +1,82 @@
+"""What a run writes and shows: documents whose places its user names, tables, sentences and a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import rich.progress as bars
+from rich.console import Console
+
+from kernels.files import write_bytes
+from semblend_trt.printable import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from rich.table import Table
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` in UTF-8 as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def beside(path: Path, suffix: str) -> Path | None:
+    """Where a document with another suffix goes by default; None where `path` is a device or a pipe, which has no
+    place beside it."""
+    return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON; NaN and infinities, which JSON does not have, become null."""
+    write_text(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def say(sentence: object) -> None:
+    """Shows one line on stdout at once."""
+    sys.stdout.write(printable(sentence) + "\n")
+    sys.stdout.flush()
+
+
+def complain(sentence: str) -> None:
+    """Shows one line on stderr."""
+    sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+
+
+def show(tables: Iterable[Table], width: int = 140) -> None:
+    """Shows tables, `width` columns wide where stdout is no terminal: narrower ones would be cut."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=width)
+    for table in tables:
+        console.print(table)
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Shows `steps` steps as a bar on stderr that leaves nothing behind, and gives the function that reports one of
+    them, with the name of what is done."""
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[last]}", markup=False),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=steps, last="")
+        yield lambda last: bar.update(task, advance=1, last=printable(last))
