@@ -27,7 +27,6 @@ tokens, keys = np.arange(200, dtype=np.int32), np.zeros((1, 2), dtype=np.uint64)
 _, (anchors,), _, _ = sampled(tokens, np.array([200]), keys, 9)
 print(int(anchors > 9), *sampled.stats.cache_hits.values())
 """
-"""
 
 
 def parsed(path: Path) -> ast.Module:
