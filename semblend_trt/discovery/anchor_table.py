@@ -124,7 +124,8 @@ class AnchorTable:
 
     def _home_rows(self, keys: Keys) -> Integers:
         buckets = self._directory[(keys >> np.uint64(_KEY_BITS - self._depth)).astype(np.int64)]
-        return buckets * _ROWS + (keys.view(np.int64) >> 1 & _ROWS - 1)
+        rows: Integers = buckets * _ROWS + (keys.view(np.int64) >> 1 & _ROWS - 1)
+        return rows
 
     def _find(self, keys: Keys) -> tuple[Integers, Integers]:
         """Indices of those `keys` that are in the table, and their slots: int64 [found] each."""
@@ -226,7 +227,8 @@ class AnchorTable:
 
 def _shortened(keys: Keys) -> Keys:
     """The bits of each key that a slot holds, which are never 0."""
-    return keys >> _NUMBER_BITS | np.uint64(1)
+    shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
+    return shortened
 
 
 def _next_rows(rows: Integers, keys: Keys) -> Integers:
