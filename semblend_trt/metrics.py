@@ -123,7 +123,7 @@ class Metrics:
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
     def watch(self, library: HoldsDonors) -> None:
-        """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
+        """Adds the donors of `library` to the gauges until `close`, or until only this holds the library."""
         self._watched.add(library)
         self._try(lambda series: series.donors.add(library))
 
@@ -158,7 +158,7 @@ class Metrics:
 
 
 class Series:
-    """The series in one registry. Raises ValueError when somebody else has registered one of the names."""
+    """The series in one registry. Raises ValueError when one of the names is registered already."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Histogram
