@@ -47,8 +47,8 @@ class PlanLoader:
     """Places plans' spans into `pool`, in stream order.
 
     `reader` copies from the host on streams of its own; without one, as on the CPU, donors of both tiers are moved by
-    one call a plan. `readiness` learns when the layers are there; where a forward does not wait layer by layer, the given
-    stream waits for all of them.
+    one call a plan. `readiness` learns when the layers are there. The given stream waits for all of them, unless a
+    forward waits layer by layer.
     """
 
     def __init__(

@@ -71,12 +71,11 @@ class _Save:
 
 
 class DonorSaver:
-    """Fills the tiers on one thread and one stream of its own, in the order in which it was told.
+    """Fills the tiers on one thread and one stream of its own, in the order of its calls.
 
-    That order is what keeps the tiers within their budgets: the scheduler sends who makes room before who uses it. A
-    save reads bytes that are not rewritten: an engine holds a request's blocks until `finished` names it, and of one that
-    does not `snapshots` hold a copy, queued before any later forward of the engine. `timings` are those of the last
-    transfers.
+    The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
+    change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy, which was queued
+    before any later forward. `timings` are those of the last transfers.
     """
 
     def __init__(
