@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from semblend_trt import audit
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.fleet.counters import DROP_REASONS, RESYNC_REASONS
+from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.outcome import OTHER_REASON
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.metrics import Series

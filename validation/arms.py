@@ -15,7 +15,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import CACHEBLEND_LAYER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
 COLD = "cold"
@@ -52,7 +52,7 @@ class Arm:
     """
 
     name: str
-    variables: tuple[tuple[str, str], ...] | None = None
+    variables: dict[str, str] | None = None
     serves_donors: bool = True
     isolated: bool = False
     full_layers: int = 0
@@ -106,11 +106,11 @@ def _arm(name: str, choices: ArmChoices) -> Arm:
     if name in (COLD, COLD_AGAIN):
         return Arm(name, serves_donors=False, isolated=True)
     if name == WRAPPER_WITHOUT_PLAN:
-        return Arm(name, (("SEMBLEND_POLICY", "exact"),), serves_donors=False, isolated=True)
+        return Arm(name, {"SEMBLEND_POLICY": "exact"}, serves_donors=False, isolated=True)
     if name == EXACT_PREFIX:
         return Arm(name)
     if name == POSITION_FIX:
-        return Arm(name, (("SEMBLEND_POLICY", "position_fix"),))
+        return Arm(name, {"SEMBLEND_POLICY": "position_fix"})
     if name == VERIFIED:
         return _verified(choices)
     return _numbered(name, choices)
@@ -122,7 +122,7 @@ def _verified(choices: ArmChoices) -> Arm:
             f"The arm {VERIFIED} needs a reuse profile of this model; make one with `calibrate`, or name it with "
             "--profile."
         )
-    variables = (("SEMBLEND_POLICY", "verified"), ("SEMBLEND_PROFILE", str(choices.profile)))
+    variables = {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": str(choices.profile)}
     return Arm(VERIFIED, variables, full_layers=choices.profile_layers)
 
 
@@ -130,18 +130,13 @@ def _numbered(name: str, choices: ArmChoices) -> Arm:
     policy, _, number = name.partition("_")
     value = int(number) if number else choices.boundary
     if policy == "epic":
-        return Arm(name, (("SEMBLEND_POLICY", "epic"), ("SEMBLEND_EPIC_TOKENS", str(value))))
+        return Arm(name, {"SEMBLEND_POLICY": "epic", "SEMBLEND_EPIC_TOKENS": str(value)})
     if policy == "cacheblend":
         if value > 100:
             raise ConfigurationError(f"The arm {name} asks for {value} % of the tokens; at most 100 are there.")
-        variables = (("SEMBLEND_POLICY", "cacheblend"), ("SEMBLEND_CACHEBLEND_SHARE", f"{value / 100:g}"))
+        variables = {"SEMBLEND_POLICY": "cacheblend", "SEMBLEND_CACHEBLEND_SHARE": f"{value / 100:g}"}
         return Arm(name, variables, full_layers=min(CACHEBLEND_LAYER, choices.num_layers))
     if value > choices.num_layers:
         raise ConfigurationError(f"The arm {name} asks for {value} layers; the model has {choices.num_layers}.")
-    variables = (("SEMBLEND_POLICY", "boundary"), ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(value)))
+    variables = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(value)}
     return Arm(name, variables, full_layers=value)
-
-
-def variables_of(arm: Arm) -> Mapping[str, str]:
-    """The arm's settings by variable; none without a connector."""
-    return dict(arm.variables or ())

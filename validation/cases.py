@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +15,7 @@ from validation import prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from validation.engines import ServedModel
 
@@ -57,7 +58,7 @@ class Case:
         return self.id == self.group
 
 
-def groups(cases: list[Case]) -> list[list[Case]]:
+def groups(cases: Sequence[Case]) -> list[list[Case]]:
     """Cases by group, in the order in which the groups first appear."""
     by_group: dict[str, list[Case]] = {}
     for case in cases:
@@ -67,6 +68,7 @@ def groups(cases: list[Case]) -> list[list[Case]]:
 
 _Text = Annotated[str, Field(min_length=1)]
 WORKLOAD = "prompts"
+Form = TypeVar("Form", bound=BaseModel)
 
 
 class _Line(BaseModel):
@@ -78,46 +80,50 @@ class _Line(BaseModel):
     reference: _Text | None = None
 
 
-def read_cases(path: str | Path) -> list[Case]:
+def read_cases(path: Path) -> list[Case]:
     """Reads `{"id": str, "donors": [str, ...], "prompt": str, "reference": str or null}` a line.
 
     Empty lines are skipped. Raises ConfigurationError naming the file, and the line where one is at fault.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
     cases: dict[str, Case] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(content_of(path).split(b"\n"), start=1):
         if not line.strip():
             continue
-        case = _case(line, f"{path}, line {number}")
-        if case.id in cases:
-            raise ConfigurationError(f"{path}, line {number}: the id {case.id!r} is used twice; ids must differ.")
-        cases[case.id] = case
+        fields = parsed(_Line, line, f"{path}, line {number}")
+        if fields.id in cases:
+            raise ConfigurationError(f"{path}, line {number}: the id {fields.id!r} is used twice; ids must differ.")
+        cases[fields.id] = Case(
+            id=fields.id,
+            workload=WORKLOAD,
+            size="any",
+            donors=tuple(fields.donors),
+            prompt=fields.prompt,
+            reference=fields.reference,
+            known_answer=fields.reference is not None,
+            expects=Expectation.ANY,
+            group=fields.id,
+        )
     if not cases:
         raise ConfigurationError(f"{path} holds no case; write one JSON object a line.")
     return list(cases.values())
 
 
-def _case(line: bytes, where: str) -> Case:
+def content_of(path: Path) -> bytes:
+    """Raises ConfigurationError when the file cannot be read."""
     try:
-        fields = _Line.model_validate_json(line)
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def parsed(form: type[Form], content: bytes, where: str) -> Form:
+    """JSON of the form. Raises ConfigurationError, which begins with `where`, for any other content."""
+    try:
+        return form.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ConfigurationError(f"{where}: {name + ': ' if name else ''}{first['msg']}.") from error
-    return Case(
-        id=fields.id,
-        workload=WORKLOAD,
-        size="any",
-        donors=tuple(fields.donors),
-        prompt=fields.prompt,
-        reference=fields.reference,
-        known_answer=fields.reference is not None,
-        expects=Expectation.ANY,
-        group=fields.id,
-    )
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
 # Two groups to choose by and two to confirm with: fewer bound nothing.
@@ -146,11 +152,6 @@ def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
     return [replace(case, known_answer=False) for case in cases]
 
 
-def halves(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    """Those that choose and those that confirm: every second case each."""
-    return list(cases[::2]), list(cases[1::2])
-
-
 # Scoring a long reference costs one decode step a token and adds little after a few dozen.
 MAX_FORCED_TOKENS = 48
 
@@ -165,9 +166,13 @@ class TokenisedCase:
 
     def shared_prefix(self, donor: int) -> int:
         """Tokens that the prompt shares from position 0 on with its donor of that index."""
-        pairs = zip(self.donors[donor], self.prompt, strict=False)
-        limit = min(len(self.donors[donor]), len(self.prompt))
-        return next((position for position, (ours, theirs) in enumerate(pairs) if ours != theirs), limit)
+        return equal_start(self.donors[donor], self.prompt)
+
+
+def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Items that both share from the first one on."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class Tokeniser:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
+import textwrap
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 
-from kernels import results
-from semblend_trt.command_line import ended
+from kernels.results import Measured as RunMeasured
+from kernels.results import write_rows
+from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
-from semblend_trt.printable import printable
-from validation import models, scoreboard
-from validation.arguments import PROGRAM, check_integers, parse_run, parse_scoreboard, settings_in_text
+from validation import arguments, judge, models
 from validation.arms import (
     COLD,
     COLD_AGAIN,
@@ -31,25 +31,22 @@ from validation.arms import (
     is_reusing,
     names_of,
 )
-from validation.calibration.arguments import parse_calibrate, parse_confirm
-from validation.calibration.command import run_calibrate, run_confirm
+from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS, read_cases
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import EMBEDDED
+from validation.engines import EMBEDDED, VLLM
 from validation.exactness import plain_difference, stock_difference
-from validation.families.catalog import FamilyRequest, write_cases
-from validation.gates import GateBounds, gates_of
+from validation.families.catalog import FamilyRequest, count_tokens, write_cases
+from validation.gates import COUNTED, GateBounds, gates_of
 from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, MeasurementSettings
 from validation.models import shipped_model
-from validation.output import progress, write_json, write_text
-from validation.quality.arguments import parse_quality
-from validation.quality.command import run_quality
-from validation.record import FILE_NAME, end_to_end_rows
-from validation.replay.arguments import parse_replay
-from validation.replay.command import run_replay
-from validation.report import Report
-from validation.workloads import DEFAULT_BATCHES, WorkloadWriter
+from validation.output import complain, progress, say, show, write_json, write_text
+from validation.quality import parse_quality, run_quality
+from validation.replay.command import parse_replay, run_replay
+from validation.report import FILE_NAME, HEADER_TRAP, Report, end_to_end_rows
+from validation.scoreboard import parse_scoreboard, run_scoreboard
+from validation.workloads import DEFAULT_BATCHES, write_batches
 
 if TYPE_CHECKING:
     import argparse
@@ -63,44 +60,112 @@ if TYPE_CHECKING:
     from validation.samples import Sample
 
 ALL_HOLD, GATE_FAILED = 0, 1
-# Narrower tables would be cut where the output is no terminal.
-_TABLE_WIDTH = 140
-_TRAP = FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048)
+# Rows that stood under other headers in the donor.
+_TRAP = FamilyRequest((HEADER_TRAP,), groups=3, questions=6, tokens=2_048)
 _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_COMMANDS = {
+    "quality": (parse_quality, run_quality),
+    "calibrate": (parse_calibrate, run_calibrate),
+    "confirm": (parse_confirm, run_confirm),
+    "replay": (parse_replay, run_replay),
+    "scoreboard": (parse_scoreboard, run_scoreboard),
+}
+_DESCRIPTION = """
+Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
+policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
+`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another engine, `replay` predicts what
+eviction policies do with request telemetry, `scoreboard` prints the recorded results; each has a --help of its own.
+Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
+"""
+_GATES = """
+gates:
+  speedup, rouge1, token_f1 read the arm named by --policy on all workloads in which reuse is expected: the median of
+  cold's TTFT over its own; mean ROUGE-1 and mean token F1 of its answers against cold's.
+  exact_match_drop: cold's exact match minus the arm's, on the same workloads, where the answer is known; at most the
+  noise floor's drop and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at
+  most 1.01 times the noise floor's.
+  unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
+  donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
+  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm they
+  are compared with vLLM's own, whatever the type, and may differ as much as those do among themselves.
+  A gate without a sample to read (with --prompts) is shown as such and does not fail.
+"""
+_PROMPTS = (
+    'cases instead of the built-in ones, one a line: {"id": str, "donors": [str, ...], "prompt": str, "reference": str '
+    "or null}"
+)
+_JUDGE = (
+    'command that reads {"id", "arm", "prompt", "reference", "cold", "answer"} as JSON on stdin and prints a score of '
+    f"0 to 1, within {judge.TIMEOUT_SECONDS:g} s and {judge.MAX_OUTPUT_BYTES} bytes each time; failures are reported, "
+    f"not fatal, and after {judge.MAX_TIMEOUTS} in a row that took too long it is not asked again"
+)
+_BOUNDS = {
+    "min_speedup": "TTFT against cold",
+    "min_rouge1": "ROUGE-1 F1 against cold's answers",
+    "min_token_f1": "token F1 against cold's answers",
+    **{f"min_{name}": what for name, what in COUNTED.items()},
+}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(given: Sequence[str]) -> int:
     """Runs one command line (without the program's name) and returns its exit status."""
-    return ended("validation", lambda: _status(arguments))
+    return ended("validation", lambda: _status(given))
 
 
-def _status(arguments: Sequence[str]) -> int:
+def _status(given: Sequence[str]) -> int:
+    parse, run = _COMMANDS.get(given[0] if given else "", (None, None))
+    command = shlex.join([*arguments.PROGRAM.split(), *given])
     try:
-        if arguments and arguments[0] == "scoreboard":
-            return _scoreboard(parse_scoreboard(arguments[1:]))
-        if arguments and arguments[0] == "quality":
-            return ALL_HOLD if run_quality(parse_quality(arguments[1:]), _command(arguments)) else GATE_FAILED
-        if arguments and arguments[0] == "calibrate":
-            return ALL_HOLD if run_calibrate(parse_calibrate(arguments[1:]), _command(arguments)) else GATE_FAILED
-        if arguments and arguments[0] == "confirm":
-            return ALL_HOLD if run_confirm(parse_confirm(arguments[1:]), _command(arguments)) else GATE_FAILED
-        if arguments and arguments[0] == "replay":
-            run_replay(parse_replay(arguments[1:]), _command(arguments))
-            return ALL_HOLD
-        return _run(parse_run(arguments), _command(arguments))
+        if parse is None or run is None:
+            return ALL_HOLD if run_validation(parse_validation(given), command) else GATE_FAILED
+        return ALL_HOLD if run(parse(given[1:]), command) else GATE_FAILED
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)
 
 
-def _command(arguments: Sequence[str]) -> str:
-    return shlex.join([*PROGRAM.split(), *arguments])
+def parse_validation(given: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a validation run; exits with status 2 for any that argparse refuses."""
+    parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
+    what = parser.add_argument_group("what is run")
+    served = (
+        "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the "
+        "other, on a device that it chooses itself"
+    )
+    arguments.add(what, "--model")
+    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=served)
+    arguments.add(what, "--prompts", help=_PROMPTS)
+    arguments.add(what, "--arms", told_default="those without a number")
+    told = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
+    what.add_argument("--policy", type=named, metavar="ARM", help=told)
+    arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype")
+    arguments.add(what, "--max-tokens", default=64)
+    arguments.add(what, "--seed", help="seed of the built-in prompts")
+    repeat = "measure everything N times, each with fresh engines"
+    what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
+    gates = parser.add_argument_group("gates")
+    for each in fields(GateBounds):
+        option = "--" + each.name.replace("_", "-")
+        gates.add_argument(option, type=type(each.default), default=each.default, help=_BOUNDS[each.name])
+    scores = parser.add_argument_group("further scores")
+    told = "another causal LM that scores the answers' perplexity"
+    scores.add_argument("--ppl-model", type=named, metavar="PATH_OR_ID", help=told)
+    scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
+    files = parser.add_argument_group("files")
+    arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
+    audit = Path("results/trtllm-semblend-audit.jsonl")
+    files.add_argument("--audit-path", type=Path, default=audit, help="audit log of the reusing arms")
+    arguments.add(files, "--record", "--machine")
+    return parser.parse_args(given)
 
 
-def _run(options: argparse.Namespace, command: str) -> int:
+def run_validation(options: argparse.Namespace, command: str) -> bool:
+    """Runs and writes everything; True when all gates hold. Raises SemBlendError and OSError."""
     began = time.perf_counter()
-    bounds = GateBounds(**{name: getattr(options, name) for name in GateBounds.__slots__})
-    _check_options(options)
-    judge = None if options.judge_command is None else Judge.parse(options.judge_command)
+    bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
+    arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
+    if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
+        raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
+    asked_judge = None if options.judge_command is None else Judge.parse(options.judge_command)
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
@@ -122,7 +187,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         repeats=options.repeat,
     )
     measured, exactness = _measure(engines, options.engine, cases, settings)
-    samples = _scores(measured, cases, scorer, judge)
+    samples = _scores(measured, cases, scorer, asked_judge)
     report = Report(
         model=settings.model,
         policy=policy,
@@ -130,15 +195,15 @@ def _run(options: argparse.Namespace, command: str) -> int:
         audit=measured.audit,
         audit_path=str(options.audit_path),
         gates=gates_of(samples, measured.audit[policy], policy, bounds, exactness),
-        settings=settings_in_text(options, boundary=choices.boundary, dtype=dtype),
-        measured=results.Measured.now(command, device, options.machine),
+        settings=arguments.settings_in_text(options, boundary=choices.boundary, dtype=dtype),
+        measured=RunMeasured.now(command, device, options.machine),
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
     _write(options, report, measured)
     if options.record is not None:
         rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
-        results.write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
+        write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
     return _show(report, options)
 
 
@@ -160,34 +225,28 @@ def _measure(
         exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
     elif engines.runner.dtype is torch.float32:
         exactness = plain_difference(engines.runner, prompt)
-    with progress(Console(stderr=True), "Measuring", measurement.steps) as on_step:
+    with progress("Measuring", measurement.steps) as on_step:
         return measurement.run(on_step), exactness
 
 
-def _scores(measured: Measured, cases: Sequence[Case], scorer: Scorer | None, judge: Judge | None) -> list[Sample]:
+def _scores(
+    measured: Measured, cases: Sequence[Case], scorer: Scorer | None, asked_judge: Judge | None
+) -> list[Sample]:
     samples = measured.samples
     if scorer is not None:
-        with progress(Console(stderr=True), "Scoring", len(samples)) as on_step:
+        with progress("Scoring", len(samples)) as on_step:
             samples = scored(samples, cases, scorer, on_step)
-    if judge is not None:
-        with progress(Console(stderr=True), "Judging", len(samples)) as on_step:
-            samples = judged(samples, cases, judge, on_step)
+    if asked_judge is not None:
+        with progress("Judging", len(samples)) as on_step:
+            samples = judged(samples, cases, asked_judge, on_step)
     return samples
 
 
 def _built_in(engines: Engines, options: argparse.Namespace) -> list[Case]:
-    """Harmless prompts, controls, and a trap: rows that stood under other headers in the donor."""
-    tokenizer = engines.tokenizer
-    writer = WorkloadWriter(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), options.seed)
+    """Harmless prompts, controls, and a trap."""
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
-    cases = writer.write(DEFAULT_BATCHES, context)
+    cases = write_batches(DEFAULT_BATCHES, partial(count_tokens, engines), options.seed, context)
     return cases + write_cases(engines, replace(_TRAP, seed=options.seed, tokens=min(_TRAP.tokens, context)))
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
-    if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
-        raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
 
 
 def _write(options: argparse.Namespace, report: Report, measured: Measured) -> None:
@@ -195,46 +254,18 @@ def _write(options: argparse.Namespace, report: Report, measured: Measured) -> N
     write_json(options.output, report.to_dict())
 
 
-def _show(report: Report, options: argparse.Namespace) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_TABLE_WIDTH)
-    for table in report.tables():
-        console.print(table)
+def _show(report: Report, options: argparse.Namespace) -> bool:
+    show(report.tables())
     failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
     if failures:
-        _complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
+        complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
     for note in report.notes:
-        console.print(printable(f"note: {note}"), markup=False, highlight=False)
-    told = printable(f"{report.seconds:.0f} s; every sample is in {options.output}")
-    console.print(told, markup=False, highlight=False)
+        say(f"note: {note}")
+    say(f"{report.seconds:.0f} s; every sample is in {options.output}")
     for gate in report.failed:
-        _complain(f"gate failed: {gate.sentence()}")
+        complain(f"gate failed: {gate.sentence()}")
     refused = report.audit[report.policy].rejection_reasons
     if report.failed and refused:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in refused)
-        _complain(f"look-ups of the arm {report.policy} that placed nothing: {reasons}")
-    return GATE_FAILED if report.failed else ALL_HOLD
-
-
-def _scoreboard(options: argparse.Namespace) -> int:
-    rows = scoreboard.read_rows(options.results)
-    if not (options.check or options.write):
-        console = Console()
-        console = console if console.is_terminal else Console(width=_TABLE_WIDTH)
-        console.print(scoreboard.terminal_table(rows))
-        return ALL_HOLD
-    text = options.readme.read_text(encoding="utf-8")
-    renewed = scoreboard.with_tables(text, rows)
-    if options.write:
-        write_text(options.readme, renewed)
-    elif renewed != text:
-        _complain(
-            f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write"
-        )
-        return GATE_FAILED
-    return ALL_HOLD
-
-
-def _complain(sentence: str) -> None:
-    sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+        complain(f"look-ups of the arm {report.policy} that placed nothing: {reasons}")
+    return not report.failed

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.arms import variables_of
+from validation.audit_log import read_events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -95,11 +96,25 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
     if arm.variables is None:
         return {}
     return {
-        **variables_of(arm),
+        **arm.variables,
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
         "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
         "SEMBLEND_AUDIT_PATH": audit_path,
     }
+
+
+@contextmanager
+def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, list[dict[str, Any]]]]:
+    """The arm's engine, and the events of its audit log, which are there once the engine has ended."""
+    events: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="validation-") as folder:
+        audit_path = Path(folder) / "audit.jsonl"
+        engine = engines.open(arm, settings, audit_path)
+        try:
+            yield engine, events
+        finally:
+            engine.shutdown()
+        events += read_events(audit_path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +21,8 @@ from semblend_trt.plan import (
     SemanticKvPlan,
 )
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
-from validation.audit_log import read_events, settled
-from validation.engines import EngineSettings
+from validation.audit_log import settled
+from validation.engines import EngineSettings, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,17 +119,12 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
         ignore_eos=True,
         return_generation_logits=True,
     )
-    with tempfile.TemporaryDirectory(prefix="exactness-") as folder:
-        audit, outputs = Path(folder) / "audit.jsonl", list[Any]()
-        engine = engines.open(arm, settings, audit)
-        try:
-            engine.generate([donor], SamplingParams(max_tokens=1))
-            for _ in range(2):
-                engine.settle()
-                outputs += engine.generate([tokens], forced)
-        finally:
-            engine.shutdown()
-        events = read_events(audit)
+    outputs: list[Any] = []
+    with opened(engines, arm, settings) as (engine, events):
+        engine.generate([donor], SamplingParams(max_tokens=1))
+        for _ in range(2):
+            engine.settle()
+            outputs += engine.generate([tokens], forced)
     if arm.full_layers and not any(event["event"] == "materialized" for event in events):
         ended = {event["request_id"]: event["reason"] for event in settled(events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"

@@ -14,6 +14,7 @@ from validation.metrics import MARGIN, mean, median
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kernels.results import Better
     from validation.audit_log import AuditCounts
     from validation.exactness import Exactness
     from validation.samples import Sample
@@ -24,6 +25,14 @@ MAX_PERPLEXITY_RATIO = 1.0 + MARGIN
 MAX_LOGIT_DIFFERENCE = 1e-4
 # Nats by which two identical computations may differ on a GPU.
 KL_ROUNDING = 1e-6
+# Counts of the audit log, each with what a user may ask for at least, and what it counts.
+COUNTED = {
+    "donor_registrations": "requests that became donors",
+    "semantic_hits": "look-ups that found a donor",
+    "materializations": "requests whose donors' KV was placed",
+    "incremental_matched_tokens": "tokens promised beyond the engine's own prefix",
+    "rope_corrections": "requests whose donors' keys were rotated",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class Gate:
     name: str
     value: float | None
     bound: float
-    better: str
+    better: Better
     reads: str
 
     @property
@@ -83,49 +92,31 @@ def gates_of(
     exactness: Exactness | None,
 ) -> list[Gate]:
     """All gates of a run; `audit` is that of `policy`, `exactness` None where it was not measured."""
-    ours = [sample for sample in samples if sample.arm == policy]
-    reusing = [sample for sample in ours if Expectation(sample.expects).may_reuse]
+    reusing = [s for s in samples if s.arm == policy and Expectation(s.expects).may_reuse]
     where = f"arm {policy}, workloads in which reuse is expected"
-    speedups = [sample.speedup for sample in reusing if sample.speedup is not None]
+    # What the policy may lose: what a second cold run loses, and the margin.
+    floor = max(0.0, exact_match_drop(samples, COLD_AGAIN) or 0.0)
+    least = max(1.0, perplexity_ratio(samples, COLD_AGAIN) or 1.0)
+    rouge1, token_f1 = mean(s.rouge1_cold for s in reusing), mean(s.token_f1_cold for s in reusing)
+    drop, ratio = exact_match_drop(samples, policy), perplexity_ratio(samples, policy)
+    lost, more = f"cold minus {policy}, {where}", f"geometric mean over cold's, {where}"
+    kept = "share of requests with an exact prefix that keep all of it, every reusing arm"
     log = f"audit log of arm {policy}"
     return [
-        Gate("speedup", median(speedups), bounds.min_speedup, "higher", f"median of TTFT ratios to cold, {where}"),
-        Gate(
-            "rouge1",
-            mean([sample.rouge1_cold for sample in reusing]),
-            bounds.min_rouge1,
-            "higher",
-            f"mean ROUGE-1 F1 against cold's answer, {where}",
-        ),
-        Gate(
-            "token_f1",
-            mean([sample.token_f1_cold for sample in reusing]),
-            bounds.min_token_f1,
-            "higher",
-            f"mean token F1 against cold's answer, {where}",
-        ),
-        *_quality_gates(samples, policy, where),
+        _at_least("speedup", median(s.speedup for s in reusing), bounds, f"median of TTFT ratios to cold, {where}"),
+        _at_least("rouge1", rouge1, bounds, f"mean ROUGE-1 F1 against cold's answer, {where}"),
+        _at_least("token_f1", token_f1, bounds, f"mean token F1 against cold's answer, {where}"),
+        Gate("exact_match_drop", drop, floor + MAX_EM_DROP, "lower", f"{lost}; noise floor {floor:.4f}"),
+        Gate("perplexity_ratio", ratio, least * MAX_PERPLEXITY_RATIO, "lower", f"{more}; noise floor {least:.4f}"),
         Gate("unrelated_fires", unrelated_fires(samples), 0, "lower", "requests with placed KV, every reusing arm"),
-        Gate(
-            "exact_prefix_untouched",
-            exact_prefix_untouched(samples),
-            1.0,
-            "higher",
-            "share of requests with an exact prefix that keep all of it, every reusing arm",
-        ),
-        Gate("donor_registrations", audit.donor_registrations, bounds.min_donor_registrations, "higher", log),
-        Gate("semantic_hits", audit.semantic_hits, bounds.min_semantic_hits, "higher", log),
-        Gate("materializations", audit.materializations, bounds.min_materializations, "higher", log),
-        Gate(
-            "incremental_matched_tokens",
-            audit.incremental_matched_tokens,
-            bounds.min_incremental_matched_tokens,
-            "higher",
-            log,
-        ),
-        Gate("rope_corrections", audit.rope_corrections, bounds.min_rope_corrections, "higher", log),
+        Gate("exact_prefix_untouched", exact_prefix_untouched(samples), 1.0, "higher", kept),
+        *(_at_least(name, getattr(audit, name), bounds, log) for name in COUNTED),
         _exactness_gate(exactness),
     ]
+
+
+def _at_least(name: str, value: float | None, bounds: GateBounds, reads: str) -> Gate:
+    return Gate(name, value, getattr(bounds, f"min_{name}"), "higher", reads)
 
 
 def _exactness_gate(exactness: Exactness | None) -> Gate:
@@ -138,52 +129,26 @@ def _exactness_gate(exactness: Exactness | None) -> Gate:
     return Gate(name, exactness.difference, max(MAX_LOGIT_DIFFERENCE, exactness.noise), "lower", reads)
 
 
-def _quality_gates(samples: Sequence[Sample], policy: str, where: str) -> list[Gate]:
-    """What the policy may lose: what a second cold run loses, and the margin."""
-    floor = max(0.0, exact_match_drop(samples, COLD_AGAIN) or 0.0)
-    ratio_floor = max(1.0, perplexity_ratio(samples, COLD_AGAIN) or 1.0)
-    return [
-        Gate(
-            "exact_match_drop",
-            exact_match_drop(samples, policy),
-            floor + MAX_EM_DROP,
-            "lower",
-            f"cold minus {policy}, {where}; noise floor {floor:.4f}",
-        ),
-        Gate(
-            "perplexity_ratio",
-            perplexity_ratio(samples, policy),
-            ratio_floor * MAX_PERPLEXITY_RATIO,
-            "lower",
-            f"geometric mean over cold's, {where}; noise floor {ratio_floor:.4f}",
-        ),
-    ]
-
-
 def perplexity_ratio(samples: Sequence[Sample], arm: str) -> float | None:
     """Geometric mean of the arm's perplexity over cold's, over cases in which reuse is expected."""
-    ratios = [
-        math.log(sample.perplexity_ratio)
-        for sample in samples
-        if sample.arm == arm and sample.perplexity_ratio and Expectation(sample.expects).may_reuse
-    ]
-    found = mean(ratios)
+    found = mean(
+        math.log(s.perplexity_ratio)
+        for s in samples
+        if s.arm == arm and s.perplexity_ratio and Expectation(s.expects).may_reuse
+    )
     return None if found is None else math.exp(found)
 
 
 def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
     """Cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
-    rates = [
-        mean(
-            [
-                float(sample.exact_match)
-                for sample in samples
-                if sample.arm == name and sample.exact_match is not None and Expectation(sample.expects).may_reuse
-            ]
-        )
-        for name in (COLD, arm)
-    ]
-    return None if rates[0] is None or rates[1] is None else rates[0] - rates[1]
+    expected = [s for s in samples if Expectation(s.expects).may_reuse]
+    cold, ours = exact_match(expected, COLD), exact_match(expected, arm)
+    return None if cold is None or ours is None else cold - ours
+
+
+def exact_match(samples: Sequence[Sample], arm: str) -> float | None:
+    """The arm's share of right answers, of cases with a known one."""
+    return mean(s.exact_match for s in samples if s.arm == arm)
 
 
 def unrelated_fires(samples: Sequence[Sample]) -> int | None:
@@ -199,12 +164,11 @@ def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
     them and answer and first distribution are those of the exact-prefix arm.
     """
     exact = {(s.case_id, s.repeat): s for s in samples if s.arm == EXACT_PREFIX}
-    kept = [
+    return mean(
         _keeps(sample, exact[sample.case_id, sample.repeat])
         for sample in samples
         if is_reusing(sample.arm) and sample.expected_exact_tokens > 0
-    ]
-    return mean([float(each) for each in kept])
+    )
 
 
 def _keeps(sample: Sample, exact: Sample) -> bool:

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import reason_of
+from validation import metrics
 from validation.arms import COLD, is_reusing
-from validation.metrics import perplexity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,10 +131,14 @@ def judged(
     """
     prompts = {case.id: case.prompt for case in cases}
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
-    scored = []
-    timeouts = 0
+    done, timeouts = [], 0
     for sample in samples:
-        if is_reusing(sample.arm):
+        if not is_reusing(sample.arm):
+            done.append(sample)
+            continue
+        score: float | None = None
+        problem: str | None = _NOT_ASKED
+        if timeouts < MAX_TIMEOUTS:
             comparison = {
                 "id": sample.case_id,
                 "arm": sample.arm,
@@ -143,14 +147,11 @@ def judged(
                 "cold": cold[sample.case_id, sample.repeat],
                 "answer": sample.answer,
             }
-            score, problem = judge.score(comparison) if timeouts < MAX_TIMEOUTS else (None, _NOT_ASKED)
-            if problem != _NOT_ASKED:
-                timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
-            scored.append(replace(sample, judge_score=score, judge_error=problem))
-            on_step(sample.case_id)
-        else:
-            scored.append(sample)
-    return scored
+            score, problem = judge.score(comparison)
+            timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
+        done.append(replace(sample, judge_score=score, judge_error=problem))
+        on_step(sample.case_id)
+    return done
 
 
 # The end of a prompt holds the question; more of it makes scoring slow and changes little.
@@ -182,7 +183,7 @@ class Scorer:
             return None
         ids = torch.tensor([before + target], device=self._device)
         logits = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1].float()
-        return perplexity(logits, target)
+        return metrics.perplexity(metrics.loss(logits, target))
 
 
 def scored(

@@ -17,7 +17,7 @@ from rouge_score import rouge_scorer
 from scipy.stats import DegenerateDataWarning, bootstrap
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -60,37 +60,38 @@ def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
     return equal / max(len(tokens), len(reference))
 
 
-def perplexity(logits: torch.Tensor, tokens: Sequence[int]) -> float:
-    """exp of the mean negative log-likelihood of `tokens`; row i of `logits` [n, vocab] predicts token i.
-
-    Raises ValueError when there is no token, or not one row for each.
-    """
-    if not tokens or logits.shape[0] != len(tokens):
-        raise ValueError(f"Perplexity needs one row of logits a token, not {logits.shape[0]} for {len(tokens)}.")
+def loss(logits: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Mean negative log-likelihood of `tokens` in nats; row i of `logits` [n, vocabulary], n >= len(tokens), predicts
+    token i."""
     target = torch.as_tensor(tokens, dtype=torch.int64, device=logits.device)
-    loss = torch.nn.functional.cross_entropy(logits.double(), target)
-    # Beyond e^700 a double overflows; such a value means "hopeless" either way.
-    return math.exp(min(float(loss), 700.0))
+    return float(torch.nn.functional.cross_entropy(logits[: len(target)].double(), target))
+
+
+def perplexity(nats: float) -> float:
+    """exp of a loss. Beyond e^700 a double overflows; such a value means "hopeless" either way."""
+    return math.exp(min(nats, 700.0))
 
 
 def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float:
-    """KL(reference || other) in nats between two rows of logits [vocab]; never below 0."""
+    """KL(reference || other) in nats between two rows of logits [vocabulary]; never below 0."""
     reference = torch.log_softmax(reference_logits.double(), dim=-1)
     other = torch.log_softmax(logits.double(), dim=-1)
     return max(0.0, float((reference.exp() * (reference - other)).sum()))
 
 
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return math.fsum(values) / len(values) if values else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Arithmetic mean of those that are there; None of nothing."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between order statistics; None of nothing. Raises ValueError for a share outside 0..1."""
-    return float(np.quantile(values, share)) if values else None
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """Linear interpolation between order statistics of those that are there; None of nothing."""
+    known = [value for value in values if value is not None]
+    return float(np.quantile(known, share)) if known else None
 
 
-def median(values: Sequence[float]) -> float | None:
+def median(values: Iterable[float | None]) -> float | None:
     return percentile(values, 0.5)
 
 

@@ -1,22 +1,24 @@
-"""What a run leaves and shows: documents whose places its user names, and a progress bar."""
+"""What a run writes and shows: documents whose places its user names, tables, sentences and a progress bar."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import rich.progress as bars
+from rich.console import Console
 
 from kernels.files import write_bytes
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from rich.console import Console
+    from rich.table import Table
 
 
 def write_text(path: Path, text: str) -> None:
@@ -45,9 +47,29 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def say(sentence: object) -> None:
+    """Shows one line on stdout at once."""
+    sys.stdout.write(printable(sentence) + "\n")
+    sys.stdout.flush()
+
+
+def complain(sentence: str) -> None:
+    """Shows one line on stderr."""
+    sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+
+
+def show(tables: Iterable[Table], width: int = 140) -> None:
+    """Shows tables, `width` columns wide where stdout is no terminal: narrower ones would be cut."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=width)
+    for table in tables:
+        console.print(table)
+
+
 @contextmanager
-def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """Shows `steps` steps and gives the function that reports one of them, with the name of what is done."""
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Shows `steps` steps as a bar on stderr that leaves nothing behind, and gives the function that reports one of
+    them, with the name of what is done."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -55,6 +77,6 @@ def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[str
         bars.TimeElapsedColumn(),
         bars.TextColumn("{task.fields[last]}", markup=False),
     )
-    with bars.Progress(*columns, console=console, transient=True) as bar:
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
         yield lambda last: bar.update(task, advance=1, last=printable(last))

@@ -1,27 +1,96 @@
-"""The report of a run: a table for the terminal and a JSON document with every sample."""
+"""The report of a timed run: a line for each workload, size and arm, tables, a JSON document, and result rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from validation.arms import COLD_AGAIN
+from kernels.results import Measured, Results, Row
+from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED
 from validation.cases import Expectation
-from validation.metrics import mean
-from validation.summary import Summary, summarise, summary
+from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match, exact_match_drop, unrelated_fires
+from validation.metrics import mean, median, percentile
+from validation.workloads import HARMLESS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from kernels.results import Measured
     from validation.audit_log import AuditCounts
+    from validation.exactness import Exactness
     from validation.gates import Gate
     from validation.samples import Sample
 
 SCHEMA = 1
+FILE_NAME = "end_to_end.json"
+HEADER_TRAP = "header_trap"
+MIN_SPEEDUP = 1.05
+MAX_EM_DROP = 0.02
+TIMED_SIZES = ("2k", "4k")
+
+_MEANS = (
+    *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
+    *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
+)
+_TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
+# Heading, figure of a summary, digits and factor.
+_SPEED = (
+    ("n", "timed", 0, 1.0),
+    ("TTFT ms", "ttft_median_s", 1, 1e3),
+    ("p95 ms", "ttft_p95_s", 1, 1e3),
+    ("speed-up", "speedup", 2, 1.0),
+    ("prompt", "prompt_tokens", 0, 1.0),
+    ("exact", "exact_prefix_tokens", 0, 1.0),
+    ("reused", "reused_tokens", 0, 1.0),
+    ("computed", "computed_tokens", 0, 1.0),
+    ("fires", "fires", 0, 1.0),
+)
+_ANSWERS = (
+    ("n", "samples", 0, 1.0),
+    ("EM", "exact_match", 3, 1.0),
+    ("ROUGE-1", "rouge1_cold", 3, 1.0),
+    ("ROUGE-L", "rouge_l_cold", 3, 1.0),
+    ("token F1", "token_f1_cold", 3, 1.0),
+    ("PPL ratio", "perplexity_ratio", 4, 1.0),
+    ("KL nats", "first_token_kl", 5, 1.0),
+    ("agreement", "token_agreement", 3, 1.0),
+)
+
+
+def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
+    """One line of the given samples, whatever they are; None where no sample has the figure.
+
+    TTFT, speed-up and token counts are over timed samples, the rest over all. `speedup` is the median over cases of
+    cold's TTFT over the arm's, `perplexity_ratio` a median, the others are means.
+    """
+    timed = [sample for sample in samples if sample.timed]
+    ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
+    return {
+        "arm": arm,
+        "workload": workload,
+        "size": size,
+        "samples": len(samples),
+        "timed": len(timed),
+        "ttft_median_s": median(sample.ttft_s for sample in timed),
+        "ttft_p95_s": percentile((sample.ttft_s for sample in timed), 0.95),
+        "speedup": median(sample.speedup for sample in samples),
+        "perplexity_ratio": median(sample.perplexity_ratio for sample in samples),
+        **{name: mean(getattr(sample, name) for sample in samples) for name in _MEANS},
+        **{name: mean(getattr(sample, name) for sample in timed) for name in _TIMED_MEANS},
+        "fires": sum(sample.reused_tokens > 0 for sample in samples),
+        "outcomes": dict(sorted(Counter(ended).items())),
+        "judge_failures": sum(sample.judge_error is not None for sample in samples),
+    }
+
+
+def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One line for each arm, workload and size, in the order in which they appear."""
+    by_key: dict[tuple[str, str, str], list[Sample]] = {}
+    for sample in samples:
+        by_key.setdefault((sample.arm, sample.workload, sample.size), []).append(sample)
+    return [summary(*key, chosen) for key, chosen in by_key.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +122,9 @@ class Report:
             "model": self.model,
             "policy": self.policy,
             "num_samples": len(reusing),
-            "mean_speedup": mean([s.speedup for s in reusing if s.speedup is not None]),
-            "mean_rouge1_f1": mean([s.rouge1_cold for s in reusing]),
-            "mean_token_f1": mean([s.token_f1_cold for s in reusing]),
+            "mean_speedup": mean(s.speedup for s in reusing),
+            "mean_rouge1_f1": mean(s.rouge1_cold for s in reusing),
+            "mean_token_f1": mean(s.token_f1_cold for s in reusing),
             "audit": {
                 "path": self.audit_path,
                 **asdict(audit),
@@ -63,8 +132,8 @@ class Report:
             },
             "passed": not self.failed,
             "gates": [{**asdict(gate), "holds": gate.holds} for gate in self.gates],
-            "noise_floor": asdict(self._noise_floor()),
-            "summary": [asdict(line) for line in summarise(self.samples)],
+            "noise_floor": self._noise_floor(),
+            "summary": summaries(self.samples),
             "settings": self.settings,
             **asdict(self.measured),
             "seconds": round(self.seconds, 3),
@@ -74,51 +143,31 @@ class Report:
 
     def tables(self) -> list[Table]:
         """Speed, closeness and gates, for a terminal of about 110 columns."""
-        lines = summarise(self.samples)
-        return [_speed_table(lines), _quality_table(lines, self._noise_floor()), _gate_table(self.gates)]
+        lines, floor = summaries(self.samples), self._noise_floor()
+        answers = "Answers: exact match (EM) with the known answer, the rest against cold"
+        return [
+            _table("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
+            _table(answers, _ANSWERS, [*lines, floor]),
+            _gate_table(self.gates),
+        ]
 
-    def _noise_floor(self) -> Summary:
+    def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
 
 
-def _speed_table(lines: Sequence[Summary]) -> Table:
-    table = _table(
-        "Speed: TTFT of timed prompts, tokens a prompt",
-        "n|TTFT ms|p95 ms|speed-up|prompt|exact|reused|computed|fires",
-    )
-    for line in _with_sections(table, lines):
-        table.add_row(
-            *_names(line),
-            str(line.timed),
-            _number(line.ttft_median_s, 1, 1e3),
-            _number(line.ttft_p95_s, 1, 1e3),
-            _number(line.speedup, 2),
-            _number(line.prompt_tokens, 0),
-            _number(line.exact_prefix_tokens, 0),
-            _number(line.reused_tokens, 0),
-            _number(line.computed_tokens, 0),
-            str(line.fires),
+def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Table:
+    """A row for each line, with a rule behind the last one of a workload and size."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("workload", "size", "arm"):
+        table.add_column(heading, no_wrap=True)
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        cells = (
+            "-" if line[name] is None else f"{line[name] * factor:,.{digits}f}" for _, name, digits, factor in columns
         )
-    return table
-
-
-def _quality_table(lines: Sequence[Summary], floor: Summary) -> Table:
-    table = _table(
-        "Answers: exact match (EM) with the known answer, the rest against cold",
-        "n|EM|ROUGE-1|ROUGE-L|token F1|PPL ratio|KL nats|agreement",
-    )
-    for line in chain(_with_sections(table, lines), [floor]):
-        table.add_row(
-            *_names(line),
-            str(line.samples),
-            _number(line.exact_match, 3),
-            _number(line.rouge1_cold, 3),
-            _number(line.rouge_l_cold, 3),
-            _number(line.token_f1_cold, 3),
-            _number(line.perplexity_ratio, 4),
-            _number(line.first_token_kl, 5),
-            _number(line.token_agreement, 3),
-        )
+        is_last = following is None or any(line[name] != following[name] for name in ("workload", "size"))
+        table.add_row(line["workload"], line["size"], line["arm"], *cells, end_section=is_last)
     return table
 
 
@@ -133,26 +182,53 @@ def _gate_table(gates: Sequence[Gate]) -> Table:
     return table
 
 
-def _table(title: str, columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("workload", "size", "arm"):
-        table.add_column(heading, no_wrap=True)
-    for heading in columns.split("|"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+def end_to_end_rows(
+    samples: Sequence[Sample], exactness: Exactness | None, device: str, measured: Measured, engine: str = ""
+) -> list[Row]:
+    """Rows of the built-in workloads, of the arms position_fix and verified; what was not measured gets no row.
+
+    Names begin with `engine`, such as `vllm_`, and then with the kind of device, `cpu` or `gpu`, except for the
+    wrapper's exactness.
+    """
+    kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
+    results = Results(measured=measured, is_shown=False)
+    for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
+        for size in TIMED_SIZES:
+            _add_speedup(results, f"{name}_{size}_ttft_speedup", arm, size, samples)
+    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, HARMLESS, samples)
+    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*HARMLESS, HEADER_TRAP), samples)
+    trap = [s for s in samples if s.workload == HEADER_TRAP]
+    cold, ours = exact_match(trap, COLD), exact_match(trap, POSITION_FIX)
+    if cold is not None and ours is not None:
+        # Reuse without a check has to fail on the trap, or the trap shows nothing.
+        baseline = f"cold: {cold:.3f}; the trap has to bite"
+        results.add(f"{kind}_trap_position_fix_em", ours, "exact match", baseline, cold / 2)
+    if (fires := unrelated_fires(samples)) is not None:
+        prompts = len({(s.case_id, s.repeat) for s in samples if s.expects == Expectation.NONE.value})
+        baseline = f"{prompts} unrelated prompts in each reusing arm"
+        results.add(f"{kind}_unrelated_fires", fires, "requests", baseline, 0)
+    if exactness is not None:
+        goal = max(MAX_LOGIT_DIFFERENCE, exactness.noise)
+        name = f"{engine}wrapper_exactness_max_logit_diff"
+        results.add(name, exactness.difference, "logits", exactness.against, goal)
+    return results.rows
 
 
-def _with_sections(table: Table, lines: Sequence[Summary]) -> Iterator[Summary]:
-    """The lines, with a rule in the table behind the last one of a workload and size."""
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        yield line
-        if following is None or (line.workload, line.size) != (following.workload, following.size):
-            table.add_section()
+def _add_speedup(results: Results, name: str, arm: str, size: str, samples: Sequence[Sample]) -> None:
+    shifted = [s for s in samples if s.workload in HARMLESS and s.size == size and s.timed]
+    ours = [s for s in shifted if s.arm == arm]
+    speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in shifted if s.arm == COLD)
+    prompt, computed = mean(s.prompt_tokens for s in ours), mean(s.computed_tokens for s in ours)
+    if speedup is not None and cold is not None:
+        baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
+        results.add(name, speedup, "x", baseline, MIN_SPEEDUP, "higher")
 
 
-def _names(line: Summary) -> tuple[str, str, str]:
-    return line.workload, line.size, line.arm
-
-
-def _number(value: float | None, digits: int, factor: float = 1.0) -> str:
-    return "-" if value is None else f"{value * factor:,.{digits}f}"
+def _add_exact_match(
+    results: Results, name: str, arm: str, workloads: Sequence[str], samples: Sequence[Sample]
+) -> None:
+    chosen = [s for s in samples if s.workload in workloads]
+    drop, cold = exact_match_drop(chosen, arm), exact_match(chosen, COLD)
+    if drop is not None and cold is not None:
+        answers = sum(s.arm == COLD and s.exact_match is not None for s in chosen)
+        results.add(name, drop, "exact match", f"cold: {cold:.3f} of {answers} answers", MAX_EM_DROP)

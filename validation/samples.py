@@ -1,47 +1,72 @@
-"""A sample: what one arm did with one case, measured against cold on the same case."""
+"""An answer beside cold's, as a sample, and the samples of one family and arm beside cold's, as a line."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from validation import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from validation.arms import Arm
+    from validation.cases import Case
+    from validation.metrics import NonInferiority
+    from validation.serving import Answer
+
+# A family that the model cannot answer cold shows nothing by not getting worse.
+MIN_COLD_SCORE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Times in seconds, divergences in nats; None where the case does not define the figure.
+    """What one arm did with one case, beside cold on the same case; None where the case does not define the figure.
 
-    `speedup` is cold's TTFT over this arm's on the same case and is given for timed cases only. Scores `*_cold`
-    compare with cold's answer, `*_reference` with the case's reference. `perplexity` is that of the reference, or of
-    cold's own answer where there is none, under this arm's KV; `perplexity_ratio` divides it by cold's.
-    `expected_exact_tokens`: what the case's donors, as far as this arm computed them exactly, share with the prompt
-    from position 0 on and the exact-prefix arm reuses.
+    Token counts are as in `Reuse`; `computed_share`: tokens times layers that were computed, of those that the engine's
+    own exact prefix leaves. `expected_exact_tokens`: what the case's donors, as far as this arm computed them exactly,
+    share with the prompt from position 0 on and the exact-prefix arm reuses. `exact_match` is there where one answer is
+    right; `follows_donor`: the answer is the wrong one that the donors' text gives. Scores `*_cold` compare with cold's
+    answer, `*_reference` with the case's reference. `loss` and `perplexity` are those of the reference under this arm's
+    KV, in a timed run of cold's own answer where there is none; `perplexity_ratio` is over cold's. `first_token_kl`:
+    nats from cold. Times are in seconds; `speedup` is cold's TTFT over this arm's and is there for timed cases only.
     """
 
     case_id: str
     workload: str
     size: str
+    group: str
     expects: str
     arm: str
     repeat: int
     timed: bool
     answer: str
     reference: str | None
-    ttft_s: float
+    ttft_s: float | None
     speedup: float | None
     prompt_tokens: int
     answer_tokens: int
     exact_prefix_tokens: int
     expected_exact_tokens: int
+    offered_tokens: int
+    checked_tokens: int
     reused_tokens: int
+    recomputed_tokens: int
     computed_tokens: int
+    computed_share: float
+    largest_kept: float
     outcome: str | None
     reason: str | None
     exact_match: bool | None
+    follows_donor: bool | None
     rouge1_cold: float
     rouge_l_cold: float
     token_f1_cold: float
     rouge1_reference: float | None
     rouge_l_reference: float | None
     token_f1_reference: float | None
+    loss: float | None
     perplexity: float | None
     perplexity_ratio: float | None
     first_token_kl: float
@@ -49,3 +74,158 @@ class Sample:
     scored_perplexity: float | None = None
     judge_score: float | None = None
     judge_error: str | None = None
+
+
+def sample_of(
+    arm: Arm, case: Case, ours: Answer, cold: Answer, num_layers: int, repeat: int = 0, expected_exact_tokens: int = 0
+) -> Sample:
+    """One arm's answer beside cold's; `num_layers` are the model's, for the rest see Sample."""
+    reuse, reference = ours.reuse, case.reference
+    uncached = max(1, ours.prompt_tokens - reuse.cached)
+    rouge1_cold, rouge_l_cold = metrics.rouge_f1(ours.text, cold.text)
+    rouge_reference = (None, None) if reference is None else metrics.rouge_f1(ours.text, reference.strip())
+    perplexity = None if ours.loss is None else metrics.perplexity(ours.loss)
+    is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
+    return Sample(
+        case_id=case.id,
+        workload=case.workload,
+        size=case.size,
+        group=case.group,
+        expects=case.expects.value,
+        arm=arm.name,
+        repeat=repeat,
+        timed=is_timed,
+        answer=ours.text,
+        reference=reference,
+        ttft_s=ours.ttft_s,
+        speedup=cold.ttft_s / ours.ttft_s if is_timed and cold.ttft_s and ours.ttft_s else None,
+        prompt_tokens=ours.prompt_tokens,
+        answer_tokens=len(ours.tokens),
+        exact_prefix_tokens=reuse.cached,
+        expected_exact_tokens=expected_exact_tokens,
+        offered_tokens=reuse.offered,
+        checked_tokens=reuse.checked,
+        reused_tokens=reuse.reused,
+        recomputed_tokens=reuse.recomputed,
+        computed_tokens=ours.computed_tokens,
+        computed_share=1.0 - reuse.reused / uncached * (1.0 - arm.full_layers / num_layers),
+        largest_kept=reuse.largest_kept,
+        outcome=reuse.outcome,
+        reason=reuse.reason,
+        exact_match=metrics.exact_match(ours.text, reference) if case.known_answer and reference else None,
+        follows_donor=None if case.donor_answer is None else metrics.exact_match(ours.text, case.donor_answer),
+        rouge1_cold=rouge1_cold,
+        rouge_l_cold=rouge_l_cold,
+        token_f1_cold=metrics.token_f1(ours.text, cold.text),
+        rouge1_reference=rouge_reference[0],
+        rouge_l_reference=rouge_reference[1],
+        token_f1_reference=None if reference is None else metrics.token_f1(ours.text, reference),
+        loss=ours.loss,
+        perplexity=perplexity,
+        perplexity_ratio=None
+        if perplexity is None or cold.loss is None
+        else perplexity / metrics.perplexity(cold.loss),
+        first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
+        token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
+    )
+
+
+def samples_of(
+    arm: Arm, cases: Iterable[Case], answers: Mapping[str, Answer], cold: Mapping[str, Answer], num_layers: int
+) -> list[Sample]:
+    """The arm's answers, each beside cold's, both by case id."""
+    return [sample_of(arm, case, answers[case.id], cold[case.id], num_layers) for case in cases]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One family under one arm. Means over samples; `ppl_ratio` is exp of the mean difference of losses.
+    `follows_donor`: share of the answers that are the donors' wrong one.
+
+    `exact_match_bound` and `loss_bound` compare with cold: exact match minus cold's, and cold's loss minus the arm's.
+    `reused_share`: reused over offered tokens; `largest_kept`: over all samples.
+    """
+
+    family: str
+    arm: str
+    samples: int
+    groups: int
+    exact_match: float | None
+    exact_match_bound: NonInferiority | None
+    follows_donor: float | None
+    ppl_ratio: float | None
+    loss_bound: NonInferiority | None
+    agreement: float
+    first_token_kl: float
+    fires: int
+    offered: int
+    checked: int
+    reused: int
+    recomputed: int
+    reused_share: float | None
+    computed_share: float
+    largest_kept: float
+
+    @property
+    def bounds(self) -> list[NonInferiority]:
+        """What compares the arm with cold, of what was scored."""
+        return [bound for bound in (self.exact_match_bound, self.loss_bound) if bound is not None]
+
+    @property
+    def holds(self) -> bool:
+        """True when nothing that was scored is inferior to cold's."""
+        return all(bound.holds for bound in self.bounds)
+
+
+def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0) -> list[Line]:
+    """One line for each family and arm, in the order in which they appear; `cold` by case id."""
+    by_key: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        by_key.setdefault((sample.workload, sample.arm), []).append(sample)
+    return [line_of(family, arm, chosen, cold, seed) for (family, arm), chosen in by_key.items()]
+
+
+def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str, Sample], seed: int = 0) -> Line:
+    """One line of the given samples, of which there is at least one."""
+    loss = _bound(samples, cold, lambda sample: None if sample.loss is None else -sample.loss, seed)
+    offered, checked, reused, recomputed = (
+        sum(getattr(sample, f"{name}_tokens") for sample in samples)
+        for name in ("offered", "checked", "reused", "recomputed")
+    )
+    agreement, first_token_kl, computed_share = (
+        math.fsum(getattr(sample, name) for sample in samples) / len(samples)
+        for name in ("token_agreement", "first_token_kl", "computed_share")
+    )
+    return Line(
+        family=family,
+        arm=arm,
+        samples=len(samples),
+        groups=len({sample.group for sample in samples}),
+        exact_match=metrics.mean(sample.exact_match for sample in samples),
+        exact_match_bound=_bound(samples, cold, lambda sample: sample.exact_match, seed),
+        follows_donor=metrics.mean(sample.follows_donor for sample in samples),
+        ppl_ratio=None if loss is None else math.exp(-loss.difference),
+        loss_bound=loss,
+        agreement=agreement,
+        first_token_kl=first_token_kl,
+        fires=sum(sample.reused_tokens > 0 for sample in samples),
+        offered=offered,
+        checked=checked,
+        reused=reused,
+        recomputed=recomputed,
+        reused_share=reused / offered if offered else None,
+        computed_share=computed_share,
+        largest_kept=max(sample.largest_kept for sample in samples),
+    )
+
+
+def _bound(
+    samples: Sequence[Sample], cold: Mapping[str, Sample], score: Callable[[Sample], float | None], seed: int
+) -> NonInferiority | None:
+    differences, clusters = [], []
+    for sample in samples:
+        ours, theirs = score(sample), score(cold[sample.case_id])
+        if ours is not None and theirs is not None:
+            differences.append(float(ours) - float(theirs))
+            clusters.append(sample.group)
+    return metrics.non_inferiority(differences, clusters, seed=seed)

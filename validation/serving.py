@@ -1,93 +1,234 @@
-"""One arm's engine at work: donors, prompts, and prompts whose answer is forced."""
+"""What an arm's engine answers, prompt by prompt, with what its connector's audit log tells of each request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
+from validation import metrics
+from validation.arms import COLD_AGAIN
+from validation.audit_log import settled
+from validation.cases import MAX_FORCED_TOKENS, Tokeniser, groups
+from validation.engines import EngineSettings, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from validation.cases import Tokeniser
-    from validation.engines import ArmEngine
+    from validation.arms import Arm
+    from validation.cases import Case, TokenisedCase
+    from validation.engines import ArmEngine, Engines
+
+OnStep = Callable[[str], None]
+
+# What a request's last block and the next one may take beyond its tokens.
+BLOCK_ROOM = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ServedDonor:
-    """A donor may itself be served from earlier donors' KV; then it leaves no exact prefix in the engine."""
+class Reuse:
+    """Prompt tokens by where they came from, and what the connector says about it.
 
-    request_id: int
-    reused_tokens: int
+    `cached` are the engine's own exact prefix, `offered` those of the plan's spans, `checked` those compared with their
+    donor's KV, `reused` those whose KV stayed the donor's, `recomputed` the offered ones that did not.
+    `largest_kept`: largest deviation of a checked token that is reused.
+    """
 
-    def settled(self, event: Mapping[str, Any]) -> ServedDonor:
-        """With what the audit log's event `request_settled` tells."""
-        return replace(self, reused_tokens=int(event["reused_tokens"]))
+    cached: int = 0
+    offered: int = 0
+    checked: int = 0
+    reused: int = 0
+    recomputed: int = 0
+    largest_kept: float = 0.0
+    outcome: str | None = None
+    reason: str | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request's result; `logits` [answer tokens, vocab] are those that chose each token, `ttft_s` seconds."""
-
-    request_id: int
-    prompt_tokens: int
-    tokens: list[int]
-    text: str
-    logits: torch.Tensor
-    ttft_s: float
-    exact_prefix_tokens: int
-    reused_tokens: int
-    computed_tokens: int
-    outcome: str | None
-    reason: str | None
-
-    def settled(self, event: Mapping[str, Any]) -> Served:
-        """With what the audit log's event `request_settled` tells."""
-        return replace(
-            self,
-            exact_prefix_tokens=int(event["exact_prefix_tokens"]),
-            reused_tokens=int(event["reused_tokens"]),
-            computed_tokens=self.computed_tokens + int(event["computed_holes"]),
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Reuse:
+        """What the audit log's event `request_settled` tells; what is not known of a check counts as nothing."""
+        return cls(
+            cached=event["exact_prefix_tokens"],
+            offered=event["offered_tokens"],
+            checked=event["checked_tokens"] or 0,
+            reused=event["reused_tokens"],
+            recomputed=event["offered_tokens"] - event["reused_tokens"],
+            largest_kept=event["largest_kept"] or 0.0,
             outcome=event["outcome"],
             reason=event["reason"],
         )
 
 
-class Server:
-    """Serves one request after the other and waits after each until everything it leaves behind can be found."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an arm's engine answered to one prompt.
 
-    def __init__(self, engine: ArmEngine, tokeniser: Tokeniser) -> None:
-        self._engine, self._tokeniser = engine, tokeniser
+    `tokens` and `text` are the greedy answer, or, where an answer was forced, the likeliest token at each of its
+    positions; `logits` [tokens, vocabulary] are those that chose them. `loss`: mean negative log-likelihood of a forced
+    answer in nats a token, None without one. `ttft_s`: seconds to the first token, None where the engine does not tell.
+    """
 
-    def serve_donors(self, donors: tuple[list[int], ...], salt: str | None) -> list[ServedDonor]:
-        served = []
-        for donor in donors:
-            [output] = self._engine.generate([donor], SamplingParams(max_tokens=1), cache_salt=salt)
-            served.append(ServedDonor(output.request_id, output.reused_tokens))
-            self._engine.settle()
-        return served
+    request_id: int
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    logits: torch.Tensor
+    loss: float | None
+    ttft_s: float | None
+    reuse: Reuse
 
-    def serve(self, prompt: list[int], salt: str | None, forced: tuple[int, ...] | None = None) -> Served:
-        """Answers greedily, or with the `forced` tokens. Raises SemBlendError when the engine gives no answer."""
-        [output] = self._engine.generate([prompt], self._tokeniser.sampling(forced), cache_salt=salt)
-        self._engine.settle()
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.reuse.cached - self.reuse.reused
+
+    def with_first_row(self) -> Answer:
+        """Without the logits of all tokens but the first, which are kept on the host."""
+        return replace(self, logits=self.logits[:1].float().cpu().clone())
+
+
+@dataclass(slots=True)
+class ArmServer:
+    """One arm's engine at work. After each call everything that it leaves behind can be found by the next."""
+
+    arm: Arm
+    engine: ArmEngine
+    tokeniser: Tokeniser
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
+        """Serves all donors together, none under an arm without any; the numbers of their requests."""
+        if not (self.arm.serves_donors and donors):
+            return []
+        outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salt)
+        self.engine.settle()
+        return [output.request_id for output in outputs]
+
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        salts: Sequence[str | None],
+        forced: Sequence[tuple[int, ...] | None],
+    ) -> list[Answer]:
+        """Answers all prompts together, greedily or with the `forced` tokens. Raises SemBlendError."""
+        params = [self.tokeniser.sampling(each) for each in forced]
+        outputs = self.engine.generate(prompts, params, salts)
+        self.engine.settle()
+        return [self._answer(output, target) for output, target in zip(outputs, forced, strict=True)]
+
+    def reuse(self, asked: int = 0) -> dict[int, Reuse]:
+        """What the audit log tells of each request by its number, of `asked` at least; nothing without a connector.
+
+        It is complete once the engine has ended. Raises SemBlendError when it misses a request.
+        """
+        if self.arm.variables is None:
+            return {}
+        return {number: Reuse.of(event) for number, event in enumerate(settled(self.events, asked), start=1)}
+
+    def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs
-        if completion.generation_logits is None or output.time_to_first_token is None:
+        logits = completion.generation_logits
+        if logits is None:
             raise SemBlendError(f"The engine gave no answer: {output.error or completion.finish_reason}.")
-        return Served(
+        tokens = completion.token_ids if forced is None else logits.argmax(dim=-1).tolist()
+        return Answer(
             request_id=output.request_id,
-            prompt_tokens=len(prompt),
-            tokens=list(completion.token_ids),
-            text=self._tokeniser.text(completion.token_ids),
-            logits=completion.generation_logits,
+            prompt_tokens=len(output.prompt_token_ids),
+            tokens=tuple(tokens),
+            text=self.tokeniser.text(tokens),
+            logits=logits,
+            loss=None if forced is None else metrics.loss(logits, forced),
             ttft_s=output.time_to_first_token,
-            exact_prefix_tokens=output.cached_tokens,
-            reused_tokens=output.reused_tokens,
-            computed_tokens=output.computed_tokens,
-            outcome=output.reuse_outcome,
-            reason=output.reuse_reason,
+            reuse=Reuse(cached=output.cached_tokens),
+        )
+
+
+@contextmanager
+def served(engines: Engines, arm: Arm, settings: EngineSettings, tokeniser: Tokeniser) -> Iterator[ArmServer]:
+    """The arm's engine for as long as the context lasts; then its audit log is read."""
+    with opened(engines, arm, settings) as (engine, events):
+        yield ArmServer(arm, engine, tokeniser, events)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """`groups` are served together, `batch_size` requests at once; `host_bytes` hold at least their donors."""
+
+    model: str
+    max_tokens: int = 16
+    min_span: int = 64
+    groups: int = 32
+    batch_size: int = 32
+    host_bytes: int = 4 << 30
+
+
+class BatchServer:
+    """Cases of one model, served in batches under any arm: donors of many groups first, then their prompts together.
+
+    Raises ConfigurationError when a case does not fit the model's context, before anything is served.
+    """
+
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: BatchSettings) -> None:
+        self._engines, self._settings, self._cases = engines, settings, cases
+        self._tokeniser = Tokeniser(engines, settings.max_tokens)
+        self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
+
+    def tokens_of(self, case: Case) -> TokenisedCase:
+        return self._tokens[case.id]
+
+    def answers(
+        self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
+    ) -> dict[str, Answer]:
+        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
+
+        One engine serves them all. Raises SemBlendError.
+        """
+        order = groups(self._cases if cases is None else cases)
+        # A second cold run meets the prompts in other batches, so that it shows what batching alone changes.
+        order = order[::-1] if arm.name == COLD_AGAIN else order
+        found: dict[str, Answer] = {}
+        with served(self._engines, arm, self._engine_settings(order), self._tokeniser) as server:
+            for first in range(0, len(order), self._settings.groups):
+                for case_id, answer in self._chunk(server, order[first : first + self._settings.groups]):
+                    found[case_id] = answer.with_first_row()
+                    on_step(case_id)
+        reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
+        # A batch's times say nothing of one prompt.
+        return {
+            name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
+            for name, each in found.items()
+        }
+
+    def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
+        """Each case's id and answer."""
+        server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
+        # One question of every group at a time: in a cold arm the next ones find the first one's KV.
+        for together in zip_longest(*chunk):
+            cases = [case for case in together if case is not None]
+            tokens = [self._tokens[case.id] for case in cases]
+            answers = server.answers(
+                [each.prompt for each in tokens],
+                [case.group if server.arm.isolated else None for case in cases],
+                # The reference of a text without one right answer is scored, not answered.
+                [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
+            )
+            yield from zip((case.id for case in cases), answers, strict=True)
+
+    def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
+        settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]
+        room = max(settings.max_tokens, MAX_FORCED_TOKENS) + BLOCK_ROOM
+        longest = room + max(len(text) for group in tokens for each in group for text in (each.prompt, *each.donors))
+        # A group's donors, and its prompts, which are kept too.
+        kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
+        return EngineSettings(
+            model=settings.model,
+            # Twice: for those that run, and for what the groups' first prompts leave to their further questions.
+            pool_tokens=2 * min(settings.groups, len(order)) * longest,
+            host_bytes=max(settings.host_bytes, 2 * kept * settings.groups * self._engines.token_bytes),
+            min_span=settings.min_span,
+            batch_size=settings.batch_size,
         )

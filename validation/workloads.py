@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
 from validation.cases import Case, Expectation
+from validation.families.group import broken_page, turns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from validation.documents import Document, Question
 
 REORDERED = "reordered"
@@ -28,7 +28,6 @@ _FRAME_TOKENS = {"stock": 160, "facts": 160, "prose": 480}
 _TURN_TOKENS = 24
 # A conversation before its oldest turns are cut is longer than what is left of it by this part.
 _CUT_SHARE = 1 / 3
-_PROSE_REFERENCE_CHARACTERS = 160
 # Rows and persons a document: long enough that each document alone is a span worth moving.
 _STOCK_ROWS = (12, 20)
 _PEOPLE = (4, 6)
@@ -65,165 +64,99 @@ DEFAULT_BATCHES = (
 )
 
 
-class WorkloadWriter:
-    """Writes cases whose prompts fit a token budget under `count_tokens`; equal seeds write equal cases."""
-
-    def __init__(self, count_tokens: Callable[[str], int], seed: int) -> None:
-        self._count = count_tokens
-        self._seed = seed
-
-    def write(self, batches: tuple[Batch, ...], context: int) -> list[Case]:
-        """Returns the cases of all batches whose size fits into `context` tokens.
-
-        Raises ConfigurationError when no size fits.
-        """
-        fitting = [batch for batch in batches if _longest_text(batch) <= context]
-        if not fitting:
-            smallest = min(map(_longest_text, batches))
-            raise ConfigurationError(
-                f"The built-in prompts have at least {smallest} tokens, but the model's context leaves {context} for a "
-                "prompt; bring shorter cases with --prompts."
-            )
-        cases: list[Case] = []
-        for batch in fitting:
-            for index in range(batch.groups):
-                name = f"{batch.workload}-{batch.kind}-{batch.size}-{index}"
-                # Every group has its own stream, so that adding one batch leaves the others as they are.
-                cases.extend(self._group(batch, name, random.Random(f"{self._seed}/{name}")))
-        return cases
-
-    def _group(self, batch: Batch, name: str, rng: random.Random) -> list[Case]:
-        budget = SIZES[batch.size] - _FRAME_TOKENS[batch.kind]
-        if batch.workload == CUT_TURNS:
-            kept = self._documents(rng, batch.kind, budget, _TURN_TOKENS)
-            cut = self._documents(rng, batch.kind, int(budget * _CUT_SHARE), _TURN_TOKENS)
-            return self._cut_turns(batch, name, rng, kept, cut)
-        shown = self._documents(rng, batch.kind, budget)
-        if batch.workload == UNRELATED:
-            return self._unrelated(batch, name, rng, shown, self._documents(rng, batch.kind, budget))
-        if batch.kind == "prose":
-            return [self._continuation(batch, name, rng, shown)]
-        return self._look_ups(batch, name, rng, shown)
-
-    def _look_ups(self, batch: Batch, name: str, rng: random.Random, shown: list[Document]) -> list[Case]:
-        """The donor's documents again: reordered, behind another system prompt, or word for word."""
-        source = prompts.SYSTEM_PROMPTS if batch.workload == SYSTEM_PROMPT else prompts.INSTRUCTIONS
-        earlier, opening = self._two_openings(rng, source)
-        donor_documents = [document.text for document in shown]
-        target_documents = list(donor_documents)
-        if batch.workload == REORDERED:
-            rng.shuffle(target_documents)
-        asked, *questions = _questions(rng, shown, batch.questions + 1)
-        if batch.workload == REPEAT:
-            prompt = prompts.render(opening, target_documents, questions[0].text)
-            return [_case(batch, name, 0, (prompt,), prompt, questions[0].answer, Expectation.EXACT_PREFIX)]
-        donors = (prompts.render(earlier, donor_documents, asked.text),)
-        return [
-            _case(
-                batch,
-                name,
-                index,
-                donors,
-                prompts.render(opening, target_documents, question.text),
-                question.answer,
-                Expectation.REUSE,
-            )
-            for index, question in enumerate(questions)
-        ]
-
-    def _cut_turns(
-        self, batch: Batch, name: str, rng: random.Random, kept: list[Document], cut: list[Document]
-    ) -> list[Case]:
-        """A conversation that went on until its oldest turns, those about `cut`, no longer fitted."""
-        system = rng.choice(prompts.SYSTEM_PROMPTS)
-        kept_turns, cut_turns = _turns(rng, kept), _turns(rng, cut)
-        asked, *questions = _questions(rng, kept, batch.questions + 1)
-        donors = (prompts.render_conversation(system, [*cut_turns, *kept_turns], asked.text),)
-        return [
-            _case(
-                batch,
-                name,
-                index,
-                donors,
-                prompts.render_conversation(system, kept_turns, question.text),
-                question.answer,
-                Expectation.REUSE,
-            )
-            for index, question in enumerate(questions)
-        ]
-
-    def _continuation(self, batch: Batch, name: str, rng: random.Random, shown: list[Document]) -> Case:
-        """Prose in the donor's documents, then a page that breaks off; the reference is how it goes on."""
-        earlier, opening = self._two_openings(rng, prompts.INSTRUCTIONS)
-        donor_documents = [document.text for document in shown]
-        target_documents = list(donor_documents)
-        if batch.workload == REORDERED:
-            rng.shuffle(target_documents)
-        page = documents.excerpt(rng, 900).text
-        cut = page.rfind(" ", 0, max(1, len(page) - _PROSE_REFERENCE_CHARACTERS))
-        begun, reference = page[:cut], page[cut:]
-        prompt = prompts.render_pages(opening, [*target_documents, begun])
-        if batch.workload == REPEAT:
-            return _case(batch, name, 0, (prompt,), prompt, reference, Expectation.EXACT_PREFIX)
-        other_page = documents.excerpt(rng, 400).text
-        donors = (prompts.render_pages(earlier, [*donor_documents, other_page]),)
-        return _case(batch, name, 0, donors, prompt, reference, Expectation.REUSE)
-
-    def _unrelated(
-        self, batch: Batch, name: str, rng: random.Random, others: list[Document], own: list[Document]
-    ) -> list[Case]:
-        """Donors of the same kind and size that share no document with the prompt."""
-        earlier, opening = self._two_openings(rng, prompts.INSTRUCTIONS)
-        asked = _questions(rng, others, 1)[0]
-        question = _questions(rng, own, 1)[0]
-        donors = (prompts.render(earlier, [document.text for document in others], asked.text),)
-        prompt = prompts.render(opening, [document.text for document in own], question.text)
-        return [_case(batch, name, 0, donors, prompt, question.answer, Expectation.NONE)]
-
-    def _documents(self, rng: random.Random, kind: str, budget: int, extra: int = 0) -> list[Document]:
-        """Documents of one kind that fill `budget` tokens as far as whole ones do, with `extra` tokens around each."""
-        shown: list[Document] = []
-        used = 0
-        while True:
-            document = _document(rng, kind)
-            used += self._count(prompts.DOCUMENT_MARK + document.text) + extra
-            if used > budget and shown:
-                return shown
-            shown.append(document)
-
-    def _two_openings(self, rng: random.Random, source: tuple[str, ...]) -> tuple[str, str]:
-        """Two openings of different token length, so that what follows them is shifted."""
-        while True:
-            earlier, opening = rng.sample(source, 2)
-            if self._count(earlier) != self._count(opening):
-                return earlier, opening
+_EXPECTED = {UNRELATED: Expectation.NONE, REPEAT: Expectation.EXACT_PREFIX}
+_Count = Callable[[str], int]
+# A donor, and prompts with their references.
+_Texts = tuple[str, list[tuple[str, str]]]
 
 
-def _case(
-    batch: Batch,
-    group: str,
-    index: int,
-    donors: tuple[str, ...],
-    prompt: str,
-    reference: str,
-    expects: Expectation,
-) -> Case:
-    return Case(
-        id=group if index == 0 else f"{group}-question-{index}",
-        workload=batch.workload,
-        size=batch.size,
-        donors=donors,
-        prompt=prompt,
-        reference=reference,
-        known_answer=batch.kind != "prose",
-        expects=expects,
-        group=group,
-    )
+def write_batches(batches: tuple[Batch, ...], count: _Count, seed: int, context: int) -> list[Case]:
+    """The cases of all batches whose size fits into `context` tokens, of which `count` gives those of a text; equal
+    seeds write equal cases. Raises ConfigurationError when no size fits."""
+    fitting = [batch for batch in batches if _longest_text(batch) <= context]
+    if not fitting:
+        smallest = min(map(_longest_text, batches))
+        raise ConfigurationError(
+            f"The built-in prompts have at least {smallest} tokens, but the model's context leaves {context} for a "
+            "prompt; bring shorter cases with --prompts."
+        )
+    cases: list[Case] = []
+    for batch in fitting:
+        for index in range(batch.groups):
+            name = f"{batch.workload}-{batch.kind}-{batch.size}-{index}"
+            # Every group has its own stream, so that adding one batch leaves the others as they are.
+            cases.extend(_group(batch, count, name, random.Random(f"{seed}/{name}")))
+    return cases
 
 
-def _longest_text(batch: Batch) -> int:
-    """Tokens of the batch's longest prompt or donor, at most."""
-    return int(SIZES[batch.size] * (1 + _CUT_SHARE if batch.workload == CUT_TURNS else 1))
+def _group(batch: Batch, count: _Count, name: str, rng: random.Random) -> list[Case]:
+    write = {CUT_TURNS: _cut_turns, UNRELATED: _unrelated}.get(batch.workload, _same_documents)
+    donor, asked = write(batch, count, rng, SIZES[batch.size] - _FRAME_TOKENS[batch.kind])
+    return [
+        Case(
+            id=name if index == 0 else f"{name}-question-{index}",
+            workload=batch.workload,
+            size=batch.size,
+            donors=(prompt if batch.workload == REPEAT else donor,),
+            prompt=prompt,
+            reference=reference,
+            known_answer=batch.kind != "prose",
+            expects=_EXPECTED.get(batch.workload, Expectation.REUSE),
+            group=name,
+        )
+        for index, (prompt, reference) in enumerate(asked)
+    ]
+
+
+def _same_documents(batch: Batch, count: _Count, rng: random.Random, budget: int) -> _Texts:
+    """The donor's documents again: reordered, behind another system prompt, or word for word. In prose the last page
+    breaks off, and the reference is how it goes on."""
+    shown, is_prose = _documents(count, rng, batch.kind, budget), batch.kind == "prose"
+    is_conversation = batch.workload == SYSTEM_PROMPT and not is_prose
+    earlier, opening = _openings(count, rng, prompts.SYSTEM_PROMPTS if is_conversation else prompts.INSTRUCTIONS)
+    before = [document.text for document in shown]
+    after = list(before)
+    if batch.workload == REORDERED:
+        rng.shuffle(after)
+    if is_prose:
+        begun, rest = broken_page(documents.excerpt(rng, 900).text)
+        donor = prompts.render_pages(earlier, [*before, documents.excerpt(rng, 400).text])
+        return donor, [(prompts.render_pages(opening, [*after, begun]), rest)]
+    asked, *questions = _questions(rng, shown, batch.questions + 1)
+    donor = prompts.render(earlier, before, asked.text)
+    return donor, [(prompts.render(opening, after, each.text), each.answer) for each in questions]
+
+
+def _cut_turns(batch: Batch, count: _Count, rng: random.Random, budget: int) -> _Texts:
+    """A conversation that went on until its oldest turns no longer fitted."""
+    kept = _documents(count, rng, batch.kind, budget, _TURN_TOKENS)
+    cut = _documents(count, rng, batch.kind, int(budget * _CUT_SHARE), _TURN_TOKENS)
+    system = rng.choice(prompts.SYSTEM_PROMPTS)
+    kept_turns, cut_turns = turns_of(rng, kept), turns_of(rng, cut)
+    asked, *questions = _questions(rng, kept, batch.questions + 1)
+    donor = prompts.render_conversation(system, [*cut_turns, *kept_turns], asked.text)
+    return donor, [(prompts.render_conversation(system, kept_turns, each.text), each.answer) for each in questions]
+
+
+def _unrelated(batch: Batch, count: _Count, rng: random.Random, budget: int) -> _Texts:
+    """Donors of the same kind and size that share no document with the prompt."""
+    others, own = (_documents(count, rng, batch.kind, budget) for _ in range(2))
+    earlier, opening = _openings(count, rng, prompts.INSTRUCTIONS)
+    [asked], [question] = _questions(rng, others, 1), _questions(rng, own, 1)
+    donor = prompts.render(earlier, [document.text for document in others], asked.text)
+    return donor, [(prompts.render(opening, [document.text for document in own], question.text), question.answer)]
+
+
+def _documents(count: _Count, rng: random.Random, kind: str, budget: int, extra: int = 0) -> list[Document]:
+    """Documents of one kind that fill `budget` tokens as far as whole ones do, with `extra` tokens around each."""
+    shown: list[Document] = []
+    used = 0
+    while True:
+        document = _document(rng, kind)
+        used += count(prompts.DOCUMENT_MARK + document.text) + extra
+        if used > budget and shown:
+            return shown
+        shown.append(document)
 
 
 def _document(rng: random.Random, kind: str) -> Document:
@@ -231,9 +164,15 @@ def _document(rng: random.Random, kind: str) -> Document:
         return documents.stock_list(rng, rows=rng.randint(*_STOCK_ROWS))
     if kind == "facts":
         return documents.fact_sheet(rng, people=rng.randint(*_PEOPLE))
-    if kind == "prose":
-        return documents.excerpt(rng, rng.randint(*_PROSE_CHARACTERS))
-    raise ValueError(f"The kind of text is stock, facts or prose, not {kind!r}.")
+    return documents.excerpt(rng, rng.randint(*_PROSE_CHARACTERS))
+
+
+def _openings(count: _Count, rng: random.Random, source: tuple[str, ...]) -> tuple[str, str]:
+    """Two openings of different token length, so that what follows them is shifted."""
+    while True:
+        earlier, opening = rng.sample(source, 2)
+        if count(earlier) != count(opening):
+            return earlier, opening
 
 
 def _questions(rng: random.Random, shown: list[Document], count: int) -> list[Question]:
@@ -248,10 +187,6 @@ def _questions(rng: random.Random, shown: list[Document], count: int) -> list[Qu
     return list(chosen.values())
 
 
-def _turns(rng: random.Random, shown: list[Document]) -> list[prompts.Turn]:
-    """One turn a document: it is shown, asked about and answered."""
-    turns = []
-    for document in shown:
-        question = rng.choice(document.questions)
-        turns.append(prompts.Turn(question.text, question.answer, (document.text,)))
-    return turns
+def _longest_text(batch: Batch) -> int:
+    """Tokens of the batch's longest prompt or donor, at most."""
+    return int(SIZES[batch.size] * (1 + _CUT_SHARE if batch.workload == CUT_TURNS else 1))

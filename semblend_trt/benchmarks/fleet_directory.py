@@ -18,11 +18,9 @@ import numpy as np
 from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server, resident_mib
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
+from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.directory_reader import DirectoryReader
-from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 

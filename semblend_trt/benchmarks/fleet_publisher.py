@@ -14,8 +14,7 @@ from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, resident_mib, texts
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter, EventFormat
 
 HELD = 16384

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import ALL_NAMES, ArmChoices, arms_of, default_names, is_reusing, names_of, variables_of
+from validation.arms import ALL_NAMES, ArmChoices, arms_of, default_names, is_reusing, names_of
 
 CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), profile_layers=3)
 
 
 def settings_of(name: str) -> dict[str, str]:
     [arm] = arms_of([name], CHOICES)
-    return dict(variables_of(arm))
+    return arm.variables or {}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,7 +20,7 @@ from validation.cases import Case, Expectation
 from validation.cli import shipped_model
 from validation.embedded_engine import EmbeddedEngines
 from validation.measurement import Measurement, MeasurementSettings
-from validation.summary import Summary, summary
+from validation.report import summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kernels.layout import PagedKv
     from kernels.rope import RopeRotation
 
+    Figures = dict[str, dict[str, Any]]
     KvMove = Callable[[Sequence[Move], PagedKv, RopeRotation], None]
 
 PLACES = 6
@@ -89,13 +90,13 @@ def replaced_lists(seed: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def measure() -> Callable[[KvMove], dict[str, Summary]]:
+def measure() -> Callable[[KvMove], Figures]:
     """Runs the arms with one way of moving KV and gives each arm's figures."""
     runner = ModelRunner(shipped_model(), "float32", "cpu")
     cases = replaced_lists(seed=1)
     settings = MeasurementSettings(str(shipped_model()), ARMS, max_tokens=8, min_span=64)
 
-    def run(move: KvMove) -> dict[str, Summary]:
+    def run(move: KvMove) -> Figures:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "kv_move", move)
             samples = Measurement(EmbeddedEngines(runner), cases, settings).run().samples
@@ -108,24 +109,24 @@ def measure() -> Callable[[KvMove], dict[str, Summary]]:
 
 
 @pytest.fixture(scope="module")
-def intact(measure: Callable[[KvMove], dict[str, Summary]]) -> dict[str, Summary]:
+def intact(measure: Callable[[KvMove], Figures]) -> Figures:
     return measure(kv_move)
 
 
-def test_the_model_knows_and_two_cold_runs_agree(intact: dict[str, Summary]) -> None:
-    assert intact[COLD].exact_match >= 0.9
-    assert intact[COLD_AGAIN].first_token_kl < 1e-6
-    assert intact[COLD_AGAIN].token_agreement == 1.0
+def test_the_model_knows_and_two_cold_runs_agree(intact: Figures) -> None:
+    assert intact[COLD]["exact_match"] >= 0.9
+    assert intact[COLD_AGAIN]["first_token_kl"] < 1e-6
+    assert intact[COLD_AGAIN]["token_agreement"] == 1.0
 
 
 @pytest.mark.parametrize("broken", [without_rotation, exchanged])
 def test_wrong_kv_is_far_worse_than_position_fix(
-    measure: Callable[[KvMove], dict[str, Summary]], intact: dict[str, Summary], broken: KvMove
+    measure: Callable[[KvMove], Figures], intact: Figures, broken: KvMove
 ) -> None:
     """Half of all answers lost, ten times the divergence, and a right answer that is a fifth more surprising."""
     right, wrong = intact[POSITION_FIX], measure(broken)[POSITION_FIX]
-    assert right.reused_tokens == wrong.reused_tokens > 0
-    assert right.exact_match - wrong.exact_match >= 0.5
-    assert right.token_agreement - wrong.token_agreement >= 0.3
-    assert wrong.first_token_kl >= 10 * max(right.first_token_kl, 0.01)
-    assert wrong.perplexity_ratio >= 1.2 * right.perplexity_ratio
+    assert right["reused_tokens"] == wrong["reused_tokens"] > 0
+    assert right["exact_match"] - wrong["exact_match"] >= 0.5
+    assert right["token_agreement"] - wrong["token_agreement"] >= 0.3
+    assert wrong["first_token_kl"] >= 10 * max(right["first_token_kl"], 0.01)
+    assert wrong["perplexity_ratio"] >= 1.2 * right["perplexity_ratio"]

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
+import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
@@ -17,7 +17,7 @@ from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import load, shipped_model
-from validation.quality.batches import BatchServer, BatchSettings
+from validation.serving import BatchServer, BatchSettings
 from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(name: str)
         if left.loss is not None and right.loss is not None:
             assert left.loss == pytest.approx(right.loss, abs=1e-4)
         assert left.text == right.text
-        np.testing.assert_allclose(left.first, right.first, atol=1e-3)
+        torch.testing.assert_close(left.logits, right.logits, atol=1e-3, rtol=0)
         assert replace(left.reuse, cached=0) == replace(right.reuse, cached=0)
         assert (right.reuse.reused > 100) == (name == POSITION_FIX)
 
@@ -55,7 +55,7 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(monkeyp
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     events = audit_log.read_events
-    monkeypatch.setattr("validation.quality.batches.read_events", lambda path: events(path)[:-8])
+    monkeypatch.setattr("validation.engines.read_events", lambda path: events(path)[:-8])
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
         BatchServer(engines, cases, SETTINGS).answers(arm)
 

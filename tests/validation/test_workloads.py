@@ -18,7 +18,7 @@ from validation.workloads import (
     SIZES,
     SYSTEM_PROMPT,
     UNRELATED,
-    WorkloadWriter,
+    write_batches,
 )
 
 
@@ -29,7 +29,7 @@ def count(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return WorkloadWriter(count, seed=1).write(DEFAULT_BATCHES, context=8_192)
+    return write_batches(DEFAULT_BATCHES, count, 1, 8_192)
 
 
 def documents_of(prompt: str) -> list[str]:
@@ -37,14 +37,14 @@ def documents_of(prompt: str) -> list[str]:
 
 
 def test_equal_seeds_write_equal_cases(cases: list[Case]) -> None:
-    assert WorkloadWriter(count, seed=1).write(DEFAULT_BATCHES, 8_192) == cases
-    other = WorkloadWriter(count, seed=2).write(DEFAULT_BATCHES, 8_192)
+    assert write_batches(DEFAULT_BATCHES, count, 1, 8_192) == cases
+    other = write_batches(DEFAULT_BATCHES, count, 2, 8_192)
     assert [case.id for case in other] == [case.id for case in cases]
     assert all(ours.prompt != theirs.prompt for ours, theirs in zip(cases, other, strict=True))
 
 
 def test_a_batch_alone_writes_the_cases_it_writes_among_others(cases: list[Case]) -> None:
-    alone = WorkloadWriter(count, seed=1).write(DEFAULT_BATCHES[-1:], 8_192)
+    alone = write_batches(DEFAULT_BATCHES[-1:], count, 1, 8_192)
     assert alone == [case for case in cases if case in alone]
 
 
@@ -62,10 +62,9 @@ def test_prompts_have_their_nominal_size(cases: list[Case]) -> None:
 
 
 def test_prompts_that_do_not_fit_the_context_are_left_out() -> None:
-    writer = WorkloadWriter(count, seed=1)
-    assert {case.size for case in writer.write(DEFAULT_BATCHES, context=3_000)} == {"1k", "2k"}
+    assert {case.size for case in write_batches(DEFAULT_BATCHES, count, 1, 3_000)} == {"1k", "2k"}
     with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt"):
-        writer.write(DEFAULT_BATCHES, context=1_000)
+        write_batches(DEFAULT_BATCHES, count, 1, 1_000)
 
 
 def test_reordered_prompts_hold_the_donors_documents_in_another_order(cases: list[Case]) -> None:

@@ -24,14 +24,14 @@ from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.metrics import exact_match
-from validation.quality.batches import BatchServer, BatchSettings
+from validation.serving import BatchServer, BatchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
-    from validation.quality.answers import Answer
+    from validation.serving import Answer
 
 # Families in which the donor's text in front of what is shared decides what the shared text says.
 CONSTRUCTIONS = (
@@ -50,7 +50,7 @@ MORE_TRIES, MORE_VICTIMS = 32, 6
 # Shorter than the default: a list of nine rows is then reused whole.
 _MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
 # The exact arm is what policy verified falls back to; it shows that no plant meets its rule.
-EXACT = Arm("exact", (("SEMBLEND_POLICY", "exact"),))
+EXACT = Arm("exact", {"SEMBLEND_POLICY": "exact"})
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
 GOALS = {EXACT.name: 0, VERIFIED: 0}
 SKIPPED = "no other model was named with --target"

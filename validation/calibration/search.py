@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Trials, Verdict
-    from validation.quality.samples import QualityLine
+    from validation.samples import Line
 
 # A span that deviates by half is a span whose meaning has changed; what is left of it is not worth a doubt.
 MAX_SPAN_SHARE = 0.5
@@ -168,7 +168,7 @@ class Found:
     beside the candidates' own. `tried` in order; `deviations` of the screened prompts."""
 
     winner: Candidate | None = None
-    lines: tuple[QualityLine, ...] = ()
+    lines: tuple[Line, ...] = ()
     problem: str | None = None
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)

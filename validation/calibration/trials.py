@@ -19,8 +19,8 @@ from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
 from validation.families.catalog import shortest_prompts, write_cases
 from validation.metrics import MARGIN
 from validation.models import full_layers_of
-from validation.quality.batches import BatchServer
-from validation.quality.samples import MIN_COLD_SCORE, line_of, samples_of
+from validation.samples import MIN_COLD_SCORE, line_of, samples_of
+from validation.serving import BatchServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from validation.cases import Case, TokenisedCase
     from validation.engines import Engines, ServedModel
     from validation.families.catalog import FamilyRequest
-    from validation.quality.answers import Answer
-    from validation.quality.batches import BatchSettings
-    from validation.quality.samples import QualityLine, QualitySample
+    from validation.samples import Line, Sample
+    from validation.serving import Answer, BatchSettings
 
 # The family that is written by a planter: of so many plants one is served, the one that a policy misses most of.
 PLANTED = "planted"
@@ -77,7 +76,7 @@ class Verdict:
     """`lines`: the families that were served, the last of them the inferior one where `holds` is False."""
 
     holds: bool
-    lines: tuple[QualityLine, ...]
+    lines: tuple[Line, ...]
 
     @property
     def inferior(self) -> str | None:
@@ -87,8 +86,7 @@ class Verdict:
     def difference(self) -> str:
         """In words: how the family that ended the trial compares with cold; the widest bound without one."""
         lines = self.lines if self.holds else self.lines[-1:]
-        bounds = [bound for line in lines for bound in (line.exact_match_bound, line.loss_bound) if bound is not None]
-        lowest = min(bounds, key=lambda bound: bound.lower, default=None)
+        lowest = min((bound for line in lines for bound in line.bounds), key=lambda bound: bound.lower, default=None)
         return "nothing was compared" if lowest is None else lowest.sentence()
 
 
@@ -125,7 +123,7 @@ class Trials:
             return [found for plant in self._cases[family] for found in self._planter.deviations_of(plant)]
         return self._collector.collect(self._cases[family], self._server.tokens_of)
 
-    def cold_line(self, family: str) -> QualityLine:
+    def cold_line(self, family: str) -> Line:
         """Cold against itself: what the model can do."""
         cold = self._cold_samples(family)
         return line_of(family, COLD, list(cold.values()), cold, self._seed)
@@ -151,7 +149,7 @@ class Trials:
         profile, num_layers = ReuseProfile.read(path), self._engines.facts.num_layers
         choices = ArmChoices(num_layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
         [arm] = arms_of([VERIFIED], choices)
-        lines: list[QualityLine] = []
+        lines: list[Line] = []
         answers: dict[str, Answer] = {}
         chosen = {family: self._chosen(family, profile) for family in families}
         for family, cases in chosen.items():
@@ -176,7 +174,7 @@ class Trials:
             self._cold |= self._server.answers(arm, asked)
         return self._cold
 
-    def _cold_samples(self, family: str) -> dict[str, QualitySample]:
+    def _cold_samples(self, family: str) -> dict[str, Sample]:
         num_layers = self._engines.facts.num_layers
         [arm] = arms_of([COLD], ArmChoices(num_layers, boundary=1))
         answers = self._cold_answers(family)
@@ -184,12 +182,11 @@ class Trials:
         return {sample.case_id: sample for sample in samples}
 
 
-def _has_lost_little(line: QualityLine) -> bool:
-    bounds = (line.exact_match_bound, line.loss_bound)
-    return all(bound.difference >= -MARGIN for bound in bounds if bound is not None)
+def _has_lost_little(line: Line) -> bool:
+    return all(bound.difference >= -MARGIN for bound in line.bounds)
 
 
-def _check_profile_was_used(samples: Sequence[QualitySample]) -> None:
+def _check_profile_was_used(samples: Sequence[Sample]) -> None:
     for sample in samples:
         if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable"):
             raise SemBlendError(

@@ -6,10 +6,9 @@ import itertools
 from typing import TYPE_CHECKING
 
 from validation import documents
-from validation.cases import Expectation
+from validation.cases import Expectation, equal_start
 from validation.documents import Document, counted_list
-from validation.families.group import Asked, ask
-from validation.prompts import Turn
+from validation.families.group import Asked, ask, broken_page, turns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,6 @@ _TURN_TOKENS = 30
 # A conversation before its oldest turns are cut is longer than what is left of it by this part of the whole.
 _CUT_SHARE = 0.25
 _PAGE_CHARACTERS = (600, 1_400)
-_REFERENCE_CHARACTERS = 160
 
 
 def reordered(group: Group) -> list[Case]:
@@ -49,7 +47,7 @@ def cut_turns(group: Group) -> list[Case]:
     cut = group.stock_lists(int(group.room * _CUT_SHARE), _TURN_TOKENS, places)
     used = sum(group.length(document.text) + _TURN_TOKENS for document in cut)
     kept = group.stock_lists(group.room - used, _TURN_TOKENS, places)
-    cut_turns, kept_turns = _turns(group, cut), _turns(group, kept)
+    cut_turns, kept_turns = turns_of(rng, cut), turns_of(rng, kept)
     last, *questions = ask(rng, kept, group.questions + 1)
     donor = form.render_conversation(system, [*cut_turns, *kept_turns], last.text)
     asked = [Asked(form.render_conversation(system, kept_turns, each.text), each.answer) for each in questions]
@@ -60,7 +58,7 @@ def prose(group: Group) -> list[Case]:
     """Pages of prose in another order, then a page that breaks off; the reference is how it goes on."""
     rng, form = group.rng, group.form
     earlier, opening = group.openings()
-    broken = [_broken_page(documents.excerpt(rng, 900).text) for _ in range(group.questions)]
+    broken = [broken_page(documents.excerpt(rng, 900).text) for _ in range(group.questions)]
     room = group.room - max(group.length(begun) for begun, _ in broken)
     pages, used = list[str](), 0
     while True:
@@ -81,20 +79,6 @@ def _same_lists(group: Group, donor: tuple[str, list[Document]], target: tuple[s
     asked = [Asked(group.form.render(opening, texts, each.text), each.answer) for each in questions]
     donors = [group.form.render(earlier, [document.text for document in before], last.text)]
     return group.cases(donors, asked, Expectation.REUSE)
-
-
-def _turns(group: Group, shown: list[Document]) -> list[Turn]:
-    """One turn a list: it is shown, asked about and answered."""
-    questions = [group.rng.choice(document.questions) for document in shown]
-    return [
-        Turn(question.text, question.answer, (document.text,))
-        for document, question in zip(shown, questions, strict=True)
-    ]
-
-
-def _broken_page(page: str) -> tuple[str, str]:
-    cut = page.rfind(" ", 0, max(1, len(page) - _REFERENCE_CHARACTERS))
-    return page[:cut], page[cut:]
 
 
 def unrelated(group: Group) -> list[Case]:
@@ -255,7 +239,7 @@ def _alike(group: Group) -> Iterator[tuple[str, str]]:
     """Two places of one kind whose names share as many first letters as can be, the most alike first."""
     words, rng = group.form.vocabulary, group.rng
     names = sorted(rng.sample(words.place_names, min(_NAMES_COMPARED, len(words.place_names))))
-    pairs = sorted(itertools.pairwise(names), key=lambda pair: -_equal_letters(*pair))
+    pairs = sorted(itertools.pairwise(names), key=lambda pair: -equal_start(*pair))
     taken = set[str]()
     for pair in pairs:
         if taken.isdisjoint(pair):
@@ -263,11 +247,6 @@ def _alike(group: Group) -> Iterator[tuple[str, str]]:
             kind = rng.choice(words.place_kinds)
             first, second = rng.sample(pair, 2)
             yield f"{kind} {first}", f"{kind} {second}"
-
-
-def _equal_letters(first: str, second: str) -> int:
-    """First letters that two names share."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _qualified(group: Group, words: tuple[str, ...], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:

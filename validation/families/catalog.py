@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
@@ -16,7 +17,6 @@ from validation.prompts import form_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from validation.cases import Case
     from validation.engines import ServedModel
@@ -34,7 +34,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`write` makes the cases of one group. `note` says what to know before reading a figure of the family.
+    """`write` makes the cases of one group.
 
     `is_text`: long references without one right answer, compared by perplexity. `needs_eval_data`: the family reads
     files of a folder of evaluation sets.
@@ -43,7 +43,6 @@ class Family:
     name: str
     kind: Kind
     write: Callable[[Group], list[Case]]
-    note: str = ""
     is_text: bool = False
     needs_eval_data: bool = False
 
@@ -81,7 +80,7 @@ def family(name: str) -> Family:
 def write_family(
     name: str,
     form: PromptForm,
-    count_tokens: Callable[[str], int],
+    count: Callable[[str], int],
     seed: int,
     groups: int,
     questions: int,
@@ -91,12 +90,9 @@ def write_family(
     """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
 
     Equal arguments write equal cases, and a group does not change when more are asked for. `eval_data`: the folder of
-    evaluation sets. Raises ConfigurationError for an unknown family, a count below 1, too few tokens, or evaluation
-    data that is missing, cannot be read or holds too little.
+    evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data that is
+    missing, cannot be read or holds too little.
     """
-    for what, value in (("groups", groups), ("questions", questions)):
-        if value < 1:
-            raise ConfigurationError(f"A family needs at least one of {what}, not {value}.")
     wanted = family(name)
     if wanted.needs_eval_data and eval_data is None:
         raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
@@ -104,7 +100,7 @@ def write_family(
     for index in range(groups):
         group = f"{name}-{tokens}-{index}"
         rng = random.Random(f"{seed}/{group}/{form.name}")
-        cases.extend(wanted.write(Group(name, group, form, count_tokens, rng, questions, tokens, eval_data)))
+        cases += wanted.write(Group(name, group, form, count, rng, questions, tokens, eval_data or Path()))
     return cases
 
 
@@ -136,7 +132,7 @@ class FamilyRequest:
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     """All cases, family by family. Raises ConfigurationError for what cannot be written."""
-    form, count = form_for(model.tokenizer, asked.form), partial(_count, model)
+    form, count = form_for(model.tokenizer, asked.form), partial(count_tokens, model)
     if asked.tokens > model.facts.max_positions:
         raise ConfigurationError(
             f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
@@ -149,15 +145,11 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     return cases
 
 
-def kinds_of(cases: list[Case]) -> dict[str, str]:
-    """The kind of each family that occurs."""
-    return {name: family(name).kind.value for name in dict.fromkeys(case.workload for case in cases)}
-
-
 def shortest_prompts(model: ServedModel, form: str | None) -> int:
     """Tokens of the shortest prompts of a family in the model's form, or in the one named."""
-    return least_tokens(form_for(model.tokenizer, form), partial(_count, model))
+    return least_tokens(form_for(model.tokenizer, form), partial(count_tokens, model))
 
 
-def _count(model: ServedModel, text: str) -> int:
+def count_tokens(model: ServedModel, text: str) -> int:
+    """Tokens of a part of a prompt."""
     return len(model.tokenizer.encode(text, add_special_tokens=False))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
-from validation.cases import Expectation
+from validation.cases import Expectation, Form, content_of, parsed
 from validation.documents import Question
 from validation.families.group import Asked
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from validation.families.group import Group
 
 _Text = Annotated[str, Field(min_length=1)]
+_WRONG = "{} is not of the expected form"
 _PIECE_CHARACTERS = 900
 _SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
@@ -88,16 +89,13 @@ class _Story(BaseModel):
     questions: list[_StoryQuestion]
 
 
-_File = TypeVar("_File", bound=BaseModel)
-
-
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
     """SQuAD v1.1, one reading an article, one piece a paragraph; the first answer of a question is its reference.
 
     Raises ConfigurationError when the file cannot be read or is not of that form, as the others here do.
     """
-    articles = _parse(_Squad, folder / "squad-dev-v1.1.json").data
+    articles = _read(_Squad, folder / "squad-dev-v1.1.json").data
     return tuple(
         Reading(
             tuple(paragraph.context.strip() for paragraph in article.paragraphs),
@@ -118,14 +116,15 @@ def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
         raise ConfigurationError(
             f"{folder / 'qmsum'} holds no meeting; put QMSum's test meetings there, one JSON each."
         )
-    return tuple(_meeting(_parse(_Meeting, path)) for path in paths)
+    return tuple(_meeting(_read(_Meeting, path)) for path in paths)
 
 
 @functools.cache
 def squality_texts(folder: Path) -> tuple[Reading, ...]:
     """SQuALITY, one reading a story; every question is on the whole of it, its first response is the reference."""
     path = folder / "squality-dev.jsonl"
-    stories = [_parsed(_Story, line, path) for line in _content(path).splitlines() if line.strip()]
+    lines = [line for line in content_of(path).splitlines() if line.strip()]
+    stories = [parsed(_Story, line, _WRONG.format(path)) for line in lines]
     readings = []
     for story in stories:
         sentences = _SENTENCE.split(" ".join(story.document.split()))
@@ -133,6 +132,10 @@ def squality_texts(folder: Path) -> tuple[Reading, ...]:
         pieces = tuple(" ".join(each) for each in _gathered(sentences))
         readings.append(Reading(pieces, ((),) * len(pieces), general))
     return tuple(readings)
+
+
+def _read(form: type[Form], path: Path) -> Form:
+    return parsed(form, content_of(path), _WRONG.format(path))
 
 
 def _meeting(meeting: _Meeting) -> Reading:
@@ -160,27 +163,6 @@ def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
         yield held
 
 
-def _parse(form: type[_File], path: Path) -> _File:
-    return _parsed(form, _content(path), path)
-
-
-def _parsed(form: type[_File], content: bytes, path: Path) -> _File:
-    try:
-        return form.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        where = f"{where}: " if where else ""
-        raise ConfigurationError(f"{path} is not of the expected form: {where}{first['msg']}.") from error
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
 def squad(group: Group) -> list[Case]:
     """SQuAD v1.1 (`squad-dev-v1.1.json`); the first answer is the reference."""
     return _pieces(group, squad_texts, known=True)
@@ -201,8 +183,6 @@ def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bo
 
     Raises ConfigurationError when no text has enough questions.
     """
-    if group.eval_data is None:
-        raise ConfigurationError(f"The family {group.family} needs the folder of evaluation sets.")
     texts, rng, form = read(group.eval_data), group.rng, group.form
     earlier, opening = group.openings()
     for text in rng.sample(texts, len(texts)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
 from validation.documents import Document, counted_list
+from validation.prompts import Turn
 
 if TYPE_CHECKING:
     import random
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40
 _SMALLEST_ROOM = 160
+_REFERENCE_CHARACTERS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Group:
     rng: random.Random
     questions: int
     tokens: int
-    eval_data: Path | None = None
+    eval_data: Path
 
     @property
     def room(self) -> int:
@@ -148,3 +150,15 @@ def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Quest
             if pool and len(chosen) < count:
                 chosen.append(pool.pop())
     return chosen
+
+
+def turns_of(rng: random.Random, shown: Sequence[Document]) -> list[Turn]:
+    """One turn of a conversation for each document: it is shown, asked about and answered."""
+    asked = [rng.choice(document.questions) for document in shown]
+    return [Turn(each.text, each.answer, (document.text,)) for document, each in zip(shown, asked, strict=True)]
+
+
+def broken_page(page: str) -> tuple[str, str]:
+    """A page that breaks off between two words, and how it goes on."""
+    cut = page.rfind(" ", 0, max(1, len(page) - _REFERENCE_CHARACTERS))
+    return page[:cut], page[cut:]

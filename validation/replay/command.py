@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from kernels import results
 from kernels.files import write_bytes
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
-from semblend_trt.printable import printable
-from validation.arguments import HIGHEST, check_integers, settings_in_text
-from validation.output import progress, write_json, write_text
-from validation.replay.arguments import LATENCY_PROFILE
+from validation import arguments
+from validation.output import progress, say, show, write_json, write_text
 from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel, recorded_observations
 from validation.replay.report import BASELINE, ReplayReport, draw, lines_of
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
 from validation.replay.trace import Trace, trace_file, trace_of
-from validation.replay.workloads import workload_lines
+from validation.replay.workloads import WORKLOADS, workload_lines
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
 FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
 MAX_WORKLOAD_REQUESTS = 100_000
 _DEFAULT_SHARES = (0.1, 0.25, 0.5)
 _TABLE_WIDTH = 170
+_DESCRIPTION = """
+Replays request telemetry through the eviction policies, for an exact prefix cache and for reuse of spans, and predicts
+the time to the first token by a fitted model; nothing is measured. Writes replay_results.json, replay_metrics.csv,
+replay_summary.md and replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage or an
+error, 130 interrupted.
+"""
+LATENCY_PROFILE = Path("benchmarks/results/h200/ttft.json")
 
 
-def run_replay(options: argparse.Namespace, command: str) -> None:
-    """Runs and writes everything. Raises SemBlendError and OSError."""
+def parse_replay(given: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a replay; exits with status 2 for any that argparse refuses."""
+    parser = arguments.Parser("replay", _DESCRIPTION)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="request telemetry as a router writes it")
+    source.add_argument("--workload", metavar="NAME", help=f"a built-in trace: {', '.join(WORKLOADS)}")
+    parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read and pass over them")
+    parser.add_argument("--requests", type=int, default=600, help="requests of a built-in trace")
+    arguments.add(parser, "--seed", help="seed of a built-in trace and of the bootstrap")
+    parser.add_argument("--write-trace", type=Path, metavar="FILE.jsonl", help="save the built-in trace")
+    names = [each.value for each in Eviction]
+    told = f"eviction policies: {', '.join(names)}; lru is always among them"
+    parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
+    told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
+    parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=told)
+    arguments.add(parser, "--min-match-length", help="shortest span that is reused, in tokens")
+    told = "first tokens of each reused span that are computed again"
+    parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
+    told = (
+        "result rows to fit the latency model to (default: the trace's own observations where it has "
+        f"{MIN_OF_A_TRACE} or more, else {LATENCY_PROFILE})"
+    )
+    parser.add_argument("--latency-profile", type=Path, metavar="FILE.json", help=told)
+    arguments.add(parser, "--output", default=Path("results/replay"), metavar="DIR", help="folder of the files")
+    return parser.parse_args(given)
+
+
+def run_replay(options: argparse.Namespace, command: str) -> bool:
+    """Runs and writes everything, which is all that can be asked of it. Raises SemBlendError and OSError."""
     policies = _policies(options.policies)
     _check_options(options)
     paths = [options.output / name for name in FILE_NAMES]
@@ -53,11 +83,12 @@ def run_replay(options: argparse.Namespace, command: str) -> None:
         rules=rules,
         lines=lines_of(trace, outcomes, model, options.seed),
         unlimited_share=unlimited,
-        settings=settings_in_text(options),
+        settings=arguments.settings_in_text(options),
         measured=results.Measured.now(command, "cpu"),
     )
     _write(report, paths)
     _show(report, [*paths, *filter(None, [options.write_trace])])
+    return True
 
 
 def _policies(names: Sequence[str]) -> tuple[str, ...]:
@@ -70,12 +101,12 @@ def _policies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    check_integers(options, requests=1, seed=0, min_match_length=1, recompute_tokens=0)
+    arguments.check_integers(options, requests=1, seed=0, min_match_length=1, recompute_tokens=0)
     if options.requests > MAX_WORKLOAD_REQUESTS:
         raise ConfigurationError(f"--requests is {options.requests}; it must be at most {MAX_WORKLOAD_REQUESTS}.")
     for capacity in options.capacity_tokens or ():
-        if not 1 <= capacity <= HIGHEST:
-            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {HIGHEST}.")
+        if not 1 <= capacity <= arguments.HIGHEST:
+            raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
     if options.write_trace is not None and options.workload is None:
         raise ConfigurationError("--write-trace saves a built-in trace; name one with --workload.")
 
@@ -113,7 +144,7 @@ def _outcomes(
     """All outcomes, and for each rule the share of tokens that is reused where nothing has to go."""
     runs = [(rule, policy, n) for rule in rules for n in dict.fromkeys(capacities) for policy in policies]
     outcomes, unlimited = [], {}
-    with progress(Console(stderr=True), "Replaying", len(runs) + len(rules)) as on_step:
+    with progress("Replaying", len(runs) + len(rules)) as on_step:
         for rule, policy, capacity in runs:
             outcomes.append(simulate(trace, rule, policy, capacity))
             on_step(policy)
@@ -150,11 +181,6 @@ def _write(report: ReplayReport, paths: Sequence[Path]) -> None:
 
 
 def _show(report: ReplayReport, paths: Sequence[Path]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_TABLE_WIDTH)
-    for table in report.tables():
-        console.print(table)
-    plain = Console(soft_wrap=True)
-    for sentence in (*report.facts, report.model.sentence(), *map(str, paths)):
-        plain.print(printable(sentence), markup=False, highlight=False)
+    show(report.tables(), _TABLE_WIDTH)
+    for sentence in (*report.facts, report.model.sentence(), *paths):
+        say(sentence)

@@ -112,8 +112,7 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock
     """Confirms the profile, or makes one; then what is served under it. Raises SemBlendError and OSError."""
     try:
         # Here: they need more than an environment with TensorRT-LLM and the connector may have.
-        from validation.calibration.arguments import parse_calibrate, parse_confirm
-        from validation.calibration.command import run_calibrate, run_confirm
+        from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
     except ModuleNotFoundError as error:
         yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")
         return

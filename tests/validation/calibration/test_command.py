@@ -15,7 +15,7 @@ from validation.cli import main
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.models import load, shipped_model
-from validation.quality.batches import BatchServer, BatchSettings
+from validation.serving import BatchServer, BatchSettings
 from validation.trtllm_engine import TrtllmEngines
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from validation.engines import Engines
-    from validation.quality.answers import Reuse
+    from validation.serving import Reuse
 
 SHORT = ["--groups", "2", "--screening-groups", "2", "--questions", "1", "--tokens", "512"]
 

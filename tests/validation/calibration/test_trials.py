@@ -14,7 +14,7 @@ from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.models import load, profile_of, shipped_model
-from validation.quality.batches import BatchSettings
+from validation.serving import BatchSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

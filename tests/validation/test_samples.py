@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 from validation.arms import Arm
 from validation.cases import Case, Expectation
-from validation.quality.answers import Answer, Reuse, divergence, first_distribution, loss_of
-from validation.quality.samples import QualitySample, line_of, lines_of, samples_of
+from validation.samples import Sample, line_of, lines_of, samples_of
+from validation.serving import Answer, Reuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Maker = Callable[..., QualitySample]
+    Maker = Callable[..., Sample]
 
 CASE = Case("case", "header_trap", "1k", ("donor",), "prompt", "42", True, Expectation.REUSE, "case", donor_answer="17")
 
 
 def answer(text: str = "42", reuse: Reuse | None = None, loss: float | None = None) -> Answer:
-    first = first_distribution(torch.tensor([[0.0, 1.0, 2.0]]))
-    return Answer("case", 100, (1, 2), text, loss, first, reuse or Reuse())
+    return Answer(1, 100, (1, 2), text, torch.tensor([[0.0, 1.0, 2.0]]), loss, None, reuse or Reuse())
 
 
 @pytest.mark.parametrize(("text", "match", "follows"), [("42", True, False), ("17", False, True), ("3", False, False)])
@@ -40,9 +38,9 @@ def test_computed_share_counts_the_layers_below_the_check() -> None:
     assert sample.computed_share == pytest.approx((10 + 80 * 2 / 8) / 90)
 
 
-def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_quality_sample: Maker) -> None:
-    cold = {str(i): make_quality_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.0) for i in range(10)}
-    ours = [make_quality_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.004) for i in range(10)]
+def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample: Maker) -> None:
+    cold = {str(i): make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.0) for i in range(10)}
+    ours = [make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.004) for i in range(10)]
     line = line_of("prose", "verified", ours, cold)
     assert line.exact_match is None
     assert line.exact_match_bound is None
@@ -52,15 +50,18 @@ def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_quality_sample
     assert line.holds
 
 
-def test_lines_are_by_family_and_arm_and_compare_with_cold(make_quality_sample: Maker) -> None:
+def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample: Maker) -> None:
     arms = ("cold", "verified")
     samples = [
-        make_quality_sample(
+        make_sample(
             case_id=f"{family}-{i}",
-            family=family,
+            workload=family,
             group=f"{family}-{i // 2}",
             arm=arm,
             exact_match=arm == "cold" or i > 0,
+            offered_tokens=900,
+            reused_tokens=880,
+            recomputed_tokens=20,
         )
         for arm in arms
         for family in ("reordered", "header_trap")
@@ -77,13 +78,3 @@ def test_lines_are_by_family_and_arm_and_compare_with_cold(make_quality_sample: 
     assert (verified.offered, verified.reused, verified.recomputed, verified.fires) == (3_600, 3_520, 80, 4)
     assert verified.reused_share == pytest.approx(3_520 / 3_600)
     assert lines["reordered", "cold"].holds
-
-
-def test_losses_and_divergences_are_those_of_the_formulas() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])
-    expected = (math.log(3) + math.log(1 + 2 * math.exp(-5))) / 2
-    assert loss_of(logits, (2, 0)) == pytest.approx(expected)
-    even, odd = first_distribution(logits), first_distribution(logits[1:])
-    assert divergence(even, even) == 0.0
-    by_hand = sum(math.log(1 / 3 / p) / 3 for p in np.exp(odd.astype(float)))
-    assert divergence(even, odd) == pytest.approx(by_hand, rel=1e-5)

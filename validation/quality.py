@@ -1,0 +1,319 @@
+"""`python -m validation quality`: many prompts of every family, served in batches under every arm, without times."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from kernels.files import write_bytes
+from kernels.results import Measured, Results, Row, write_rows
+from semblend_trt.files import check_writable
+from validation import arguments, models
+from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
+from validation.families.catalog import Kind, family, write_cases
+from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
+from validation.output import beside, complain, progress, say, write_json, write_text
+from validation.report import HEADER_TRAP
+from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of, samples_of
+from validation.serving import BatchServer
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from validation.arms import Arm
+    from validation.cases import Case
+
+SCHEMA = 1
+FILE_NAME = "quality.json"
+MIN_REUSED_SHARE = 0.90
+MAX_PPL_RATIO = 1.005
+
+_DESCRIPTION = """
+Serves many prompts of every family in batches, cold, cold again (the noise floor) and under other arms, and compares
+their answers with cold's by a paired bootstrap. Measures no times. Exit status: 0 the run is complete, 1 the arm
+verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
+"""
+_HEADINGS = (
+    "family | kind | arm | prompts | groups | EM | EM - cold | bound | donor's | PPL ratio | bound | agreement | "
+    "KL nats | fires | offered | checked | reused | recomputed | computed | largest kept | non-inferior"
+)
+_PANEL_WIDTH, _HEIGHT, _DPI = 6.0, 5.0, 130
+_MARKERS = "osD^vP*Xphd<>"
+
+
+def parse_quality(given: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a quality run; exits with status 2 for any that argparse refuses."""
+    parser = arguments.Parser("quality", _DESCRIPTION)
+    arguments.add(parser, *arguments.MODEL, "--profile")
+    arguments.add(
+        parser, "--arms", told_default=f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
+    )
+    arguments.add(parser, "--boundary", *arguments.FAMILIES)
+    arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
+    parser.add_argument("--page", type=Path, help="Markdown page (default: beside the JSON)")
+    parser.add_argument("--plot", type=Path, help="PNG plot (default: beside the page)")
+    arguments.add(parser, "--record", "--machine")
+    return parser.parse_args(given)
+
+
+def run_quality(options: argparse.Namespace, command: str) -> bool:
+    """Runs and writes everything; True unless the arm verified is inferior to cold in some family.
+
+    Raises SemBlendError and OSError.
+    """
+    page = options.page or beside(options.output, ".md")
+    plot = options.plot or (page and beside(page, ".png"))
+    paths = [options.output, *filter(None, (page, plot))]
+    for path in (*paths, *filter(None, [options.record and options.record / FILE_NAME])):
+        check_writable(path)
+    settings, asked = arguments.batch_settings(options), arguments.family_request(options)
+    profile = models.profile_of(options.model, options.profile)
+    torch.manual_seed(options.seed)
+    engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
+    choices = models.choices_of(engines, options.boundary, profile)
+    default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
+    arms = arms_of(default if options.arms is None else names_of(options.arms), choices)
+    cases = write_cases(engines, asked)
+    samples, seconds = _serve(BatchServer(engines, cases, settings), cases, arms, choices.num_layers)
+    device, dtype = models.place_of(engines, options.dtype)
+    report = QualityReport(
+        model=settings.model,
+        samples=samples,
+        kinds={case.workload: family(case.workload).kind.value for case in cases},
+        settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
+        measured=Measured.now(command, device, options.machine),
+        seconds=seconds,
+        seed=options.seed,
+    )
+    write_json(options.output, report.to_dict())
+    if plot is not None:
+        title = f"{report.model}, {report.measured.machine['name']}, {report.measured.date}"
+        write_bytes(plot, draw(report.kind_lines(), title))
+    if page is not None:
+        write_text(page, report.page(None if plot is None else plot.name))
+    if options.record is not None:
+        write_rows(options.record / report.measured.machine["name"] / FILE_NAME, quality_rows(report))
+    return _show(report, paths)
+
+
+def _serve(
+    server: BatchServer, cases: Sequence[Case], arms: Sequence[Arm], num_layers: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """All arms one after the other, cold first, and the seconds that each took."""
+    samples: list[Sample] = []
+    seconds: dict[str, float] = {}
+    cold = None
+    with progress("Serving", len(cases) * len(arms)) as on_step:
+        for arm in sorted(arms, key=lambda arm: arm.name != COLD):
+            began = time.perf_counter()
+            answers = server.answers(arm, on_step=on_step)
+            seconds[arm.name] = time.perf_counter() - began
+            cold = answers if cold is None else cold
+            samples += samples_of(arm, cases, answers, cold, num_layers)
+    return samples, seconds
+
+
+def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
+    lines = report.lines()
+    for line in lines:
+        say(f"{line.family} {line.arm}: {'; '.join(bound.sentence() for bound in line.bounds)}")
+    rates = ", ".join(
+        f"{arm} {sum(sample.arm == arm for sample in report.samples) / max(took, 1e-9):.1f}"
+        for arm, took in report.seconds.items()
+    )
+    say(f"prompts a second: {rates}")
+    for path in paths:
+        say(path)
+    inferior = [line.family for line in lines if line.arm == VERIFIED and not line.holds]
+    if inferior:
+        complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
+    return not inferior
+
+
+@dataclass(frozen=True, slots=True)
+class QualityReport:
+    """Everything that a run found. `kinds`: each family's kind, `harmless`, `trap` and so on."""
+
+    model: str
+    samples: Sequence[Sample]
+    kinds: Mapping[str, str]
+    settings: dict[str, Any]
+    measured: Measured
+    seconds: Mapping[str, float]
+    seed: int = 0
+
+    def lines(self) -> list[Line]:
+        """One line for each family and arm."""
+        return lines_of(self.samples, self._cold(), self.seed)
+
+    def kind_lines(self) -> list[Line]:
+        """One line for each kind of family and arm, over all families of the kind."""
+        by_key: dict[tuple[str, str], list[Sample]] = {}
+        for sample in self.samples:
+            by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
+        return [line_of(kind, arm, chosen, self._cold(), self.seed) for (kind, arm), chosen in by_key.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form with every sample."""
+        kind_lines = [_fields_of(line) for line in self.kind_lines()]
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "margin": MARGIN,
+            "confidence": CONFIDENCE,
+            "resamples": RESAMPLES,
+            "kinds": dict(self.kinds),
+            "lines": [_fields_of(line) for line in self.lines()],
+            "kind_lines": kind_lines,
+            "noise_floor": [line for line in kind_lines if line["arm"] == COLD_AGAIN],
+            "settings": self.settings,
+            **asdict(self.measured),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "samples": [asdict(sample) for sample in self.samples],
+        }
+
+    def page(self, plot_name: str | None) -> str:
+        """The Markdown page, with the plot of that file name beside it, if there is one."""
+        head = [f"| {_HEADINGS} |", "|" + "---|" * len(_HEADINGS.split(" | "))]
+        versions = ", ".join(f"{name} {version}" for name, version in self.measured.versions.items())
+        rows = [
+            f"# Quality of reuse: {self.model}",
+            "",
+            f"{self.measured.sentence()}, {versions}.",
+            "",
+            f"An arm is non-inferior where the one-sided {CONFIDENCE:.0%} lower bound of its score minus cold's is at "
+            f"least -{MARGIN:g}: exact match (EM) where one answer is right, log-likelihood of the reference where a "
+            "text was scored (PPL ratio; its bound is the largest ratio not excluded). Bounds are from a paired "
+            f"bootstrap of {RESAMPLES:,} resamples over groups of questions on the same documents. `{COLD_AGAIN}` is "
+            "the noise floor. Donor's: share of the answers that are the wrong one of the donor's text. Computed: "
+            "share of tokens times layers. Tokens are sums over the prompts.",
+            "",
+            *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
+            *head,
+            *(_row(line, self.kinds[line.family]) for line in self.lines()),
+            *("", "Over all families of a kind:", "", *head),
+            *(_row(line, line.family) for line in self.kind_lines()),
+        ]
+        return "\n".join(rows) + "\n"
+
+    def _cold(self) -> dict[str, Sample]:
+        return {sample.case_id: sample for sample in self.samples if sample.arm == COLD}
+
+
+def _fields_of(line: Line) -> dict[str, Any]:
+    return {**asdict(line), "non_inferior": line.holds}
+
+
+def _row(line: Line, kind: str) -> str:
+    exact, loss = line.exact_match_bound, line.loss_bound
+    cells = (
+        *(line.family, kind, line.arm, str(line.samples), str(line.groups)),
+        _number(line.exact_match, 3),
+        *(("-", "-") if exact is None else (f"{exact.difference:+.4f}", f"{exact.lower:+.4f}")),
+        _number(line.follows_donor, 3),
+        *(("-", "-") if loss is None else (_number(line.ppl_ratio, 4), _number(loss.largest_ratio, 4))),
+        *(f"{line.agreement:.3f}", f"{line.first_token_kl:.5f}", str(line.fires)),
+        *(f"{number:,}" for number in (line.offered, line.checked, line.reused, line.recomputed)),
+        *(f"{line.computed_share:.1%}", f"{line.largest_kept:.3f}"),
+        "-" if not line.bounds else "yes" if line.holds else "**no**",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def noise_floor(lines: Sequence[Line]) -> tuple[float, float] | None:
+    """Exact match that differs from cold's by no more than a second cold run does, or by the margin."""
+    scores = {line.arm: line.exact_match for line in lines}
+    cold, again = scores.get(COLD), scores.get(COLD_AGAIN)
+    if cold is None:
+        return None
+    spread = max(MARGIN, abs(cold - (cold if again is None else again)))
+    return cold - spread, cold + spread
+
+
+def draw(kind_lines: Sequence[Line], title: str) -> bytes:
+    """Exact match against computed share, as a PNG: a panel for each kind of family that has right answers, one point
+    an arm, the noise floor as a band."""
+    panels: dict[str, list[Line]] = {}
+    for line in kind_lines:
+        if line.exact_match is not None:
+            panels.setdefault(line.family, []).append(line)
+    figure = Figure(figsize=(_PANEL_WIDTH * max(1, len(panels)), _HEIGHT), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (kind, lines) in zip(
+        figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items(), strict=False
+    ):
+        if (floor := noise_floor(lines)) is not None:
+            axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
+        for index, line in enumerate(lines):
+            marker = _MARKERS[index % len(_MARKERS)]
+            axes.plot(100 * line.computed_share, line.exact_match, marker, markersize=8, alpha=0.8, label=line.arm)
+        axes.set_title(f"{kind}, {max(line.samples for line in lines)} prompts an arm", fontsize=9)
+        axes.set(xlabel="computed, % of tokens x layers", ylabel="exact match", xlim=(-3, 103), ylim=(-0.03, 1.05))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="best")
+    figure.suptitle(title, fontsize=10)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def quality_rows(report: QualityReport) -> list[Row]:
+    """Rows of the run; what it did not measure gets no row."""
+    results = Results(measured=report.measured, is_shown=False)
+    lines = report.lines()
+    for line in lines:
+        if line.arm == VERIFIED:
+            _add_verified(results, line)
+    for line in report.kind_lines():
+        if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:
+            _add_harmless(results, line)
+    trap = {line.arm: line for line in lines if line.family == HEADER_TRAP}
+    cold, ours = (trap[arm].exact_match if arm in trap else None for arm in (COLD, POSITION_FIX))
+    if cold and ours is not None:
+        line = trap[POSITION_FIX]
+        baseline = f"cold {cold:.3f}; the trap has to bite; {line.samples} prompts, {line.fires} fires"
+        results.add("position_fix_em_header_trap", ours, "exact match", baseline, cold / 2)
+    unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
+    if unrelated:
+        arms = list(dict.fromkeys(sample.arm for sample in unrelated))
+        baseline = f"{len(unrelated) // len(arms)} unrelated prompts under each of {', '.join(arms)}"
+        results.add("unrelated_fires", sum(sample.reused_tokens > 0 for sample in unrelated), "requests", baseline, 0)
+    return results.rows
+
+
+def _add_verified(results: Results, line: Line) -> None:
+    bound = line.exact_match_bound
+    if bound is None or line.exact_match is None:
+        return
+    cold = line.exact_match - bound.difference
+    if cold < MIN_COLD_SCORE:
+        return  # what the model cannot answer cold shows nothing by not getting worse
+    reused = (
+        f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
+    )
+    where = f"cold {cold:.3f}; {bound.samples} prompts in {bound.groups} groups; {reused}"
+    results.add(f"verified_em_vs_cold_{line.family}", bound.difference, "exact match", where, -MARGIN, "higher")
+    if bound.groups > 1:
+        how = f"one-sided 95 % lower bound of the difference, paired bootstrap over {bound.groups} groups"
+        results.add(f"verified_em_bound_{line.family}", bound.lower, "exact match", how, -bound.margin, "higher")
+
+
+def _add_harmless(results: Results, line: Line) -> None:
+    if line.reused_share is not None:
+        where = f"tokens that the plans offered, harmless families, {line.samples} prompts"
+        results.add("verified_reused_share", line.reused_share, "share", where, MIN_REUSED_SHARE, "higher")
+    if (loss := line.loss_bound) is not None and line.ppl_ratio is not None:
+        where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {loss.largest_ratio:.5f}"
+        results.add("verified_ppl_ratio", line.ppl_ratio, "ratio", where, MAX_PPL_RATIO)

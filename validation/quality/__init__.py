@@ -1,1 +1,0 @@
-"""Answers at scale: many prompts of every family, served in batches under every arm, without times."""
