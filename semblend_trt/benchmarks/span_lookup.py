@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say
+from kernels.results import Results, parser_of, say, seconds
 from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, RUN_TOKENS, Corpus, read_corpus, reusable_tokens
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
@@ -30,8 +29,6 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from semblend_trt.discovery.fingerprint import TokenArray
@@ -109,13 +106,6 @@ def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
     rows.add("donor_add_worst_ms", max(adds) * 1e3, "ms", worst)
     add_growing(rows, index, corpus, sizes, prompts)
     add_boilerplate(rows, corpus, sizes)
-
-
-def seconds(call: Callable[..., object], *arguments: object) -> float:
-    """Wall time of one call."""
-    began = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - began
 
 
 def lookup_times(index: SpanIndex, prompts: list[TokenArray], rounds: int) -> npt.NDArray[np.float64]:
