@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -22,15 +21,12 @@ from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import held_kv, save
+from tests.semblend_trt.plans import plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -124,17 +120,8 @@ def card():
     built.saver.close()
 
 
-PLAN = SemanticKvPlan(
-    request_id=1,
-    kind=PlanKind.REQUEST_LOCAL,
-    spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=np.arange(1600, dtype=np.int32),
-    num_computed_tokens=0,
-    matched_tokens=1577,
-    block_size=32,
-    execution=EngineExecution(EngineMode.WRAPPER, 12),
-    target_block_ids=tuple(range(50)),
-)
+SPANS = (PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77))
+PLAN = plan_of(*SPANS, prompt=1600, block_size=32, layers=12, blocks=tuple(range(50)))
 
 
 def expected_pool(before: torch.Tensor) -> torch.Tensor:
