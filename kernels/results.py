@@ -12,6 +12,7 @@ import platform
 import re
 import shlex
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -161,6 +162,13 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes the rows of one run to `path`, replacing what an earlier run left there."""
     text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
+
+
+def seconds(call: Callable[..., object], *arguments: object) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
 
 
 def say(line: str) -> None:

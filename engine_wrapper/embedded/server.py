@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig, RequestStream
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named
+from semblend_trt.config import PREFIXES
 from semblend_trt.errors import CapacityError, ConfigurationError
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.serving import (
@@ -43,7 +44,6 @@ from semblend_trt.fleet.router.serving import (
     serve,
 )
 from semblend_trt.printable import printable
-from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
-from kernels.results import Results, parser_of
+from kernels.results import Results, parser_of, seconds
 from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # The shape of Qwen2.5-7B.
 FORM = KvForm(num_layers=28, kv_factor=2, kv_heads=4, head_dim=128, dtype=torch.bfloat16)
@@ -54,11 +49,11 @@ def measure(folder: Path, tokens: int, repeats: int, results: Results) -> None:
     raw, target = _bytes(source), _bytes(arrived)
     speeds: dict[str, list[float]] = {"plain_write": [], "write": [], "plain_read": [], "read": []}
     for _ in range(repeats):
-        speeds["plain_write"].append(size / _seconds(lambda: _write_plain(plain, raw)))
-        speeds["plain_read"].append(size / _seconds(lambda: _read_plain(plain, target)))
+        speeds["plain_write"].append(size / seconds(_write_plain, plain, raw))
+        speeds["plain_read"].append(size / seconds(_read_plain, plain, target))
         plain.unlink()
-        speeds["write"].append(size / _seconds(lambda: tier.write("donor", text, _held(source))))
-        speeds["read"].append(size / _seconds(lambda: tier.read("donor", _held(arrived))))
+        speeds["write"].append(size / seconds(tier.write, "donor", text, _held(source)))
+        speeds["read"].append(size / seconds(tier.read, "donor", _held(arrived)))
         tier.forget("donor")
     tier.close()
     if not torch.equal(source, arrived):
@@ -80,12 +75,6 @@ def _held(memory: torch.Tensor) -> HostKv:
 
 def _bytes(memory: torch.Tensor) -> memoryview:
     return memoryview(memory.view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]  # a stub of numpy's
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _write_plain(path: Path, data: memoryview) -> None:

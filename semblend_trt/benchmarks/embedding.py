@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels.layout import KvGeometry
-from kernels.results import Results, parser_of, say
+from kernels.results import Results, parser_of, say, seconds
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
@@ -53,12 +53,7 @@ def text_of_tokens(count: int) -> str:
 def milliseconds(embedder: Embedder, text: str, rounds: int) -> float:
     """The fastest of some rounds; machines have other work."""
     embedder.embed([text])
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        embedder.embed([text])
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e3
+    return min(seconds(embedder.embed, [text]) for _ in range(rounds)) * 1e3
 
 
 def measure_embedders(results: Results) -> None:
@@ -109,9 +104,7 @@ class Engine:
             token_array=lambda count: prompt[:count],
             cache_salt=None,
         )
-        start = time.perf_counter()
-        self.scheduler.get_num_new_matched_tokens(request, 0)
-        elapsed = time.perf_counter() - start
+        elapsed = seconds(self.scheduler.get_num_new_matched_tokens, request, 0)
         self.scheduler.request_finished(request, [])
         return elapsed * 1e3
 

@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say
-from semblend_trt.benchmarks.fleet_server import NAMESPACE, LoopbackServer, loopback_server, resident_mib
+from kernels.results import Results, parser_of, say, seconds
+from semblend_trt.benchmarks.fleet_server import (
+    NAMESPACE,
+    SUBJECT,
+    VOCABULARY,
+    LoopbackServer,
+    loopback_server,
+    publisher_to,
+    resident_mib,
+    texts,
+)
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 
@@ -33,14 +41,11 @@ if TYPE_CHECKING:
 
     _Tokens = npt.NDArray[np.int32]
 
-BOUND = NAMESPACE.for_request(None, None)
-KEY = sketch_key(BOUND.key, None)
+KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64
 SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
 PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
-VOCABULARY = 150_000
 
-SUBJECT = "semantic-kv-events"
 FOLLOWED, FAULTS, FAULT_SHARE, KILLS = 4, 1000, 0.1, 3
 RESYNC_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.5
 CHECKED_TOKENS, CHURN, MOST_HELD = 1024, 20, 200
@@ -64,11 +69,9 @@ class Fleet:
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
             sketch = sketch_of(tokens, KEY).to_bytes()
             self.sketches.append(sketch)
-            announced = Announcement(f"donor-{number}", BOUND, "device", len(tokens), number, sketch)
+            announced = Announcement(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
             message = writers[number % WORKERS].registered(announced)
-            began = time.perf_counter()
-            self.directory.observe(message)
-            self.event_us += (time.perf_counter() - began) / donors * 1e6
+            self.event_us += seconds(self.directory.observe, message) / donors * 1e6
 
     def prompt(self) -> _Tokens:
         """A prompt of several documents, int32 [PROMPT_TOKENS]."""
@@ -102,10 +105,8 @@ def loop_over_sketches(fleet: Fleet) -> float:
     """Milliseconds to estimate one prompt's overlap with every donor's sketch, one after the other."""
     (_, prompt), *_ = fleet.directory._fingerprints(fleet.prompt(), None, None)
     sketches = [Sketch.from_bytes(each) for each in fleet.sketches[:2000]]
-    began = time.perf_counter()
-    for sketch in sketches:
-        overlap(sketch, prompt)
-    return (time.perf_counter() - began) / len(sketches) * len(fleet.sketches) * 1e3
+    mean = sum(seconds(overlap, sketch, prompt) for sketch in sketches) / len(sketches)
+    return mean * len(fleet.sketches) * 1e3
 
 
 class LossyDirectory(Directory):
@@ -135,13 +136,8 @@ class ChangingWorker:
 
     def __init__(self, url: str, worker_id: int, texts: _Tokens) -> None:
         self.worker: Worker = (worker_id, 0)
-        self.publisher = EventPublisher(
-            ConnectionOptions(servers=(url,), subject=SUBJECT),
-            Emitter(worker_id, 0, 1),
-            EventCounters(enabled=False),
-            heartbeat_seconds=HEARTBEAT_SECONDS,
-            resync_seconds=RESYNC_SECONDS,
-        )
+        seconds = {"heartbeat_seconds": HEARTBEAT_SECONDS, "resync_seconds": RESYNC_SECONDS}
+        self.publisher = publisher_to(url, worker_id, **seconds)
         self.news = DonorAnnouncer(self.publisher, self.publisher.close)
         self.held: dict[str, str] = {}
         self._texts, self._rng, self._count = texts, np.random.default_rng(worker_id), 0
@@ -163,7 +159,7 @@ class ChangingWorker:
             else:
                 self._count += 1
                 donor_id = f"{self.worker[0]}-{self._count}"
-                self.news.intended(donor_id, BOUND, None)
+                self.news.intended(donor_id, NAMESPACE, None)
                 self.news.held(donor_id, self._texts[self.text_of(donor_id)], "device")
                 self.held[donor_id] = "device"
 
@@ -181,10 +177,10 @@ def is_right(directory: Directory, workers: Sequence[ChangingWorker], texts: _To
 
 async def convergence(server: LoopbackServer) -> list[float]:
     """Seconds from the last change of each round until the directory is right; each round has a dead server."""
-    texts = np.random.default_rng(2).integers(0, VOCABULARY, (64, CHECKED_TOKENS), dtype=np.int32)
+    known = texts(64, CHECKED_TOKENS, seed=2)
     directory = LossyDirectory()
     reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT), directory)
-    workers = [ChangingWorker(server.url, number, texts) for number in range(FOLLOWED)]
+    workers = [ChangingWorker(server.url, number, known) for number in range(FOLLOWED)]
     await reader.start()
     taken = []
     for number in range(KILLS):
@@ -200,7 +196,7 @@ async def convergence(server: LoopbackServer) -> list[float]:
             elif turns == 20:
                 await asyncio.to_thread(server.start)
         began = time.perf_counter()
-        while not is_right(directory, workers, texts) and time.perf_counter() - began < 6 * RESYNC_SECONDS:
+        while not is_right(directory, workers, known) and time.perf_counter() - began < 6 * RESYNC_SECONDS:
             await asyncio.sleep(0.05)
         taken.append(time.perf_counter() - began)
         say(f"round {number + 1}: right after {taken[-1]:.2f} s; so far {dict(directory.counts)}")

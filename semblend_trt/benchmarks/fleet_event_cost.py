@@ -31,14 +31,14 @@ WARM_UP = 600
 
 def costs(news: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.float64]:
     """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
-    bound, prompts = NAMESPACE.for_request(None, None), texts(64, TOKENS)
+    prompts = texts(64, TOKENS)
     taken: list[int] = []
     began = time.perf_counter_ns()
     now = time.perf_counter_ns
     for number in range(donors):
         name, tokens = f"{prefix}-{number}", prompts[number % len(prompts)].copy()
         start = now()
-        news.intended(name, bound, None)
+        news.intended(name, NAMESPACE, None)
         news.held(name, tokens, "device")
         taken.append(now() - start)
         if number >= HELD // 2:

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernels.results import Results, parser_of
-from semblend_trt.benchmarks.fleet_server import NAMESPACE, free_port, loopback_server, resident_mib, texts
+from semblend_trt.benchmarks.fleet_server import (
+    NAMESPACE,
+    free_port,
+    loopback_server,
+    publisher_to,
+    resident_mib,
+    texts,
+)
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.publisher import EventCounters, EventPublisher
-from semblend_trt.fleet.wire import Emitter, EventFormat
+from semblend_trt.fleet.wire import EventFormat
+
+if TYPE_CHECKING:
+    from semblend_trt.fleet.publisher import EventPublisher
 
 HELD = 16384
 MAX_WAITING = 4096
 DOWN_SECONDS, DOWN_HELD, DOWN_PER_S = 600, 2000, 200
-SUBJECT = "semantic-kv-events"
+# Nothing asks for heartbeats or resyncs.
+QUIET: dict[str, Any] = {"heartbeat_seconds": 3600.0, "resync_seconds": 0.0}
 
 
 class Donors:
@@ -28,14 +37,13 @@ class Donors:
 
     def __init__(self, publisher: EventPublisher, held: int, tokens: int) -> None:
         self._news = DonorAnnouncer(publisher, publisher.close)
-        self._bound = NAMESPACE.for_request(None, None)
         self._texts = texts(256, tokens)
         self._held, self.count = held, 0
 
     def step(self) -> None:
         """One donor comes, and the oldest goes where there are too many."""
         name = f"0123456789ab-{self.count}"
-        self._news.intended(name, self._bound, None)
+        self._news.intended(name, NAMESPACE, None)
         self._news.held(name, self._texts[self.count % len(self._texts)], "host")
         if self.count >= self._held:
             self._news.gone(f"0123456789ab-{self.count - self._held}")
@@ -45,18 +53,10 @@ class Donors:
         self._news.close()
 
 
-def publisher_to(url: str, **settings: Any) -> EventPublisher:
-    """A publisher that nobody asks for heartbeats or resyncs."""
-    quiet = {"heartbeat_seconds": 3600.0, "resync_seconds": 0.0} | settings
-    return EventPublisher(
-        ConnectionOptions(servers=(url,), subject=SUBJECT), Emitter(0, 0, 1), EventCounters(enabled=False), **quiet
-    )
-
-
 def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, float]:
     """Events a second that the server took, microseconds of CPU for each here, and the seconds of the measurement."""
     with loopback_server() as server:
-        publisher = publisher_to(server.url, form=form)
+        publisher = publisher_to(server.url, form=form, **QUIET)
         donors = Donors(publisher, HELD, tokens)
         for _ in range(HELD):
             donors.step()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.results import Results, parser_of, say
-from semblend_trt.benchmarks.fleet_server import NAMESPACE
+from semblend_trt.benchmarks.fleet_server import NAMESPACE, VOCABULARY
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, HeldDonors, Outbox
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 
     _Tokens = npt.NDArray[np.int32]
 
-BOUND = NAMESPACE.for_request(None, None)
 WORKERS, DOCUMENTS = 4, 64
 SHORTEST, LONGEST = 1024, 6144
 OWN_BEFORE, OWN_BEHIND = 64, 192
-VOCABULARY = 150_000
 TOKENS_PER_S = 20_000.0
 # A reused token costs this share of a computed one; events reach the router this long after a donor is held.
 REUSE_COST, EVENT_SECONDS = 0.05, 0.05
@@ -90,7 +88,7 @@ class SimulatedWorker:
         if not self.holds(document):
             self._count += 1
             self._donors[document] = donor_id = f"{self.worker[0]}-{self._count}"
-            self._library.donors[donor_id] = Held(BOUND, b"", "device", len(tokens), tokens)
+            self._library.donors[donor_id] = Held(NAMESPACE, b"", "device", len(tokens), tokens)
             self._free_tokens -= len(tokens)
             changed.append(donor_id)
         self._donors.move_to_end(document)

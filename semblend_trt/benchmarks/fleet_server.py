@@ -13,10 +13,13 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
+from semblend_trt.fleet.wire import Emitter
 from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 START_SECONDS = 30.0
+SUBJECT = "semantic-kv-events"
 
 NAMESPACE = CacheNamespace(
     model="Qwen/Qwen2.5-7B-Instruct",
@@ -40,7 +44,8 @@ NAMESPACE = CacheNamespace(
     rope_config={"rope_theta": 1000000, "max_position_embeddings": 32768},
     tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
     backend_cache_layout="trtllm_pytorch_primary_pool_v1",
-)
+).for_request(None, None)
+VOCABULARY = 150_000
 
 
 class LoopbackServer:
@@ -96,7 +101,13 @@ def free_port() -> int:
 
 def texts(count: int, length: int, seed: int = 0) -> npt.NDArray[np.int32]:
     """Token ids, int32 [count, length]."""
-    return np.random.default_rng(seed).integers(0, 150_000, (count, length), dtype=np.int32)
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (count, length), dtype=np.int32)
+
+
+def publisher_to(url: str, worker_id: int = 0, **settings: Any) -> EventPublisher:
+    """A publisher of a worker, which counts nothing."""
+    options, emitter = ConnectionOptions(servers=(url,), subject=SUBJECT), Emitter(worker_id, 0, 1)
+    return EventPublisher(options, emitter, EventCounters(enabled=False), **settings)
 
 
 def resident_mib() -> float:

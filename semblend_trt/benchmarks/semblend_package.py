@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say
+from kernels.results import Results, parser_of, say, seconds
 from semblend_trt.benchmarks.span_corpus import DOCUMENT_TOKENS, RUN_TOKENS, Corpus, read_corpus
-from semblend_trt.benchmarks.span_lookup import SPACE, seconds
+from semblend_trt.benchmarks.span_lookup import SPACE
 from semblend_trt.discovery.span_index import SpanIndex
 
 if TYPE_CHECKING:

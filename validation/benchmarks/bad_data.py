@@ -19,7 +19,7 @@ import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.benchmarks.fleet_server import NAMESPACE
-from semblend_trt.doctor.options import read_options
+from semblend_trt.doctor.trtllm import read_options
 from semblend_trt.donors.disk_tier import FOLDER, DiskTier
 from semblend_trt.donors.donor_file import DonorFileError, DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv
@@ -186,10 +186,9 @@ class Reader:
 def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: int = _GENERATION) -> list[bytes]:
     """One good message of each kind, in an order in which they follow one another."""
     writer = EventWriter(Emitter(*worker, generation), form)
-    namespace = NAMESPACE.for_request(None, None)
     tokens = np.arange(256, dtype=np.int32)
-    sketch = sketch_of(tokens, sketch_key(namespace.key, None)).to_bytes()
-    donor = Announcement(_DONOR, namespace, _TIER, len(tokens), token_digest(tokens), sketch)
+    sketch = sketch_of(tokens, sketch_key(NAMESPACE.key, None)).to_bytes()
+    donor = Announcement(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch)
     return [
         writer.reset(),
         writer.registered(donor),

@@ -32,7 +32,7 @@ from semblend_trt.cli.main import main as semblend_trt_main
 from semblend_trt.config import settings_table
 from validation import cli
 from validation.benchmarks.bad_data import Answer, TooLongError, Tried, event_tries, file_tries, spoiled_bytes, within
-from validation.benchmarks.server_process import router, router_config, worker
+from validation.benchmarks.server_process import fleet, key_of, worker
 from validation.engines import environment
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ _WRONG_SETTINGS = ("x", "nan", "-7e99", "1e99", "\x1b[31m", "9" * 400, "truely",
 # What clients are granted for a header and for a body, in seconds.
 GRANTED = 2
 SENDERS, LONGEST_BODY = 8, 65_536
-_KEY = "a key of the benchmark"
+_TENANT = "a"
 _GOOD: dict[str, Any] = {"prompt": "How many lamps are there?", "max_tokens": 2, "temperature": 0}
 _WRONG_FIELDS: dict[str, tuple[Any, ...]] = {
     "prompt": (7, 1.5, True, {}, [], "", [""], [-1], [1.5], [1 << 31], ["a", 1], [[1], [2]], [None], [True], [[]]),
@@ -290,19 +290,13 @@ def _judged_command(shown: str, words: Sequence[str], status: object, said: str)
 def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
     """Sends every bad request, and `spoiled` ones, to a router and to its worker. Both must serve a good one then."""
     granted = ("--header-seconds", str(GRANTED), "--body-seconds", str(GRANTED), "--max-body-bytes", str(LONGEST_BODY))
-    with contextlib.ExitStack() as ending:
-        serving = worker("--worker-id", "1", "--max-batch-size", "2", *granted)
-        ending.callback(serving.kill)
-        limits = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
-        config = router_config(folder, [serving], {"a": _KEY}, **limits)
-        front = router(config, ROUTER_SECRET="a secret of the router")
-        ending.callback(front.kill)
+    serving = worker("--worker-id", "1", "--max-batch-size", "2", *granted)
+    limits: dict[str, Any] = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
+    with fleet(folder, [serving], [_TENANT], **limits) as front:
         for name, server in (("router", front), ("worker", serving)):
-            rng = random.Random(0)
-            asked = list(_bad(name)) + [
-                (f"spoiled {number}", spoiled_bytes(rng, _request(json.dumps(_GOOD).encode())), False)
-                for number in range(spoiled)
-            ]
+            rng, good = random.Random(0), _request(json.dumps(_GOOD).encode())
+            asked = list(_bad(name))
+            asked += [(f"spoiled {number}", spoiled_bytes(rng, good), False) for number in range(spoiled)]
             port = urlsplit(server.address()).port or 0
             with ThreadPoolExecutor(SENDERS) as threads:
                 yield from threads.map(partial(_tried, name, port), asked)
@@ -331,7 +325,7 @@ def _bad(server: str) -> Iterator[tuple[str, bytes, bool]]:
         yield f"a header of {cut} bytes", _request(b"{}")[:cut], True
 
 
-def _request(body: bytes, authorization: bytes = b"Bearer " + _KEY.encode()) -> bytes:
+def _request(body: bytes, authorization: bytes = b"Bearer " + key_of(_TENANT).encode()) -> bytes:
     header = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
     return header + b"Authorization: %b\r\nContent-Length: %d\r\n\r\n%b" % (authorization, len(body), body)
 

@@ -27,10 +27,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kernels.results import Count, Results, run_counted
-from validation.benchmarks.server_process import router, router_config, worker
+from validation.benchmarks.server_process import fleet, key_of, worker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from threading import Event
 
     from validation.benchmarks.server_process import ServerProcess
@@ -75,7 +76,7 @@ class Crowded:
 
 def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0) -> Asked:
     """Sends a body; every answer counts."""
-    headers = {"Authorization": f"Bearer key of {tenant}"}
+    headers = {"Authorization": f"Bearer {key_of(tenant)}"}
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(
@@ -96,26 +97,19 @@ def small(number: int) -> bytes:
     return json.dumps({"prompt": f"{number} is the number of this question, and so", "max_tokens": 4}).encode()
 
 
-@contextlib.contextmanager
-def fleet(workers: int, folder: Path, descriptors: int | None = None) -> Iterator[ServerProcess]:
+def routed(workers: int, folder: Path, descriptors: int | None = None) -> AbstractContextManager[ServerProcess]:
     """A router, with so many descriptors, in front of so many workers."""
-    with contextlib.ExitStack() as ending:
-        running = [worker("--worker-id", str(number + 1)) for number in range(workers)]
-        for each in running:
-            ending.callback(each.kill)
-        config = router_config(
-            folder,
-            running,
-            {tenant: f"key of {tenant}" for tenant in TENANTS},
-            policy="least_loaded",
-            max_prompt_tokens=LONGEST_PROMPT,
-            tenant_requests=TENANT_REQUESTS,
-            tenant_bytes=BODY_BYTES,
-            max_body_bytes=BODY_BYTES,
-        )
-        front = router(config, descriptors, ROUTER_SECRET="a secret of the router")
-        ending.callback(front.kill)
-        yield front
+    return fleet(
+        folder,
+        [worker("--worker-id", str(number + 1)) for number in range(workers)],
+        TENANTS,
+        descriptors=descriptors,
+        policy="least_loaded",
+        max_prompt_tokens=LONGEST_PROMPT,
+        tenant_requests=TENANT_REQUESTS,
+        tenant_bytes=BODY_BYTES,
+        max_body_bytes=BODY_BYTES,
+    )
 
 
 def crowded(server: ServerProcess, connections: int) -> Crowded:
@@ -175,7 +169,7 @@ def run_half_open(connections: int, rows: Results) -> None:
     """Measures the row of half-open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, connections + 512)), hard))
-    with tempfile.TemporaryDirectory() as folder, fleet(1, Path(folder), DESCRIPTORS) as front:
+    with tempfile.TemporaryDirectory() as folder, routed(1, Path(folder), DESCRIPTORS) as front:
         by_router = crowded(front, connections)
     alone = worker(descriptors=DESCRIPTORS)
     try:
@@ -203,7 +197,7 @@ def run_noisy(requests: int, rows: Results) -> None:
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
-        fleet(2, Path(folder)) as front,
+        routed(2, Path(folder)) as front,
         spawn.Manager() as manager,
         ProcessPoolExecutor(1, spawn) as process,
     ):

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,22 +52,13 @@ _NO_SERVER = "nats://127.0.0.1:1"
 _MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """`donor` and `others` share instruction and documents, token by token from the start; their questions differ."""
-
-    donor: str
-    others: tuple[str, ...]
-
-
-def prompts_of(seed: int) -> Prompts:
-    """Prompts that share nothing with those of another seed."""
+def prompts_of(seed: int) -> tuple[str, ...]:
+    """A donor's prompt and others, of which none shares anything with those of another seed. Instruction and documents
+    are the same, token by token from the start; the questions differ."""
     rng = random.Random(seed)
     lists = [stock_list(rng, rows=ROWS) for _ in range(DOCUMENTS)]
     texts = [each.text for each in lists]
-    head = f"{seed}: answer briefly."
-    donor, *others = (render(head, texts, each.questions[seed % ROWS].text) for each in lists)
-    return Prompts(donor, tuple(others))
+    return tuple(render(f"{seed}: answer briefly.", texts, each.questions[seed % ROWS].text) for each in lists)
 
 
 def counted(metric: str, **labels: str) -> float:
@@ -138,70 +128,65 @@ class FaultBench:
             (cold,) = self._cold.generate([prompt], _ANSWER)
             self._answers[prompt] = list(cold.outputs[0].token_ids)
         given, right = list(output.outputs[0].token_ids), self._answers[prompt]
-        if output.outputs[0].finish_reason not in ("stop", "length"):
+        if not _is_finished(output):
             given = []
         differing = sum(one != other for one, other in zip(given, right, strict=False))
         return differing + abs(len(given) - len(right))
 
 
-@dataclass(slots=True)
-class Injection:
-    """One fault and what came of it. `reused_tokens` tell whether a donor was read behind the fault."""
+class Trial:
+    """One injection of a fault and what came of its requests. `reused_tokens` tell whether a donor was read."""
 
-    name: str
-    wrong_tokens: int = 0
-    unfinished: int = 0
-    reused_tokens: int = 0
-    is_counted: bool = False
+    def __init__(self, bench: FaultBench, name: str, seed: int) -> None:
+        self.bench, self.name, self.seed = bench, name, seed
+        self.donor, *self.others = prompts_of(seed)
+        self.wrong_tokens = self.unfinished = self.reused_tokens = 0
+        self.is_counted = False
 
     @property
     def survived(self) -> bool:
         """Every request finished with a cold run's tokens, and the fault was counted under its name."""
         return not self.wrong_tokens and not self.unfinished and self.is_counted
 
-
-class Trial:
-    """The requests of one injection."""
-
-    def __init__(self, bench: FaultBench, injection: Injection, seed: int) -> None:
-        self.bench, self.injection, self.seed = bench, injection, seed
-        self.prompts: Prompts = prompts_of(seed)
-
     def ask(self, llm: LLM, *prompts: str) -> None:
         """Serves prompts and compares what comes out."""
         for prompt in prompts:
             output = self.bench.serve(llm, prompt)
-            self.injection.unfinished += output.outputs[0].finish_reason not in ("stop", "length")
-            self.injection.wrong_tokens += self.bench.wrong_tokens(prompt, output)
-            self.injection.reused_tokens += output.reused_tokens
+            self.unfinished += not _is_finished(output)
+            self.wrong_tokens += self.bench.wrong_tokens(prompt, output)
+            self.reused_tokens += output.reused_tokens
 
     @contextmanager
     def counts(self, metric: str, **labels: str) -> Iterator[None]:
         """Notes whether the product counts the fault while the block runs."""
         before = counted(metric, **labels)
         yield
-        self.injection.is_counted = counted(metric, **labels) > before
+        self.is_counted = counted(metric, **labels) > before
+
+
+def _is_finished(output: RequestOutput) -> bool:
+    return output.outputs[0].finish_reason in ("stop", "length")
 
 
 def provider_raises(trial: Trial) -> None:
     """The lookup raises."""
     with trial.bench.engine() as llm:
-        trial.ask(llm, trial.prompts.donor)
+        trial.ask(llm, trial.donor)
         broken = mock.patch.object(llm.connector_scheduler.donor_index, "plan", side_effect=RuntimeError("injected"))
         with trial.counts("refusals", reason="internal_error"), broken:
-            trial.ask(llm, trial.prompts.others[0])
-        trial.ask(llm, trial.prompts.others[1])
+            trial.ask(llm, trial.others[0])
+        trial.ask(llm, trial.others[1])
 
 
 def lookup_stalls(trial: Trial) -> None:
     """The lookup works for a second; its clock is moved on instead of waiting."""
     with trial.bench.engine() as llm:
-        trial.ask(llm, trial.prompts.donor)
+        trial.ask(llm, trial.donor)
         readings = iter([0.0])
         stalled = partial(Deadline, clock=lambda: next(readings, STALL_SECONDS))
         with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(donor_index, "Deadline", stalled):
-            trial.ask(llm, trial.prompts.others[0])
-        trial.ask(llm, trial.prompts.others[1])
+            trial.ask(llm, trial.others[0])
+        trial.ask(llm, trial.others[1])
 
 
 def disk_full(trial: Trial) -> None:
@@ -212,9 +197,9 @@ def disk_full(trial: Trial) -> None:
 
     with _folder() as folder, trial.bench.engine(folder) as llm:
         with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
-            trial.ask(llm, trial.prompts.donor)
+            trial.ask(llm, trial.donor)
             trial.bench.hear(llm)
-        trial.ask(llm, *trial.prompts.others)
+        trial.ask(llm, *trial.others)
 
 
 def corrupt_kv(trial: Trial) -> None:
@@ -247,29 +232,29 @@ def worker_killed(trial: Trial) -> None:
         if ended.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the worker was to be killed while {point}, and ended with {ended.returncode}")
         with trial.counts("tier_events", event=event), trial.bench.engine(folder) as llm:
-            trial.ask(llm, *trial.prompts.others)
+            trial.ask(llm, *trial.others)
 
 
 def nats_down(trial: Trial) -> None:
     """Nobody answers where NATS should be."""
     before = counted("event_connections", result="failed")
     with trial.bench.engine(NATS_URL=_NO_SERVER) as llm:
-        trial.ask(llm, trial.prompts.donor, *trial.prompts.others)
+        trial.ask(llm, trial.donor, *trial.others)
         for _ in range(_MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS):
-            trial.injection.is_counted = counted("event_connections", result="failed") > before
-            if trial.injection.is_counted:
+            trial.is_counted = counted("event_connections", result="failed") > before
+            if trial.is_counted:
                 break
-            trial.ask(llm, trial.prompts.donor)
+            trial.ask(llm, trial.donor)
 
 
 def donor_lost(trial: Trial) -> None:
     """A donor's bytes are gone when its plan is to be loaded."""
     with trial.bench.engine() as llm:
-        trial.ask(llm, trial.prompts.donor)
+        trial.ask(llm, trial.donor)
         llm.connector_worker.store.clear()
         with trial.counts("refusals", reason="load_failed"):
-            trial.ask(llm, trial.prompts.others[0])
-        trial.ask(llm, trial.prompts.others[1])
+            trial.ask(llm, trial.others[0])
+        trial.ask(llm, trial.others[1])
 
 
 def forward_fails(trial: Trial) -> None:
@@ -277,37 +262,35 @@ def forward_fails(trial: Trial) -> None:
     with trial.bench.engine(contract="1.1") as llm:
         failing = mock.patch.object(llm.executor.model_runner, "forward", side_effect=RuntimeError("injected"))
         with trial.counts("refusals", reason="forward_failed"), failing:
-            trial.bench.serve(llm, trial.prompts.donor)
-        trial.ask(llm, *trial.prompts.others)
+            trial.bench.serve(llm, trial.donor)
+        trial.ask(llm, *trial.others)
 
 
-FAULTS: dict[str, Callable[[Trial], None]] = {
-    fault.__name__: fault
-    for fault in (
-        provider_raises,
-        lookup_stalls,
-        disk_full,
-        corrupt_kv,
-        corrupt_text,
-        worker_killed,
-        nats_down,
-        donor_lost,
-        forward_fails,
-    )
-}
+_FAULTS = (
+    provider_raises,
+    lookup_stalls,
+    disk_full,
+    corrupt_kv,
+    corrupt_text,
+    worker_killed,
+    nats_down,
+    donor_lost,
+    forward_fails,
+)
+FAULTS: dict[str, Callable[[Trial], None]] = {fault.__name__: fault for fault in _FAULTS}
 
 
-def inject(bench: FaultBench, name: str, seed: int) -> Injection:
+def inject(bench: FaultBench, name: str, seed: int) -> Trial:
     """Serves requests around one fault, of prompts that no other seed has."""
-    injection = Injection(name)
-    FAULTS[name](Trial(bench, injection, seed))
-    return injection
+    trial = Trial(bench, name, seed)
+    FAULTS[name](trial)
+    return trial
 
 
 def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], None]) -> None:
     with _folder() as folder:
         with trial.bench.engine(folder) as llm:
-            trial.ask(llm, trial.prompts.donor)
+            trial.ask(llm, trial.donor)
             form = llm.connector_worker.transfers._disk.form
         (path,) = (folder / FOLDER).glob("*.donor.safetensors")
         data = bytearray(path.read_bytes())
@@ -315,9 +298,9 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
         damage(data, slice(form.header_bytes, form.header_bytes + tokens * form.token_bytes))
         path.write_bytes(data)
         with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
-            trial.ask(llm, *trial.prompts.others)  # the first has the donor fetched
+            trial.ask(llm, *trial.others)  # the first has the donor fetched
             trial.bench.hear(llm)
-            trial.ask(llm, trial.prompts.donor)
+            trial.ask(llm, trial.donor)
 
 
 @contextmanager
@@ -358,15 +341,13 @@ def serve_and_die(folder: str, point: str, seed: str) -> None:
     bench = FaultBench()
     with bench.engine(Path(folder)) as llm:
         POINTS[point](llm)
-        bench.serve(llm, prompts_of(int(seed)).donor)
+        bench.serve(llm, prompts_of(int(seed))[0])
 
 
 def run(rounds: int, rows: Results) -> None:
     """Injects each fault `rounds` times."""
     bench = FaultBench()
-    found: list[Injection] = []
-    for name in FAULTS:
-        found += [inject(bench, name, seed) for seed in range(rounds)]
+    found = [inject(bench, name, seed) for name in FAULTS for seed in range(rounds)]
     bench.close()
     survived = {name: sum(each.survived for each in found if each.name == name) for name in FAULTS}
     by_fault = ", ".join(f"{name} {count} of {rounds}" for name, count in survived.items())

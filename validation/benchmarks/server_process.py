@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 MODEL = files("validation") / "assets" / "model"
@@ -22,7 +23,7 @@ _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class ServerProcess:
-    """Runs Python with `command` and one thread for torch; kill it when nobody asks it any more.
+    """Runs Python with `command` and one thread for torch; kill it at the end.
 
     It says its address on standard error when it listens. `descriptors`: how many it may have.
     """
@@ -93,20 +94,41 @@ def worker(*arguments: str, descriptors: int | None = None, **variables: str) ->
     return ServerProcess(*command, *arguments, descriptors=descriptors, **variables)
 
 
-def router_config(folder: Path, workers: Sequence[ServerProcess], keys: Mapping[str, str], **fields: object) -> Path:
-    """Writes the router's file into `folder`: its workers, numbered from 1 on, each tenant's key, and more `fields`."""
-    given = {"port": 0, "model": str(MODEL), "secret_env": "ROUTER_SECRET", **fields}
-    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
-    for number, each in enumerate(workers, 1):
-        text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
-    for tenant, key in keys.items():
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-    path = folder / "router.toml"
-    path.write_text(text)
-    return path
-
-
 def router(config: Path, descriptors: int | None = None, **variables: str) -> ServerProcess:
     """The router with a configuration."""
     return ServerProcess("-c", _ROUTER, "router", "--config", str(config), descriptors=descriptors, **variables)
+
+
+@contextmanager
+def fleet(
+    folder: Path,
+    workers: Sequence[ServerProcess],
+    tenants: Sequence[str],
+    *,
+    descriptors: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    **fields: object,
+) -> Iterator[ServerProcess]:
+    """A router in front of running workers, numbered from 1 on; all of them are killed at the end.
+
+    `folder` is for its configuration, which has more `fields`; the key of each tenant is `key_of` it.
+    """
+    with ExitStack() as ending:
+        for each in workers:
+            ending.callback(each.kill)
+        given = {"port": 0, "model": str(MODEL), "secret_env": "ROUTER_SECRET", **fields}
+        text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+        for number, each in enumerate(workers, 1):
+            text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
+        for tenant in tenants:
+            digest = hashlib.sha256(key_of(tenant).encode()).hexdigest()
+            text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+        config = folder / "router.toml"
+        config.write_text(text)
+        front = router(config, descriptors, ROUTER_SECRET="a secret of the router", **(variables or {}))
+        ending.callback(front.kill)
+        yield front
+
+
+def key_of(tenant: str) -> str:
+    return f"key of {tenant}"

@@ -34,7 +34,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
 from semblend_trt.benchmarks.fleet_server import loopback_server
-from validation.benchmarks.server_process import MODEL, router, router_config, worker
+from validation.benchmarks.server_process import MODEL, fleet, key_of, worker
 from validation.documents import stock_list
 from validation.models import load, shipped_model
 from validation.prompts import render
@@ -199,7 +199,7 @@ class Load:
         connection = http.client.HTTPConnection(*self._peer, timeout=PATIENCE)
         try:
             with contextlib.closing(connection):
-                connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer key of {tenant}"})
+                connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {key_of(tenant)}"})
                 if kind == "aborted":
                     return None
                 response = connection.getresponse()
@@ -230,23 +230,19 @@ def _text(data: bytes, is_stream: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
+def soaked_fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
     """A router, a worker with tiers in memory and on disk, and a NATS server between them."""
     disk = folder / "donors"
     disk.mkdir()
     settings = SETTINGS | {"DISK_PATH": str(disk), "DISK_KEY_PATH": str(folder / "key")}
     variables = {f"SEMBLEND_{name}": value for name, value in settings.items()} | ALLOCATOR
-    with contextlib.ExitStack() as ending:
-        nats = ending.enter_context(loopback_server()).url
+    with loopback_server() as nats:
         profile = str(MODEL / "reuse-profile.json")
-        arguments = ("--worker-id", "1", "--nats", nats, "--profile", profile, "--max-batch-size", "2")
+        arguments = ("--worker-id", "1", "--nats", nats.url, "--profile", profile, "--max-batch-size", "2")
         serving = worker(*arguments, descriptors=None, **variables)
-        ending.callback(serving.kill)
-        config = router_config(folder, [serving], {tenant: f"key of {tenant}" for tenant in TENANTS}, nats_url=nats)
-        front = router(config, None, ROUTER_SECRET="a secret of the router", **ALLOCATOR)
-        ending.callback(front.kill)
-        front.address()
-        yield {"router": front, "worker": serving}
+        with fleet(folder, [serving], TENANTS, variables=ALLOCATOR, nats_url=nats.url) as front:
+            front.address()
+            yield {"router": front, "worker": serving}
 
 
 def soak(processes: Mapping[str, ServerProcess], minutes: int) -> Soak:
@@ -271,7 +267,7 @@ def soak(processes: Mapping[str, ServerProcess], minutes: int) -> Soak:
 
 def run(minutes: int, rows: Results) -> None:
     """Measures the row."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, fleet(Path(folder)) as processes:
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, soaked_fleet(Path(folder)) as processes:
         seen = soak(processes, minutes)
     asked = ", ".join(f"{count:,} {kind}" for kind, count in sorted(seen.counts.items()))
     grown = ", ".join(f"{name} {percent:+.1f} %" for name, percent in seen.growth(seen.minutes).items())

@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 
 from kernels.results import Results
-from semblend_trt.benchmarks.semantic_libraries import CANDIDATES, compare
-from semblend_trt.benchmarks.semantic_search import NEAREST, Truth, filled, measure, search_of
-from semblend_trt.benchmarks.semantic_vectors import (
+from semblend_trt.benchmarks.semantic_search import (
     DIM,
     LEAST_CHARACTERS,
+    NEAREST,
     Collection,
     Topics,
     embedded_passages,
+    filled,
+    measure,
+    nearest_products,
+    recall,
     synthetic,
+    timed,
 )
 
 
@@ -31,25 +35,25 @@ def text(tmp_path):
 
 def test_truth_is_that_of_one_plain_search():
     collection = synthetic(3000, 20)
-    truth = Truth(collection)
     products = collection.queries @ collection.vectors.T
     expected = np.argsort(-products, axis=1)[:, :NEAREST]
-    np.testing.assert_allclose(truth.products, np.take_along_axis(products, expected, axis=1), atol=1e-6)
-    np.testing.assert_array_equal(truth.recall(expected.tolist()), 1.0)
-    np.testing.assert_array_equal(truth.recall(expected[:, :5].tolist()), 0.5)
-    # What is named twice counts once.
-    np.testing.assert_array_equal(truth.recall(np.repeat(expected[:, :5], 2, axis=1).tolist()), 0.5)
-    np.testing.assert_array_equal(truth.recall([[] for _ in expected]), 0.0)
-    assert np.isnan(truth.recall([[] for _ in expected], least=2.0)).all()
+    wanted = np.take_along_axis(products, expected, axis=1)
+    nearest = nearest_products(collection)
+    np.testing.assert_allclose(nearest, wanted, atol=1e-6)
+    twice = np.repeat(expected[:, :5], 2, axis=1)  # what is named twice counts once
+    for found, share in ((expected, 1.0), (expected[:, :5], 0.5), (twice, 0.5)):
+        np.testing.assert_array_equal(recall(collection, nearest, found.tolist()), share)
+    np.testing.assert_array_equal(recall(collection, nearest, [[] for _ in expected]), 0.0)
+    assert np.isnan(recall(collection, nearest, [[] for _ in expected], least=2.0)).all()
 
 
 def test_an_entry_as_near_as_the_tenth_counts_and_one_less_near_does_not():
     vectors = np.eye(DIM, dtype=np.float32)[:30]
     query = np.zeros((1, DIM), dtype=np.float32)
     query[0, :9], query[0, 9:20], query[0, 20:30] = 0.3, 0.1, 0.099
-    truth = Truth(Collection("axes", vectors, query))
-    assert truth.recall([[*range(9), 19]]) == 1.0
-    assert truth.recall([[*range(9), 20]]) == 0.9
+    axes = Collection("axes", vectors, query)
+    for tenth, share in ((19, 1.0), (20, 0.9)):
+        assert recall(axes, nearest_products(axes), [[*range(9), tenth]]) == share
 
 
 def test_vectors_are_of_unit_length_and_seeded():
@@ -76,19 +80,6 @@ def test_rows_say_time_and_recall_and_what_was_searched(tmp_path, text):
     assert "100 different passages" in rows["semantic_p99_ms_0k"]["baseline"]
 
 
-def test_the_comparison_has_a_row_for_every_library():
-    results = Results()
-    compare(synthetic(2000, 20), results)
-    names = [row.name for row in results.rows]
-    assert len(set(names)) == len(names)
-    for candidate in CANDIDATES:
-        begin = "semantic_library_" + re.sub(r"[^a-z0-9]+", "_", candidate.name.lower())
-        assert any(name.startswith(begin) for name in names) or candidate.name.startswith("usearch")
-    recalls = {row.name: float(row.baseline.split()[1].rstrip(";")) for row in results.rows}
-    assert recalls["semantic_library_faiss_flat"] == 1.0
-    assert recalls["semantic_library_ours"] > 0.99
-
-
 def test_passages_do_not_overlap_and_queries_are_not_stored(text):
     collection = embedded_passages(text, 60, 21)
     assert collection.vectors.shape == (60, DIM)
@@ -108,5 +99,5 @@ def test_without_a_text_passages_are_made_after_the_excerpt():
     collection = embedded_passages(None, 300, 20)
     assert "300 different passages" in collection.source
     assert "made after the shipped excerpt" in collection.source
-    found = [search_of(filled(collection.vectors))(query) for query in collection.queries]
-    assert Truth(collection).recall(found).mean() > 0.99
+    found, _ = timed(filled(collection.vectors), collection.queries)
+    assert recall(collection, nearest_products(collection), found).mean() > 0.99

@@ -1,0 +1,131 @@
+"""KV and rows that the kernels' tests share: seeded values, and NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from kernels.deviation import FreshRows
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
+from kernels.rope import RopeRotation
+from kernels.sparse_prefill import SequenceRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BLOCK = 4
+FP8 = torch.float8_e4m3fn
+# Relative errors in the 2-norm.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
+
+Kv = TypeVar("Kv", PagedKv, ContiguousKv, FreshRows)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotation_of(rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> RopeRotation:
+    frequencies = tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2))
+    return RopeRotation(frequencies, rotary_dim, interleaved, first_channel)
+
+
+def geometry_of(
+    kv_heads: int = 2, head_dim: int = 8, block_size: int = BLOCK, kv_factor: int = 2, layers: int = 2
+) -> KvGeometry:
+    return KvGeometry(layers, kv_heads, head_dim, block_size, kv_factor)
+
+
+def donor_of(geometry: KvGeometry, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> ContiguousKv:
+    sizes = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, tokens, geometry.head_dim)
+    return ContiguousKv(seeded(*sizes, seed=seed, dtype=dtype))
+
+
+def target_of(
+    geometry: KvGeometry, dtype: torch.dtype = torch.float32, blocks: Sequence[int] = (6, 1, 8, 3, 5)
+) -> PagedKv:
+    """A pool of 9 blocks that holds nothing."""
+    pool = torch.full((9, geometry.num_layers, geometry.kv_factor, geometry.row_elements), math.nan).to(dtype)
+    return PagedKv(pool, torch.tensor(blocks), geometry)
+
+
+def paged(donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
+    """The donor's tokens in a shuffled pool."""
+    layers, kinds, kv_heads, tokens, head_dim = donor.tensor.shape
+    geometry = KvGeometry(layers, kv_heads, head_dim, block_size, kinds)
+    blocks = torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    pool = torch.full((12, layers, kinds, geometry.row_elements), math.nan).to(donor.tensor.dtype)
+    view = pool_view(pool, geometry)
+    for token in range(tokens):
+        view[blocks[token // block_size], :, :, :, token % block_size] = donor.tensor[:, :, :, token]
+    return PagedKv(pool, blocks, geometry)
+
+
+def on(kv: Kv, device: str) -> Kv:
+    """The same on another device."""
+    if isinstance(kv, FreshRows):
+        return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
+    if isinstance(kv, PagedKv):
+        return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)
+    return ContiguousKv(kv.tensor.to(device))
+
+
+def memory_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
+    return kv.pool if isinstance(kv, PagedKv) else kv.tensor
+
+
+def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The relative error in the 2-norm, where both are numbers."""
+    actual, expected = actual.cpu().double().nan_to_num(), expected.cpu().double().nan_to_num()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """NaN stands in the same places, and the rest is as near as `dtype` allows, by default that of `actual`."""
+    assert torch.equal(actual.cpu().float().isnan(), expected.cpu().float().isnan())
+    assert error_of(actual, expected) <= TOLERANCE.get(dtype or actual.dtype, FP8_TOLERANCE)
+
+
+def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) -> SequenceRows:
+    return SequenceRows(first_row, torch.tensor(positions), torch.tensor(block_ids))
+
+
+class Batch:
+    """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row.
+
+    `on` is where the operations run; `expected` lies on the CPU.
+    """
+
+    def __init__(
+        self,
+        positions: Sequence[Sequence[int]],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+        generator = torch.Generator().manual_seed(3)
+        needed = [self.geometry.blocks_for(own[-1] + 1) for own in positions]
+        blocks = torch.randperm(sum(needed) + 3, generator=generator)[3:].split(needed)
+        self.pool = torch.full((sum(needed) + 3, 2, 2, self.geometry.row_elements), math.nan, dtype=dtype)
+        view = pool_view(self.pool, self.geometry)
+        self.sequences: list[SequenceRows] = []
+        rows = 0
+        for own, ids in zip(positions, blocks, strict=True):
+            reached = torch.arange(own[-1] + 1)
+            kv = torch.randn(len(reached), 2, 2, kv_heads, head_dim, generator=generator).to(dtype)
+            view[ids[reached // block_size], :, :, :, reached % block_size] = kv
+            self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
+            rows += len(own)
+        self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
+
+    def on(self, device: str) -> tuple[torch.Tensor, torch.Tensor, list[SequenceRows]]:
+        """Queries, pool and sequences, copied."""
+        sequences = [sequence.to(device) for sequence in self.sequences]
+        return self.q.to(device), self.pool.to(device, copy=True), sequences
