@@ -72,11 +72,11 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(engine, served):
 def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path, embedder):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
     sentences = document(3)
-    llm, _ = served(EMBEDDER="off", **disk)
+    llm = served(EMBEDDER="off", **disk)
     serve(llm, " ".join(sentences))
     llm.connector_worker.transfers.drain()
     llm.shutdown()
-    llm, _ = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
+    llm = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
     llm.connector_worker.transfers.drain()
     serve(llm, "hello")  # the scheduler takes in what lies on disk
     output, _ = serve(llm, reworded(sentences, 5))
