@@ -20,14 +20,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parents[1]
 # The files of entries, and those whose functions or constants are compiled into them.
 COMPILED_MODULES = (
-    "discovery/anchor_table.py",
     "discovery/compiled.py",
-    "discovery/donor_pages.py",
     "discovery/fingerprint.py",
-    "discovery/index_memory.py",
-    "discovery/index_writing.py",
     "discovery/raw_memory.py",
-    "discovery/span_search.py",
     "discovery/winnowing.py",
     "fleet/sketch.py",
     "fleet/sketch_index.py",

@@ -10,7 +10,7 @@ from semblend_trt.plan import PlanSpan
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from semblend_trt.discovery.run import Run
+    from semblend_trt.discovery.span_index import Run
 
 
 def span_of(run: Run, *, exact: bool = False) -> PlanSpan:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.run import Run
-    from semblend_trt.discovery.span_index import SpanIndex
+    from semblend_trt.discovery.span_index import Run, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 

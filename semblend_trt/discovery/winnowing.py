@@ -19,8 +19,6 @@ _Hashes = npt.NDArray[np.uint64]
 _Ranks = npt.NDArray[np.uint32]
 _Positions = npt.NDArray[np.int64]
 
-BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses no bit
-_BASE_4 = np.uint64(pow(0x9E3779B97F4A7C15, 4, 1 << 64))
 RANK_BASE = 0x9E3779B1
 _RANK_1, _RANK_2, _RANK_4, _RANK_8 = (np.uint32(pow(RANK_BASE, power, 1 << 32)) for power in (1, 2, 4, 8))
 # Grams of one repeated token rank behind all others: they say the least about where they stand.
@@ -32,14 +30,12 @@ _BLOCK, _LANES = 2048, 32
 
 @inner
 def gram_hash(tokens: _Tokens, start: int) -> np.uint64:
-    """Hash of the gram that starts at `start`: the sum of token[start + j] * BASE**(GRAM_TOKENS - j) modulo 2**64."""
-    value = np.uint64(0)
-    for first in range(start, start + GRAM_TOKENS, 4):
-        # Four tokens by themselves, which need not wait for those before them.
-        part = (np.uint64(tokens[first]) * BASE + np.uint64(tokens[first + 1])) * BASE
-        part = ((part + np.uint64(tokens[first + 2])) * BASE + np.uint64(tokens[first + 3])) * BASE
-        value = value * _BASE_4 + part
-    return value
+    """Hash of the gram that starts at `start`, as `fingerprint` makes it."""
+    first, second = np.uint32(0), np.uint32(0)
+    for at in range(start, start + 8):
+        first = np.uint32((first + np.uint32(tokens[at])) * _RANK_1)
+        second = np.uint32((second + np.uint32(tokens[at + 8])) * _RANK_1)
+    return np.uint64(first) << _TOP_HALF | np.uint64(second)
 
 
 @inner

@@ -21,12 +21,11 @@ DECORATORS = {"entry", "inner", "intrinsic"}
 # An entry that takes in what another file says, called so that this file decides what comes out.
 LOOKUP = """
 import numpy as np
-from semblend_trt.discovery.index_writing import stamp_donor
+from semblend_trt.fleet.sketch import sampled
 
-memory, chunks = np.zeros(64, dtype=np.int64), np.zeros((6, 1), dtype=np.int64)
-chunks[:] = memory.ctypes.data
-stamp_donor(chunks, 1, 0, 7)
-print(*np.flatnonzero(memory), sum(stamp_donor.stats.cache_hits.values()))
+tokens, keys = np.arange(200, dtype=np.int32), np.zeros((1, 2), dtype=np.uint64)
+_, (anchors,), _, _ = sampled(tokens, np.array([200]), keys, 9)
+print(int(anchors > 9), *sampled.stats.cache_hits.values())
 """
 
 
@@ -94,10 +93,10 @@ def test_a_changed_constant_reaches_the_compiled_code_that_takes_it_in(tmp_path:
         assert source.count(before) == 1
         (copy / name).write_text(source.replace(before, after), encoding="utf-8")
 
-    assert look_up() == [8, 0]
-    assert look_up() == [8, 1]
-    change("discovery/index_memory.py", "_RECORD_BITS = (9, 4, 6,", "_RECORD_BITS = (9, 4, 5,")
-    assert look_up() == [4, 0]
+    assert look_up() == [1]
+    assert look_up() == [1, 1]
+    change("discovery/winnowing.py", "WINDOW_GRAMS = 17", "WINDOW_GRAMS = 170")
+    assert look_up() == [0]
 
 
 def test_who_looks_at_all_that_is_loaded_finds_a_dictionary() -> None:

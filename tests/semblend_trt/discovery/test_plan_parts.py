@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
-from semblend_trt.discovery.run import Run
+from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import PlanSpan
 
 FIRST, SECOND = PlanSpan("a", 0, 0, 100, exact=True), PlanSpan("b", 7, 100, 70)
