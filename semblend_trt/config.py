@@ -6,23 +6,390 @@ TensorRT-LLM hands only TRTLLM* variables on to its workers. An empty variable c
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from typing import Any
+import re
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.settings.discovery import DiscoverySettings
-from semblend_trt.settings.donors import DonorSettings
-from semblend_trt.settings.environment import Variable
-from semblend_trt.settings.fleet import FleetSettings
-from semblend_trt.settings.identity import IdentitySettings
-from semblend_trt.settings.problems import sentence_of, warn_of_unknown_variables
-from semblend_trt.settings.reporting import ReportingSettings
-from semblend_trt.settings.reuse import ReuseSettings
-from semblend_trt.settings.table import SettingRow, rows_of
+from semblend_trt.fleet.wire import EventFormat
+from semblend_trt.policy import ReusePolicy, parse_policy
+from semblend_trt.semantic.embedder import EmbedderKind
 
-__all__ = ["SettingRow", "Settings", "Variable", "load_settings", "settings_table"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pydantic import JsonValue
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
+
+logger = logging.getLogger(__name__)
+
+MASK = "********"
+# Servers that are named without a user or a password: nothing of it is secret.
+_PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
+
+PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
+# What a value should have been whose error has a type that begins so.
+_KINDS = (("int_", "whole number"), ("float_", "number"))
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """The variable of a setting: its name behind the prefixes, and the whole name it had before."""
+
+    name: str
+    old_name: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Whole names, the deciding one first."""
+        current = tuple(prefix + self.name for prefix in PREFIXES)
+        return current if self.old_name is None else (*current, self.old_name)
+
+
+class SettingsGroup(BaseSettings):
+    """Settings of one theme. Arguments win over the environment; every field names its `Variable`."""
+
+    # A wrong value may be a secret, and an error's text is in every traceback.
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class names it
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls)
+
+
+class _Environment(PydanticBaseSettingsSource):
+    """Reads the variables that the fields name; an empty one counts as unset."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        found = variable_in_use(field)
+        return (None if found is None else os.environ[found].strip()), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return {
+            name: os.environ[found].strip()
+            for name, field in self.settings_cls.model_fields.items()
+            if (found := variable_in_use(field)) is not None
+        }
+
+
+class ReuseSettings(SettingsGroup):
+    """Settings of what may be reused."""
+
+    enabled: Annotated[bool, Variable("ENABLED")] = Field(
+        True, description="Master switch; without it every request is served cold and nothing is kept."
+    )
+    policy: Annotated[ReusePolicy, BeforeValidator(parse_policy), Variable("POLICY")] = Field(
+        ReusePolicy.VERIFIED,
+        description="What may be reused: nothing; KV equal to a cold run's; what the reuse profile justifies, without "
+        "one as exact; runs at any position with the lowest layers computed again; runs at any position as they are; "
+        "and two published fixed budgets, there to be compared with and not safe.",
+    )
+    profile_path: Annotated[Path | None, Variable("PROFILE")] = Field(
+        None, description="JSON file of the reuse profile for policy verified, made by a calibration."
+    )
+    recompute_boundary_layer: Annotated[
+        int, Variable("RECOMPUTE_BOUNDARY_LAYER", "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER")
+    ] = Field(0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token.")
+    epic_tokens: Annotated[int, Variable("EPIC_TOKENS")] = Field(
+        16, ge=1, le=1 << 20, description="Policy epic computes this many first tokens of every run."
+    )
+    cacheblend_share: Annotated[float, Variable("CACHEBLEND_SHARE")] = Field(
+        0.15,
+        ge=0.0,
+        le=1.0,
+        description="Policy cacheblend computes this share of the reused tokens, those that deviate most at layer 1.",
+    )
+
+
+class DiscoverySettings(SettingsGroup):
+    """Settings of how donors are found and which runs of theirs make a plan."""
+
+    min_span_tokens: Annotated[int, Variable("MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")] = Field(
+        64,
+        ge=1,
+        le=1 << 20,
+        description="Shortest token-identical run that is reused; runs below 32 tokens are not looked for.",
+    )
+    min_reuse_ratio: Annotated[float, Variable("MIN_REUSE_RATIO")] = Field(
+        0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must reuse."
+    )
+    discovery_only: Annotated[bool, Variable("DISCOVERY_ONLY")] = Field(
+        False, description="Look donors up and report what would be reused, but place nothing."
+    )
+    fuzzy_chunks: Annotated[bool, Variable("FUZZY_CHUNKS")] = Field(
+        False,
+        description="Reuse text that a donor holds up to a few tokens: runs shorter than a span count together; "
+        "tokens that differ are always computed. Needs the wrapper.",
+    )
+    fuzzy_margin_tokens: Annotated[int, Variable("FUZZY_MARGIN")] = Field(
+        4, ge=0, le=1024, description="Equal tokens behind each difference of a fuzzy chunk that are computed with it."
+    )
+    strict_prefix_boundary: Annotated[bool, Variable("STRICT_PREFIX_BOUNDARY")] = Field(
+        False,
+        description="Promise only what goes on without a hole from where the engine's own prefix ends, up to the end "
+        "of a block.",
+    )
+    exact_materialization_only: Annotated[bool, Variable("EXACT_MATERIALIZATION_ONLY")] = Field(
+        False,
+        description="Place only KV equal to a cold run's; what the policy would reuse beyond it is reported.",
+    )
+    lookup_deadline_ms: Annotated[float, Variable("LOOKUP_DEADLINE_MS")] = Field(
+        5.0,
+        ge=0.001,
+        le=60_000,
+        description="Most processor time that one lookup may take, in milliseconds; one that takes longer is refused "
+        "as lookup_timeout, and its request is served cold.",
+    )
+    embedder: Annotated[EmbedderKind, Variable("EMBEDDER")] = Field(
+        EmbedderKind.OFF,
+        description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
+        "hashed words, by word sets, or by a sentence model. What is near is reported, never reused for it. All but "
+        "off need the extra semantic.",
+    )
+    embedder_model: Annotated[str | None, Variable("EMBEDDER_MODEL")] = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Folder or cached hub id of the sentence model; unset, all-MiniLM-L6-v2 as the extra embedder "
+        "brings it.",
+    )
+    min_similarity: Annotated[float, Variable("MIN_SIMILARITY")] = Field(
+        0.60, ge=-1.0, le=1.0, description="Least cosine similarity at which a donor is reported as near a request."
+    )
+
+
+class DonorSettings(SettingsGroup):
+    """Settings of which requests become donors, and where their KV is held."""
+
+    host_bytes: Annotated[int, Variable("HOST_BYTES")] = Field(
+        4 << 30,
+        ge=0,
+        le=1 << 50,
+        description=(
+            "Host memory for donor KV, in bytes, page-locked at the start where there is a card; when it is full, "
+            "donors go in the order of SEMBLEND_EVICTION."
+        ),
+    )
+    # Off unless asked for: the engine has sized its own KV pool to the card's free memory before it registers it, and
+    # what is left is room that its forward needs. An arena has to be planned together with the engine's share.
+    device_bytes: Annotated[int, Variable("DEVICE_BYTES")] = Field(
+        0,
+        ge=0,
+        le=1 << 50,
+        description="Device memory for donor KV, in bytes, allocated at the start beside the engine's pool; lower the "
+        "engine's memory fraction by it. When it is full, donors move down to host memory.",
+    )
+    staging_bytes: Annotated[int, Variable("STAGING_BYTES")] = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Device memory through which donors travel from and to host memory, in bytes; without a card none "
+        "is used.",
+    )
+    snapshot_bytes: Annotated[int, Variable("SNAPSHOT_BYTES")] = Field(
+        1 << 30,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the "
+        "engine gives a request's blocks to others before it is saved (TensorRT-LLM up to 1.3). A donor is cut to what "
+        "is free of it.",
+    )
+    disk_bytes: Annotated[int, Variable("DISK_BYTES")] = Field(
+        0,
+        ge=0,
+        le=1 << 50,
+        description="Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the "
+        "background, stay on disk when memory lets them go, and are found again after a restart.",
+    )
+    disk_path: Annotated[Path | None, Variable("DISK_PATH")] = Field(
+        None,
+        description="Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can "
+        "be recovered.",
+    )
+    disk_key_path: Annotated[Path | None, Variable("DISK_KEY_PATH")] = Field(
+        None,
+        description="File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode "
+        "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
+        "`~/.local/state`. Files of another key are not read.",
+    )
+    eviction: Annotated[Eviction, Variable("EVICTION")] = Field(
+        Eviction.LRU,
+        description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
+        "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
+    )
+    max_donors: Annotated[int, Variable("MAX_DONORS")] = Field(
+        10_000, ge=1, le=10_000_000, description="Most donors held at once."
+    )
+    min_donor_tokens: Annotated[int, Variable("MIN_DONOR_TOKENS")] = Field(
+        64, ge=1, le=1 << 20, description="A request with fewer tokens does not become a donor."
+    )
+
+
+class IdentitySettings(SettingsGroup):
+    """Settings of what the engine's KV may be interchanged with: fields of its namespace."""
+
+    donor_tenant: Annotated[str | None, Variable("DONOR_TENANT")] = Field(
+        None, min_length=1, max_length=256, description="Tenant of this engine; other tenants share no donors with it."
+    )
+    donor_template: Annotated[str | None, Variable("DONOR_TEMPLATE")] = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Prompt template of this engine; others share no donors with it.",
+    )
+    model_revision: Annotated[str | None, Variable("MODEL_REVISION")] = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Model revision; unset, a digest of every byte of the weights stands for it, under whatever name.",
+    )
+    digest_cache_path: Annotated[Path | None, Variable("DIGEST_CACHE")] = Field(
+        None,
+        description="Folder, of this user alone, in which digests of weights are kept for the next start; unset, "
+        "`semblend-trt` in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
+    )
+    tokenizer_revision: Annotated[str | None, Variable("TOKENIZER_REVISION")] = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Tokenizer revision; unset, a digest of its files stands for it.",
+    )
+    adapter_id: Annotated[str | None, Variable("ADAPTER_ID")] = Field(
+        None, min_length=1, max_length=256, description="Adapter that this engine applies to every request."
+    )
+
+
+class ReportingSettings(SettingsGroup):
+    """Settings of what is told of requests."""
+
+    audit_path: Annotated[Path | None, Variable("AUDIT_PATH", "SEMBLEND_TRTLLM_AUDIT_PATH")] = Field(
+        None, description="JSONL file to which audit events are appended; unset, none are written."
+    )
+    metrics: Annotated[bool, Variable("METRICS")] = Field(
+        True, description="Counts in Prometheus' default registry, where prometheus_client is installed."
+    )
+
+
+# Addresses as nats-py reads them; the user and the password may be any text.
+_SERVER = re.compile(
+    r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
+)
+
+
+def _is_server(address: str) -> bool:
+    found = _SERVER.fullmatch(address)
+    return found is not None and 0 < int(found[1] or 1) < 1 << 16
+
+
+def _checked_servers(url: SecretStr | None) -> SecretStr | None:
+    if url is not None:
+        addresses = [address for each in url.get_secret_value().split(",") if (address := each.strip())]
+        if not addresses or not all(_is_server(address) for address in addresses):
+            raise ConfigurationError(
+                "this is no address such as nats://localhost:4222 (with nats, tls, ws or wss), nor several with commas "
+                "between them"
+            )
+    return url
+
+
+def _checked_subject(subject: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", subject):
+        raise ConfigurationError(f"subject {subject[:80]!r} is not of letters, digits, _ and -, with dots in between")
+    return subject
+
+
+def _checked_stream(stream: str | None) -> str | None:
+    if stream is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", stream):
+        raise ConfigurationError(f"stream {stream[:80]!r} is not of letters, digits, _ and - alone")
+    return stream
+
+
+class FleetSettings(SettingsGroup):
+    """Settings of what the fleet is told of this worker's donors."""
+
+    # Secret: it may hold a user's password.
+    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers), Variable("NATS_URL")] = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="NATS server, or several with commas between them, to which donor events go; unset, none are sent.",
+    )
+    nats_subject: Annotated[str, AfterValidator(_checked_subject), Variable("NATS_SUBJECT")] = Field(
+        "semantic-kv-events",
+        min_length=1,
+        max_length=256,
+        description="Subject of donor events; requests for all donors anew are read from the same with .resync behind.",
+    )
+    nats_subject_per_worker: Annotated[bool, Variable("NATS_SUBJECT_PER_WORKER")] = Field(
+        False,
+        description="Donor events go to the subject with .<worker id> behind it, and readers believe a worker's from "
+        "there only, so that NATS permissions can keep one worker from speaking for another.",
+    )
+    nats_stream: Annotated[str | None, AfterValidator(_checked_stream), Variable("NATS_STREAM")] = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="JetStream stream that acknowledges and keeps donor events, made where it is missing; unset, core "
+        "NATS carries them.",
+    )
+    nats_tls_ca: Annotated[Path | None, Variable("NATS_TLS_CA")] = Field(
+        None, description="PEM file of the authorities that may have signed the NATS server's certificate."
+    )
+    nats_tls_cert: Annotated[Path | None, Variable("NATS_TLS_CERT")] = Field(
+        None, description="PEM file of this client's certificate for NATS."
+    )
+    nats_tls_key: Annotated[Path | None, Variable("NATS_TLS_KEY")] = Field(
+        None, description="PEM file of the private key of that certificate, where it is not in the same file."
+    )
+    nats_creds: Annotated[Path | None, Variable("NATS_CREDS")] = Field(
+        None, description="Credentials file of a NATS user."
+    )
+    nats_token: Annotated[SecretStr | None, Variable("NATS_TOKEN")] = Field(
+        None, min_length=1, max_length=4096, description="Token for NATS."
+    )
+    event_format: Annotated[EventFormat, Variable("EVENT_FORMAT")] = Field(
+        EventFormat.JSON, description="How donor events are written."
+    )
+    event_embeddings: Annotated[bool, Variable("EVENT_EMBEDDINGS")] = Field(
+        False, description="Send donors' embeddings too, where there are any; texts can be guessed from them."
+    )
+    worker_id: Annotated[int | None, Variable("WORKER_ID")] = Field(
+        None,
+        ge=0,
+        le=(1 << 53) - 1,
+        description="Number of this worker in the fleet; unset, that behind the last hyphen of the host's name, or 0.",
+    )
+    heartbeat_seconds: Annotated[float, Variable("HEARTBEAT_SECONDS")] = Field(
+        10.0, ge=0.1, le=3600.0, description="A heartbeat goes out this often; readers give a silent worker up."
+    )
+    resync_seconds: Annotated[float, Variable("RESYNC_SECONDS")] = Field(
+        300.0,
+        ge=0.0,
+        le=86400.0,
+        description="All donors are told anew this often, for readers that cannot ask; 0, only when one asks.",
+    )
 
 
 # pydantic takes the fields of the last base first, so documentation shows the groups from the last to the first.
@@ -36,13 +403,140 @@ def load_settings(**overrides: Any) -> Settings:
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
     """
-    warn_of_unknown_variables(os.environ, Settings)
+    _warn_of_unknown_variables(os.environ)
     try:
         return Settings(**overrides)
     except ValidationError as error:
-        raise ConfigurationError(sentence_of(error, Settings, overrides)) from error
+        raise ConfigurationError(
+            ". ".join(_sentence(each, overrides) for each in error.errors(include_url=False))
+        ) from error
 
 
-def settings_table() -> list[SettingRow]:
-    """Every setting, group by group, for documentation."""
-    return rows_of(Settings)
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting as documentation shows it; `variables` in the order in which they decide."""
+
+    name: str
+    variables: tuple[str, ...]
+    default: str
+    allowed: str
+    description: str
+
+
+def settings_table(settings_class: type[SettingsGroup] = Settings) -> list[SettingRow]:
+    """Every setting of the class, in the order of its fields."""
+    return [
+        SettingRow(name, variable_of(field).names, shown(field.default), allowed_by(field), field.description or "")
+        for name, field in settings_class.model_fields.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingInUse:
+    """One setting as it decides now.
+
+    `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
+    default; `ignored` are further variables of the setting that are set and not read. Secret values are masked.
+    """
+
+    name: str
+    variable: str
+    value: JsonValue
+    source: str | None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The value in the words of its variable."""
+        return shown(self.value)
+
+
+def settings_in_use(settings: Settings) -> list[SettingInUse]:
+    """Every setting, in the order of its fields; `settings` have been read from this process's environment."""
+    values, rows = settings.model_dump(mode="json"), []
+    for name, field in Settings.model_fields.items():
+        held, names = getattr(settings, name), variable_of(field).names
+        source = variable_in_use(field)
+        ignored = tuple(other for other in names if other != source and os.environ.get(other, "").strip())
+        value = masked(held.get_secret_value()) if isinstance(held, SecretStr) else values[name]
+        rows.append(SettingInUse(name, names[1], value, source, ignored))
+    return rows
+
+
+def masked(secret: str) -> str:
+    """What may be shown of a secret: addresses of servers that hold no user and no password, of others nothing."""
+    are_plain = all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(","))
+    return secret if are_plain else MASK
+
+
+def allowed_by(field: FieldInfo) -> str:
+    """The values that a field takes, in words."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
+        return ", ".join(each.value for each in field.annotation)
+    if field.annotation is bool:
+        return "0 or 1"
+    low, high, longest = (_bound(field, name) for name in ("ge", "le", "max_length"))
+    if low is not None and high is not None:
+        return f"{low}..{high}"
+    return "a path" if longest is None else f"a text of 1..{longest} characters"
+
+
+def shown(value: object) -> str:
+    """A setting's value in the words of its variable."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """True when the value may not be shown anywhere."""
+    return SecretStr in (field.annotation, *get_args(field.annotation))
+
+
+def _bound(field: FieldInfo, name: str) -> Any:
+    return next((value for item in field.metadata if (value := getattr(item, name, None)) is not None), None)
+
+
+def variable_of(field: FieldInfo) -> Variable:
+    return next(item for item in field.metadata if isinstance(item, Variable))
+
+
+def variable_in_use(field: FieldInfo) -> str | None:
+    """Whole name of the variable that decides the field now; None when none is set."""
+    return next((name for name in variable_of(field).names if os.environ.get(name, "").strip()), None)
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
+    """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
+    where one is."""
+    known = [name for field in Settings.model_fields.values() for name in variable_of(field).names]
+    unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
+
+
+def _warn_of_unknown_variables(names: Iterable[str]) -> None:
+    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
+    unknown = unknown_variables(names)
+    with _warned_lock:
+        fresh = [name for name in unknown if name not in _warned]
+        _warned.update(fresh)
+    for name in fresh:
+        close = unknown[name]
+        logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+
+
+def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else "settings"
+    field = Settings.model_fields.get(name)
+    if field is None:
+        close = difflib.get_close_matches(name, Settings.model_fields, n=1)
+        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+    source = name if name in overrides else variable_in_use(field) or name
+    problem = detail.get("ctx", {}).get("error")
+    if isinstance(problem, ConfigurationError):
+        return f"{source}: {problem}"
+    value = "wrong" if is_secret(field) else repr(str(detail["input"])[:80])
+    kind = next((f", no {kind}" for start, kind in _KINDS if detail["type"].startswith(start)), "")
+    return f"{source} is {value}{kind}; allowed is {allowed_by(field)}"

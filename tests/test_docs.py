@@ -1,9 +1,15 @@
-"""The documents name what exists: settings, commands, classes, files; tests beside the code compare their tables."""
+"""README and documents name what exists: files, settings, commands, classes; what the README shows runs.
+
+Tests beside the code compare their own tables.
+"""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import ast
+import os
+import subprocess
+import sys
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -13,46 +19,89 @@ import semblend_trt.connector
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from semblend_trt.cli.main import subcommands
 from semblend_trt.config import settings_table
+from tests.pages import PAGES, README, ROOT, Page, make_targets
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
-ATTACH = PAGES["attach.md"]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_to_files(name: str) -> None:
-    links = re.findall(r"\]\((?!\w+://|#)([^)#]+)", PAGES[name])
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+CONNECTORS = {module.__name__: module for module in (semblend_trt.connector, engine_wrapper.connector)}
+EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_settings_exist(name: str) -> None:
+@EVERY_PAGE
+def test_links_lead_to_files(page: Page) -> None:
+    files = [link.partition("#")[0] for link in page.links if "://" not in link]
+    folder = (ROOT / page.name).parent
+    assert [file for file in files if file and not (folder / file).exists()] == []
+
+
+@EVERY_PAGE
+def test_settings_exist(page: Page) -> None:
     known = {variable for row in settings_table() for variable in row.variables}
-    named = set(re.findall(r"\b(?:TRTLLM_)?SEMBLEND_[A-Z_]*[A-Z]\b", PAGES[name])) - {"SEMBLEND_X", "TRTLLM_SEMBLEND_X"}
+    prefixes = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
+    named = {word for word in page.words if word.startswith(prefixes)} - {"SEMBLEND_X", "TRTLLM_SEMBLEND_X", *prefixes}
     assert named <= known
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_commands_exist(name: str) -> None:
-    assert set(re.findall(r"\bsemblend-trt (?!-)([a-z]+)", PAGES[name])) <= set(subcommands())
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", PAGES[name], re.MULTILINE)) <= targets
+@EVERY_PAGE
+def test_commands_exist(page: Page) -> None:
+    pairs = [pair for line in page.commands for pair in pairwise(line)]
+    ours = {word for program, word in pairs if program.endswith("semblend-trt") and word.isalpha()}
+    assert ours <= set(subcommands())
+    assert {line[1] for line in page.commands if line[:1] == ["make"] and len(line) > 1} <= make_targets()
+
+
+def test_paths_of_the_readme_exist() -> None:
+    spans = [span for span in README.spans if "/" in span and not span.startswith(".venv/")]
+    paths = [span for span in spans if not set(span) & set(" <>*:{}'\"=")]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_quick_start_prints_what_the_readme_says(tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", README.blocks("python")[0]],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == README.blocks("text")[0]
+
+
+# -- examples for TensorRT-LLM: the embedded engine has the names of its arguments from there
+
+
+def keywords_of(source: str, function: str) -> dict[str, ast.expr]:
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == function)
+    return {keyword.arg or "": keyword.value for keyword in call.keywords}
+
+
+def check_connector(**fields: str) -> None:
+    """The connector's classes are where the fields say."""
+    config = KvCacheConnectorConfig(**fields)
+    module = CONNECTORS[config.connector_module]
+    assert hasattr(module, config.connector_scheduler_class)
+    assert hasattr(module, config.connector_worker_class)
+
+
+@pytest.mark.parametrize("source", README.blocks("python"), ids=["quick start", "TensorRT-LLM"])
+def test_connector_examples_name_classes_that_exist(source: str) -> None:
+    fields = keywords_of(source, "KvCacheConnectorConfig")
+    check_connector(**{name: ast.literal_eval(value) for name, value in fields.items()})
+
+
+def test_the_example_for_tensorrt_llm_uses_arguments_that_there_are() -> None:
+    source = README.blocks("python")[1]
+    assert set(keywords_of(source, "LLM")) <= set(LlmArgs.model_fields)
+    assert set(keywords_of(source, "KvCacheConfig")) <= set(KvCacheConfig.model_fields)
 
 
 def test_the_engine_file_can_be_read_by_an_engine() -> None:
-    """The embedded engine has the names of its arguments from TensorRT-LLM."""
-    (source,) = re.findall(r"^```yaml\n(.*?)^```$", ATTACH, re.DOTALL | re.MULTILINE)
+    attach = Page("docs/attach.md")
+    (source,) = attach.blocks("yaml")
     options = yaml.safe_load(source)
     assert set(options) <= set(LlmArgs.model_fields)
     assert set(options["kv_cache_config"]) <= {*KvCacheConfig.model_fields, "free_gpu_memory_fraction"}
-    connector = KvCacheConnectorConfig(**options["kv_connector_config"])
-    modules = {module.__name__: module for module in (semblend_trt.connector, engine_wrapper.connector)}
-    assert set(re.findall(r"`(\w+\.connector)`", ATTACH)) | {connector.connector_module} == set(modules)
-    for module in modules.values():
-        assert hasattr(module, connector.connector_scheduler_class)
-        assert hasattr(module, connector.connector_worker_class)
-
-
-def test_it_is_said_that_nothing_of_it_was_tested() -> None:
-    """As long as no run on a real TensorRT-LLM is recorded, the first words of the guide say so."""
-    assert ATTACH.split("\n\n")[1].startswith("**All of this is untested on a real TensorRT-LLM.**")
+    check_connector(**options["kv_connector_config"])
+    assert set(CONNECTORS) <= {*attach.spans, options["kv_connector_config"]["connector_module"]}

@@ -3,128 +3,104 @@
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from semblend_trt import audit
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.fleet.counters import DROP_REASONS, RESYNC_REASONS
+from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.outcome import OTHER_REASON
+from tests.pages import ROOT, Page, code_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "failure-modes.md").read_text(encoding="utf-8")
-SOURCES = sorted(
-    path
+PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md")]
+# The names in the last columns of their tables.
+TOLD = {name for page in PAGES for row in page.rows for name in code_in(row[-1]) if name.isidentifier()}
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for floor in ("semblend_trt", "engine_wrapper")
     for path in (ROOT / floor).rglob("*.py")
     # The embedded engine's own reasons are why a sequence ends; the doctor repeats the connector's.
     if not {"benchmarks", "embedded", "doctor", "cli"} & set(path.parts)
-)
-A_REASON = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
-TELLS_A_REASON = re.compile(r"reason|refusal|refused", re.IGNORECASE)
-TAKES_A_REASON = re.compile(r"refus|ineligible|unsupported|donorfileerror|layouterror|without_spans", re.IGNORECASE)
+}
+# Parts of the names of what holds a reason, and of calls that take one.
+TELLING = ("reason", "refusal", "refused")
+TAKING = ("refus", "ineligible", "unsupported", "donorfileerror", "layouterror", "without_spans", "profilematch")
 
 
-def words(node: ast.expr | None) -> Iterator[str]:
+def words(node: ast.AST | None) -> Iterator[str]:
     """Reasons that an expression may be: itself, a part of a tuple, a branch, a value of a table."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and A_REASON.fullmatch(node.value):
-        yield node.value
-    elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        for part in node.elts:
-            yield from words(part)
-    elif isinstance(node, ast.Dict):
-        for value in node.values:
-            yield from words(value)
-    elif isinstance(node, ast.IfExp):
-        yield from words(node.body)
-        yield from words(node.orelse)
-    elif isinstance(node, ast.BoolOp):
-        for value in node.values:
-            yield from words(value)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-        for argument in node.args[1:]:
-            yield from words(argument)
+    parts: list[ast.expr] = []
+    match node:
+        case ast.Constant(value=str(word)) if word.isidentifier() and word.islower():
+            yield word
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            pass
+        case ast.Dict(values=parts) | ast.BoolOp(values=parts):
+            pass
+        case ast.IfExp(body=body, orelse=other):
+            parts = [body, other]
+        case ast.Call(func=ast.Attribute(attr="get"), args=[_, *parts]):
+            pass
+    for part in parts:
+        yield from words(part)
 
 
-def name_of(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+def name_of(node: ast.AST) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", getattr(node, "arg", ""))))
 
 
-def assigned(target: ast.expr, value: ast.expr | None) -> Iterator[str]:
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        for part, given in zip(target.elts, value.elts, strict=True):
-            yield from assigned(part, given)
-    elif TELLS_A_REASON.search(name_of(target)):
-        yield from words(value)
+def tells(text: str, parts: tuple[str, ...] = TELLING) -> bool:
+    return any(part in text.lower() for part in parts)
 
 
-def returned(function: ast.FunctionDef) -> Iterator[str]:
-    """What a function returns whose name or docstring speaks of a reason, an item of a loop among it."""
-    if not TELLS_A_REASON.search(function.name + (ast.get_docstring(function) or "")):
-        return
-    for node in ast.walk(function):
-        if isinstance(node, ast.Return):
-            yield from words(node.value)
-        if isinstance(node, ast.For):
-            ends = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return) and inner.value]
-            if name_of(node.target) and name_of(node.target) in map(name_of, ends):
-                yield from words(node.iter)
+def targets(node: ast.AST) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
-def looped_over(loop: ast.For, module: ast.Module) -> Iterator[str]:
-    """Values of a table of the module that a loop takes as reasons: `for name, reason in TABLE.items()`."""
-    targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
-    if not any(TELLS_A_REASON.search(name_of(target)) for target in targets) or not isinstance(loop.iter, ast.Call):
-        return
-    table = name_of(loop.iter.func.value) if isinstance(loop.iter.func, ast.Attribute) else ""
-    for node in module.body:
-        if isinstance(node, ast.Assign) and table in map(name_of, node.targets):
-            yield from words(node.value)
+def expressions(module: ast.Module) -> Iterator[ast.AST | None]:
+    """Where a module tells a reason: what is assigned to, passed as, looped over or returned as one."""
+    tables = {
+        name_of(target): node.value for node in module.body if isinstance(node, ast.Assign) for target in node.targets
+    }
+    for node in ast.walk(module):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                yield from (value for name, value in zip(names, values, strict=True) if tells(name_of(name)))
+            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+                if tells(name_of(target)):
+                    yield value
+            case ast.keyword(arg=str(name), value=value) if tells(name):
+                yield value
+            case ast.For(target=target, iter=ast.Call(func=ast.Attribute(value=table))):
+                if any(tells(name_of(each)) for each in targets(target)):
+                    yield tables.get(name_of(table))
+            case ast.FunctionDef() if tells(node.name + (ast.get_docstring(node) or "")):
+                yield from returned(node)
+            case ast.Call(func=function, args=arguments) if tells(name_of(function), TAKING):
+                yield from arguments
+            case ast.Subscript(value=ast.Name(id="faults") | ast.Attribute(attr="faults"), slice=value):
+                yield value
+
+
+def returned(function: ast.FunctionDef) -> Iterator[ast.AST | None]:
+    """What a function returns, the items of a loop among it."""
+    ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    yield from ends
+    names = {name_of(end) for end in ends if isinstance(end, ast.Name)}
+    yield from (node.iter for node in ast.walk(function) if isinstance(node, ast.For) and name_of(node.target) in names)
 
 
 def reasons_in(source: str) -> set[str]:
-    """Reasons in a module: assigned to, passed as or returned as one, or the name of a fault that is counted."""
-    found: set[str] = set()
+    """Reasons in a module, and the names of faults that it counts: of functions that never raise."""
     module = ast.parse(source)
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                found.update(assigned(target, node.value))
-        elif isinstance(node, ast.For):
-            found.update(looped_over(node, module))
-        elif isinstance(node, ast.AnnAssign):
-            found.update(assigned(node.target, node.value))
-        elif isinstance(node, ast.FunctionDef):
-            found.update(returned(node))
-            if any(name_of(each.func) == "never_raises" for each in node.decorator_list if isinstance(each, ast.Call)):
-                found.add(node.name)
-        elif isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                if keyword.arg and TELLS_A_REASON.search(keyword.arg):
-                    found.update(words(keyword.value))
-            if TAKES_A_REASON.search(name_of(node.func)):
-                for argument in node.args:
-                    found.update(words(argument))
-            elif name_of(node.func) == "ProfileMatch":
-                found.update(words(node.args[1] if len(node.args) > 1 else None))
-        elif isinstance(node, ast.Subscript) and name_of(node.value) == "faults":
-            found.update(words(node.slice))
-    return found
-
-
-def named_in_the_page() -> set[str]:
-    """The names in the last column of the page's tables, and of those of the page on vLLM."""
-    lines = [*PAGE.splitlines(), *(ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").splitlines()]
-    rows = (line.split("|") for line in lines if line.startswith("| ") and not line.startswith("| event"))
-    return {name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row[-2])}
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    decorators = [(node.name, getattr(each, "func", each)) for node in functions for each in node.decorator_list]
+    faults = {name for name, each in decorators if name_of(each) == "never_raises"}
+    return faults | {word for each in expressions(module) for word in words(each)}
 
 
 def test_the_search_finds_every_way_to_write_a_reason() -> None:
@@ -161,30 +137,25 @@ UnsupportedModelError(_REFUSED.get(kind, "from_a_fallback"), "a sentence is not 
 
 def test_every_reason_of_the_code_is_in_the_page() -> None:
     """What is listed here needs a row in docs/failure-modes.md that counts as it."""
-    told = named_in_the_page()
-    found = {path.relative_to(ROOT).as_posix(): reasons_in(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {path: sorted(reasons - told) for path, reasons in found.items() if reasons - told} == {}
+    found = {path: reasons_in(source) - TOLD for path, source in SOURCES.items()}
+    assert {path: sorted(reasons) for path, reasons in found.items() if reasons} == {}
 
 
-def test_what_the_engine_is_refused_for_is_in_the_page() -> None:
-    """Parallel sizes give their reason its name."""
+def test_what_is_named_while_it_runs_is_in_the_page() -> None:
+    """Parallel sizes give their reason its name; events and dropped lines have lists of their own."""
     sizes = ("pipeline_parallel_size", "context_parallel_size")
-    assert {engine_refusal(SimpleNamespace(**{size: 2})) for size in sizes} <= named_in_the_page()
-
-
-def test_what_becomes_of_donors_and_events_is_in_the_page() -> None:
-    failures = {
-        event.value for event in OffloadEventKind if re.search("failed|skipped|refused|unavailable", event.value)
-    }
-    assert failures | {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, OTHER_REASON} <= named_in_the_page()
+    refusals = {engine_refusal(SimpleNamespace(**{size: 2})) for size in sizes}
+    failures = ("failed", "skipped", "refused", "unavailable")
+    events = {event.value for event in OffloadEventKind if tells(event.value, failures)}
+    assert refusals | events | {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, OTHER_REASON} <= TOLD
 
 
 def test_every_name_of_the_page_is_one_of_the_code() -> None:
-    code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    names = named_in_the_page() - {"pipeline_parallel", "context_parallel"}
+    code = "\n".join(SOURCES.values())
+    names = TOLD - {"pipeline_parallel", "context_parallel"}
     assert [name for name in sorted(names) if f'"{name}"' not in code and f"def {name}(" not in code] == []
 
 
 def test_rows_are_whole() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
-    assert [line for line in rows if len(re.split(r"(?<!\\)\|", line)) != 6] == []
+    rows = [line for line in PAGES[0].text.splitlines() if line.startswith("|")]
+    assert [line for line in rows if line.replace("\\|", "").count("|") != 5] == []

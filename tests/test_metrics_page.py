@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from prometheus_client import CollectorRegistry
 
-from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.metrics import Series
+from tests.pages import Page, code_in
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(semblend_\w+)(?:\{([\w,]+)\})?` \| (gauge: |histogram: |)", re.MULTILINE)
+
+def series() -> dict[str, tuple[str, set[str]]]:
+    """Kind and labels of every series of the page, by name."""
+    found = {}
+    for cell, counts in Page("docs/metrics.md").rows:
+        for code in code_in(cell):
+            name, _, labels = code.partition("{")
+            kind = counts.split(":")[0]
+            kind = kind if kind in ("gauge", "histogram") else "counter"
+            found[name] = kind, set(labels.strip("}").split(",")) - {""}
+    return found
 
 
-def described(metric: Metric) -> tuple[str, str]:
-    """Name and kind as the page has them."""
-    kind = {"counter": ""}.get(metric.type, metric.type + ": ")
-    return metric.name + ("_total" if metric.type == "counter" else ""), kind
-
-
-def test_the_page_has_every_series_and_no_other() -> None:
-    registry = CollectorRegistry()
+@pytest.fixture(scope="module")
+def metrics() -> list[Metric]:
+    registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
     EventCounters(registry=registry)
-    router = RouterCounters().registry
     router.register(FleetGauges(ReplicaSet([], None, health_seconds=1, answer_seconds=1), Directory()))  # type: ignore[arg-type]
-    code = {described(metric) for source in (registry, router) for metric in source.collect()}
-    assert {(name, kind) for name, _, kind in ROW.findall(PAGE)} == code
+    return [metric for source in (registry, router) for metric in source.collect()]
 
 
-def test_labels_are_those_of_the_code() -> None:
-    registry = CollectorRegistry()
-    Series(registry)
-    EventCounters(registry=registry)
-    told = {name: set(labels.split(",")) - {""} for name, labels, _ in ROW.findall(PAGE)}
-    for metric in registry.collect():
-        for sample in metric.samples:
-            if sample.name in told:
-                assert (sample.name, set(sample.labels)) == (sample.name, told[sample.name])
+def test_the_page_has_every_series_and_no_other(metrics: list[Metric]) -> None:
+    code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in metrics}
+    assert {name: kind for name, (kind, _) in series().items()} == code
+
+
+def test_labels_are_those_of_the_code(metrics: list[Metric]) -> None:
+    code = {sample.name: set(sample.labels) for metric in metrics for sample in metric.samples}
+    page = {name: labels for name, (_, labels) in series().items() if name in code}
+    assert page == {name: code[name] for name in page}

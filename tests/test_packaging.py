@@ -1,23 +1,22 @@
-"""The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`."""
+"""The wheel as a user gets it, alone and beside Hugging Face's distribution that is also imported as `kernels`.
+
+`make packaging` runs this, CI as its last step: wheels are built, environments made, and an index asked for packages.
+"""
 
 from __future__ import annotations
 
-import ast
 import email
-import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+
+pytestmark = pytest.mark.last_step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
@@ -48,15 +47,6 @@ def wheel(built: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel_files(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
-
-
-@pytest.fixture(scope="module")
-def requirements(wheel: Path) -> list[Requirement]:
-    """What the wheel's metadata asks for."""
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        headers = email.message_from_string(archive.read(metadata).decode())
-    return [Requirement(line) for line in headers.get_all("Requires-Dist", [])]
 
 
 class Environment:
@@ -227,136 +217,3 @@ def test_a_checkout_works_beside_hugging_face_kernels(
     for package in ("semblend_trt", "engine_wrapper", "validation"):
         environment.check(f"import {package}; {IMPORT_OURS}; {IMPORT_THEIRS}", **variables)
         environment.check(f"{IMPORT_THEIRS}; import {package}; {IMPORT_OURS}", **variables)
-
-
-@pytest.mark.parametrize("target", ["validate", "test"])
-def test_a_machine_without_a_gpu_is_kept_free_of_cuda(tmp_path: Path, target: str) -> None:
-    dry = ("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target)
-    without, with_gpu = run(*dry, "GPU=", cwd=tmp_path).stdout, run(*dry, "GPU=1", cwd=tmp_path).stdout
-    assert re.search(r"pip install .*-c constraints-cpu\.txt -e '\.\[(validation|dev)\]'", without)
-    assert "-e '.[gpu," in with_gpu
-    assert "constraints-cpu.txt" not in with_gpu
-    pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
-    assert {"torch==2.13.0", "cuda-toolkit<0"} <= set(pins)
-
-
-def needs_of(requirements: list[Requirement], extra: str, **environment: str) -> dict[str, Requirement]:
-    """What an extra ("" for none) brings beyond our own packages, by name, where markers see `environment`."""
-    found: dict[str, Requirement] = {}
-    for need in requirements:
-        asked = need.marker is None or need.marker.evaluate({**environment, "extra": extra})
-        if asked and need.name == "semblend-trt":
-            for other in need.extras:
-                found |= needs_of(requirements, other, **environment)
-        elif asked:
-            found[canonicalize_name(need.name)] = need
-    return found
-
-
-def imports(folders: list[Path]) -> set[str]:
-    """Packages of others that modules import, at the top or later; benchmarks, which run from a checkout, aside."""
-    paths = {path for folder in folders for path in folder.rglob("*.py") if "benchmarks" not in path.parts}
-    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
-
-
-def test_what_is_imported_is_declared_and_what_is_declared_is_used(requirements: list[Requirement]) -> None:
-    sold_as = packages_distributions()
-    used = {
-        canonicalize_name(sold_as.get(name, [name])[0]) for name in imports([ROOT / package for package in PACKAGES])
-    }
-    declared = {canonicalize_name(need.name) for need in requirements}
-    # Pydantic brings the one; type checkers alone read the other.
-    assert used - declared == {"pydantic-core", "typing-extensions"}
-    # Transformers reads chat templates with Jinja.
-    assert set(needs_of(requirements, "")) - used == {"jinja2"}
-
-
-def locked(name: str) -> dict[str, str]:
-    """A lock's version of every package."""
-    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    found = [re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
-    assert all(found)
-    assert found
-    return {canonicalize_name(match[1]): match[2] for match in found if match is not None}
-
-
-@pytest.mark.parametrize(
-    ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["router", "validation"])]
-)
-def test_a_lock_holds_what_is_needed(requirements: list[Requirement], name: str, extras: list[str]) -> None:
-    platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}
-    needs = {need: each for extra in ["", *extras] for need, each in needs_of(requirements, extra, **platform).items()}
-    pins = locked(name)
-    assert {name: str(need) for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))} == {}
-    bounds = [Requirement(line) for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line[0] != "#"]
-    assert [str(each) for each in bounds if each.name in pins and not each.specifier.contains(pins[each.name])] == []
-    assert "cuda-toolkit" not in pins
-
-
-def test_the_lock_is_used_on_its_platform_alone(tmp_path: Path) -> None:
-    def installed(target: str, *variables: str) -> bool:
-        dry = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target, *variables, cwd=tmp_path)
-        assert dry.returncode == 0, dry.stderr
-        return "--require-hashes -r requirements-ci.txt" in dry.stdout
-
-    ours = "PLATFORM=3-11-glibc-x86_64"
-    assert installed("env", "GPU=", ours)
-    assert not installed("env", "GPU=", ours, "LOCK=")
-    assert not installed("env", "GPU=", "PLATFORM=3-12-glibc-x86_64")
-    assert not installed("env", "GPU=1", ours)
-    assert not installed("validate", "GPU=", ours)
-
-
-def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(tmp_path: Path) -> None:
-    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "vllm-test", "GPU=", cwd=tmp_path).stdout
-    assert f"-m venv {tmp_path}/venv-vllm" in steps
-    assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
-    assert "-n 0 tests/engine_wrapper/vllm" in steps
-    assert f"--require-hashes --target {tmp_path}/venv-vllm/next -r requirements-vllm-next.txt" in steps
-    assert re.search(rf"PYTHONPATH={tmp_path}/venv-vllm/next .* -m every_version", steps)
-    elsewhere = [f"VENV={tmp_path}/venv", "LOCK_PLATFORM=3-11-glibc-other", "vllm-env"]
-    refused = run("make", "-C", ROOT, *elsewhere, cwd=tmp_path)
-    assert refused.returncode != 0
-    assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
-
-
-def test_a_package_bounds_what_is_locked_beside_it() -> None:
-    needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
-    report = {"install": [{"metadata": {"requires_dist": needs}}]}
-    command = [sys.executable, str(ROOT / ".ci/lock.py"), "bounds"]
-    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
-    assert made.splitlines() == ["one<2,>=1", "two==3; python_version > '3'"]
-
-
-def test_a_lock_names_no_place_of_files() -> None:
-    def item(name: str, **info: object) -> dict[str, object]:
-        return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"url": "https://index/x", **info}}
-
-    hashed = {"hashes": {"sha256": "a" * 64}}
-    report = {"install": [item("Some_Thing", archive_info=hashed), item("ours", dir_info={})]}
-    command = [sys.executable, str(ROOT / ".ci/lock.py")]
-    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
-    assert [line for line in made.splitlines() if not line.startswith("#")] == [
-        f"some-thing==1.0 --hash=sha256:{'a' * 64}"
-    ]
-    assert "index" not in made
-
-
-def test_the_newest_packages_are_tried_in_an_environment_of_their_own(tmp_path: Path) -> None:
-    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "newest", "GPU=", cwd=tmp_path).stdout
-    assert f"-m venv {tmp_path}/venv-newest" in steps
-    assert f"-c {tmp_path}/venv-newest/constraints.txt -e '.[dev]'" in steps
-    assert "requirements-ci.txt" not in steps
-    assert "-m pytest" in steps
-
-
-@pytest.mark.parametrize("target", ["gpu-test", "bench"])
-def test_a_target_that_needs_a_card_refuses_without_one(tmp_path: Path, target: str) -> None:
-    refused = run("make", "-C", ROOT, "GPU=", f"VENV={tmp_path}/venv", target, cwd=tmp_path)
-    assert refused.returncode != 0
-    assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."
-    assert not (tmp_path / "venv").exists()
-    assert f"make {target} " in run("make", "-C", ROOT, "help", cwd=tmp_path).stdout

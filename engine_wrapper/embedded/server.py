@@ -30,13 +30,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig, RequestStream
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named
+from semblend_trt.config import PREFIXES
 from semblend_trt.errors import CapacityError, ConfigurationError
-from semblend_trt.fleet.router.connections import Connections, ServerBounds, json_object
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
-from semblend_trt.fleet.router.refusals import RequestRefusedError, error_object, refusing
-from semblend_trt.fleet.router.serving import metrics_page, serve
+from semblend_trt.fleet.router.serving import (
+    Connections,
+    RequestRefusedError,
+    ServerBounds,
+    error_object,
+    json_object,
+    metrics_page,
+    refusing,
+    serve,
+)
 from semblend_trt.printable import printable
-from semblend_trt.settings.environment import PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

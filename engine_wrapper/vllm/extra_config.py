@@ -7,9 +7,8 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.config import Settings
+from semblend_trt.config import Settings, variable_of
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.settings.environment import variable_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

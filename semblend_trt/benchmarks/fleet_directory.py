@@ -27,9 +27,8 @@ from semblend_trt.benchmarks.fleet_server import (
     texts,
 )
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.directory_reader import DirectoryReader
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
 

@@ -16,7 +16,7 @@ import numpy as np
 from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, loopback_server, texts
 from semblend_trt.config import load_settings
-from semblend_trt.fleet.announcer import DonorNews, Silence, announcer_for
+from semblend_trt.fleet.announcer import DonorPublisher, announcer_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,7 +29,7 @@ EVENTS_PER_S = 2000.0
 WARM_UP = 600
 
 
-def costs(news: DonorNews, donors: int, prefix: str) -> npt.NDArray[np.float64]:
+def costs(news: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.float64]:
     """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
     prompts = texts(64, TOKENS)
     taken: list[int] = []
@@ -53,7 +53,7 @@ def costs(news: DonorNews, donors: int, prefix: str) -> npt.NDArray[np.float64]:
     return np.array(taken[WARM_UP:]) / 1e3
 
 
-def best_round(news: DonorNews) -> npt.NDArray[np.float64]:
+def best_round(news: DonorPublisher) -> npt.NDArray[np.float64]:
     """The `costs` of the round with the lowest 99th percentile."""
     rounds = [costs(news, DONORS, f"round-{number}") for number in range(ROUNDS)]
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser_of(__doc__).parse_args()
     results = Results()
     gc.collect()
-    silent = best_round(Silence())
+    silent = best_round(DonorPublisher())
     with loopback_server() as server:
         news = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
         told = best_round(news)

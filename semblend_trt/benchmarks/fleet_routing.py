@@ -18,9 +18,8 @@ import numpy as np
 
 from kernels.results import Results, parser_of, say
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, VOCABULARY
-from semblend_trt.fleet.counters import EventCounters
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import EventCounters, Held, HeldDonors, Outbox
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 

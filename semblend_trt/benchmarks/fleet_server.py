@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.namespace import CacheNamespace
 

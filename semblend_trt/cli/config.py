@@ -15,10 +15,24 @@ from semblend_trt.printable import printable
 if TYPE_CHECKING:
     import argparse
 
-    from semblend_trt.settings.in_use import SettingInUse
+    from semblend_trt.config import SettingInUse, SettingRow, SettingsGroup
 
 SUMMARY = "print every setting, its value and where it came from"
 _LONGEST_COLUMN = 40
+_HEAD = """\
+# Configuration
+
+This page is made by `semblend-trt config --markdown`, and a test compares it with the code.
+
+Settings are environment variables. Each is read as `TRTLLM_SEMBLEND_X` first, then as `SEMBLEND_X`, then under the
+older name that its row gives. TensorRT-LLM hands only variables that begin with `TRTLLM` on to its workers: use that
+prefix there. An empty variable counts as unset. A value out of range is refused by name, and a variable with one of the
+prefixes that no setting has is warned about.
+
+`semblend-trt config` prints every setting, its value and the variable that gave it. `semblend-trt doctor` says whether
+the settings can work on this machine.
+"""
+_COLUMNS = "| variable | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,20 +46,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints. Raises ConfigurationError when a setting cannot be used."""
-    from semblend_trt.config import Settings, load_settings
-    from semblend_trt.settings.in_use import settings_in_use
-    from semblend_trt.settings.page import settings_page
-    from semblend_trt.settings.problems import unknown_variables
+    from semblend_trt.config import load_settings, settings_in_use, unknown_variables
 
     if arguments.markdown:
-        sys.stdout.write(settings_page(Settings))
+        sys.stdout.write(settings_page())
         return 0
-    rows, unknown = settings_in_use(load_settings()), unknown_variables(os.environ, Settings)
+    rows, unknown = settings_in_use(load_settings()), unknown_variables(os.environ)
     if arguments.json:
         sys.stdout.write(json.dumps({"settings": [_fields(row) for row in rows], "unknown": unknown}, indent=2) + "\n")
     else:
         sys.stdout.write(_table(rows))
     return 0
+
+
+def settings_page() -> str:
+    """docs/configuration.md, made from the settings' fields: a section for each group."""
+    from semblend_trt.config import Settings, SettingsGroup, settings_table
+
+    # pydantic takes the fields of the last base first.
+    groups = [base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)]
+    sections = [f"\n## {_title(group)}\n\n{_COLUMNS}{''.join(map(_line, settings_table(group)))}" for group in groups]
+    return _HEAD + "".join(sections)
+
+
+def _title(group: type[SettingsGroup]) -> str:
+    """The theme of a group, as its docstring says it: "Settings of THEME."."""
+    theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
+    return theme[:1].upper() + theme[1:]
+
+
+def _line(row: SettingRow) -> str:
+    _, name, *older = row.variables
+    also = "".join(f" Older name: `{each}`." for each in older)
+    return f"| `{name}` | {row.default} | {row.allowed} | {row.description}{also} |\n"
 
 
 def _fields(row: SettingInUse) -> dict[str, object]:

@@ -112,8 +112,8 @@ async def _listen(
     limit: int | None,
     asks: bool,
 ) -> None:
+    from semblend_trt.config import masked
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, listen
-    from semblend_trt.settings.in_use import masked
 
     ended = asyncio.Event()
     lost: list[bool] = []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.donors.block_kind import KindReader
     from semblend_trt.donors.donor_table import TierMoves
-    from semblend_trt.fleet.announcer import DonorNews
+    from semblend_trt.fleet.announcer import DonorPublisher
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class DonorIndex:
         self,
         settings: Settings,
         pool: PoolFacts,
-        news: DonorNews,
+        news: DonorPublisher,
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
         kinds: KindReader | None,

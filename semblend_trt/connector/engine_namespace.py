@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.connector.model_files import (
+    TOKENIZER_FILES,
     DigestCache,
-    adapter_digest,
-    adapter_states,
+    FileState,
+    adapter_files,
+    digest_in,
+    digest_of_files,
     snapshot,
-    tokenizer_digest,
     weights_digest,
 )
 from semblend_trt.errors import ConfigurationError
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.connector.model_files import FileState
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def tokenizer_folder(llm_args: Any) -> Path | None:
 def _tokenizer_revision(llm_args: Any) -> str:
     try:
         directory = tokenizer_folder(llm_args)
-        digest = None if directory is None else tokenizer_digest(directory)
+        digest = None if directory is None else digest_in(directory, TOKENIZER_FILES)
     except (ConfigurationError, OSError):
         digest = None
     return unknown_value() if digest is None else content_value(digest)
@@ -184,14 +185,6 @@ def _backend(llm_args: Any) -> str:
 MAX_REMEMBERED = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """An adapter that was read at the start: its identity, and the states of its files."""
-
-    identity: str
-    states: tuple[FileState, ...]
-
-
 class Adapters:
     """The adapters of `llm_args`' lora_config.lora_dir are read when this is made; requests read nothing.
 
@@ -201,13 +194,13 @@ class Adapters:
     def __init__(self, llm_args: Any, cache_path: Path | None = None) -> None:
         folders = getattr(getattr(llm_args, "lora_config", None), "lora_dir", None) or ()
         cache = DigestCache.from_setting(cache_path)
-        self._read = {_place(folder): _known(str(folder), cache) for folder in folders}
+        self._read = {_place(folder): _identity_of(str(folder), cache) for folder in folders}
         self._of_task: dict[int, tuple[str | None, str]] = {}
 
     @property
     def identities(self) -> list[str]:
         """Of the adapters that the engine was started with: their embeddings may stand for the base model's."""
-        return [known.identity for known in self._read.values()]
+        return [identity for identity, _ in self._read.values()]
 
     def of(self, request: Any) -> str | None:
         """The identity of the request's adapter, None for the base model.
@@ -222,28 +215,32 @@ class Adapters:
         if task not in self._of_task:
             if len(self._of_task) >= MAX_REMEMBERED:
                 return unknown_value()
-            self._of_task[task] = (path, self._identity(path))
+            self._of_task[task] = (path, self._unchanged(path))
         seen, identity = self._of_task[task]
         return identity if path == seen else unknown_value()
 
-    def _identity(self, path: str | None) -> str:
-        known = None if path is None else self._read.get(_place(path))
-        if known is None or path is None:
-            return unknown_value()
-        try:  # the engine reads it about now
-            return known.identity if adapter_states(path) == known.states else unknown_value()
-        except (OSError, ConfigurationError):
-            return unknown_value()
+    def _unchanged(self, path: str | None) -> str:
+        """The identity of an adapter that was read at the start, if it is as it was: the engine reads it about now."""
+        if path is not None and (read := self._read.get(_place(path))) is not None:
+            with suppress(OSError, ConfigurationError):
+                if _states(path) == read[1]:
+                    return read[0]
+        return unknown_value()
 
 
 def _place(path: str | Path) -> str:
     return str(Path(path).absolute())
 
 
-def _known(folder: str, cache: DigestCache | None) -> _Known:
+def _states(path: str) -> tuple[FileState, ...]:
+    return tuple(map(FileState.of, adapter_files(Path(path)).values()))
+
+
+def _identity_of(path: str, cache: DigestCache | None) -> tuple[str, tuple[FileState, ...]]:
+    """An adapter's identity, and the states of its files when it was read."""
     try:
-        states = adapter_states(folder)
-        return _Known(content_value(adapter_digest(folder, cache)), states)
+        states = _states(path)
+        return content_value(digest_of_files(adapter_files(Path(path)), cache)), states
     except (OSError, ConfigurationError) as error:
-        logger.warning("adapter %s cannot be read, and its KV is shared with no other engine: %s", folder, error)
-        return _Known(unknown_value(), ())
+        logger.warning("adapter %s cannot be read, and its KV is shared with no other engine: %s", path, error)
+        return unknown_value(), ()

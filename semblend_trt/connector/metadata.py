@@ -50,7 +50,7 @@ class SemBlendConnectorMetadata:
 
     An empty one does nothing. Room that an intent counts on is made by commands of the same metadata or an earlier one.
     `grown` are requests that gained one token and no block: in most iterations, all that may become donors.
-    `version` is the sender's; `plans` stay the first field, so that a worker of another version sees what was promised.
+    `version` is the sender's.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()

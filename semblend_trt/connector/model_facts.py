@@ -22,7 +22,7 @@ import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation
-from semblend_trt.connector.model_files import is_local, quantisation_digest, snapshot
+from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
@@ -237,7 +237,7 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
 
 def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
     try:
-        files = None if directory is None else quantisation_digest(directory)
+        files = None if directory is None else digest_in(directory, QUANTISATION_FILES)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     return configuration_digest({**raw, "files of quantisation": files})

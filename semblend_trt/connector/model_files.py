@@ -38,7 +38,7 @@ READ_BYTES = 1 << 20
 MAX_THREADS = 32
 PROGRESS_SECONDS = 5.0
 # Two writes may share one time stamp where a file system counts in steps; the coarsest counts in two seconds.
-SETTLED_NS = 2_000_000_000
+STAMP_NS = 2_000_000_000
 
 _lock = threading.Lock()
 _known: dict[FileState, str] = {}
@@ -65,9 +65,9 @@ class FileState:
         return cls(resolved, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether another write would show."""
-        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
+    def shows_writes(self) -> bool:
+        """Whether another write would make another state: the last one was not just now."""
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > STAMP_NS
 
 
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
@@ -84,7 +84,7 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
             if FileState.of(Path(state.path)) != state:
                 raise OSError(errno.EBUSY, "it changed while it was read", state.path)
             digests[state] = digest
-            if state.is_settled:
+            if state.shows_writes:
                 _known[state] = digest
                 if cache is not None:
                     cache.keep(state, digest)
@@ -93,7 +93,7 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
 
 
 def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
-    if not state.is_settled:
+    if not state.shows_writes:
         return None
     if state not in _known and cache is not None and (kept := cache.find(state)) is not None:
         _known[state] = kept
@@ -101,61 +101,36 @@ def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
 
 
 def _read(states: Sequence[FileState]) -> list[str]:
-    """The digest of each file: SHA-256 over its size and the digests of its chunks."""
+    """The digest of each file: SHA-256 over its size and the digests of its chunks. Says how far it is meanwhile."""
     chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
-    progress = _Progress(sum(state.size for state in states))
     trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
-    if chunks:
-        with ThreadPoolExecutor(min(MAX_THREADS, _usable_cores(), len(chunks))) as threads:
-            digests = threads.map(lambda chunk: _chunk(chunk[0], chunk[1], progress), chunks)
-            for (state, _), digest in zip(chunks, digests, strict=True):
-                trees[state].update(digest)
+    total, done, begun = sum(state.size for state in states), 0, time.monotonic()
+    told = begun
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(MAX_THREADS, cores)) as threads:
+        for (state, start), digest in zip(chunks, threads.map(lambda chunk: _chunk(*chunk), chunks), strict=True):
+            trees[state].update(digest)
+            done, now = done + min(CHUNK_BYTES, state.size - start), time.monotonic()
+            if now - told >= PROGRESS_SECONDS:
+                told, rate = now, done / (now - begun)
+                message = "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s"
+                logger.info(message, done / 1e9, total / 1e9, rate / 1e9)
     return [tree.hexdigest() for tree in trees.values()]
 
 
-def _chunk(state: FileState, start: int, progress: _Progress) -> bytes:
+def _chunk(state: FileState, start: int) -> bytes:
     digest, end = hashlib.sha256(), min(start + CHUNK_BYTES, state.size)
     # A pipe in the file's place would keep an open that waits for its writer.
     file = os.open(state.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         for offset in range(start, end, READ_BYTES):
-            wanted = min(READ_BYTES, end - offset)
-            piece = os.pread(file, wanted, offset)
-            if len(piece) < wanted:
+            read = os.pread(file, min(READ_BYTES, end - offset), offset)
+            if len(read) < min(READ_BYTES, end - offset):
                 raise OSError(errno.EIO, "it is shorter than it was", state.path)
-            digest.update(piece)
+            digest.update(read)
     finally:
         os.close(file)
-    progress.add(end - start)
     return digest.digest()
-
-
-class _Progress:
-    """Says every few seconds how far the reading is."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._begin = self._told = time.monotonic()
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            now = time.monotonic()
-            if now - self._told < PROGRESS_SECONDS:
-                return
-            self._told = now
-            rate = self._done / (now - self._begin)
-            logger.info(
-                "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s",
-                self._done / 1e9,
-                self._total / 1e9,
-                rate / 1e9,
-            )
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 OFF = "off"
@@ -187,8 +162,7 @@ class DigestCache:
         """The digest of the file in this very state, None when it is not known."""
         try:
             with self._opened() as folder:
-                content = _own_content(_entry(state), folder)
-            kept = json.loads(content)
+                kept = json.loads(_own_content(_entry(state), folder))
             digest = kept.pop("digest")
             is_known = kept == asdict(state) and len(digest) == 64 and set(digest) <= _HEX
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -206,7 +180,8 @@ class DigestCache:
                 self._folder.mkdir(mode=0o700)
             with self._opened() as folder:
                 try:
-                    _write(partial, content, folder)
+                    with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
+                        file.write(content)
                     os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
                 finally:
                     with suppress(FileNotFoundError):
@@ -247,17 +222,12 @@ def _own_content(name: str, folder: int) -> bytes:
         os.close(file)
 
 
-def _write(name: str, content: bytes, folder: int) -> None:
-    with os.fdopen(open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
-        file.write(content)
-
-
 # Engines load the first kind that they find; which one that is does not matter when all of them count.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "*.index.json"
 _CONFIGURATIONS = ("config.json", "config.*.json")
-_QUANTISATIONS = ("*quant*.json", "dtypes.json")
-_TOKENIZER_FILES = (
+QUANTISATION_FILES = ("*quant*.json", "dtypes.json")
+TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
     "merges.txt",
@@ -312,69 +282,45 @@ def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
 
 def weight_files(directory: Path) -> dict[str, Path]:
     """A directory's weights and their indexes by name. Raises OSError, and ConfigurationError for a broken index."""
-    names = _names_in(directory, (*_WEIGHTS, _INDEX))
-    for index in [name for name in names if fnmatchcase(name, _INDEX)]:
+    files = _files_in(directory, (*_WEIGHTS, _INDEX))
+    for index in [path for name, path in files.items() if fnmatchcase(name, _INDEX)]:
+        FileState.of(index)  # a pipe would be waited for
         try:
-            named = json.loads(_regular_text(directory / index))["weight_map"]
-            names += sorted(_plain(shard) for shard in set(named.values()))
+            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            if not all(isinstance(shard, str) and "\0" not in shard for shard in shards):
+                raise ValueError("a shard has no name of a file")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigurationError(f"{directory / index} is no index of weights; download it again") from error
-    return {name: directory / name for name in names}
+            raise ConfigurationError(f"{index} is no index of weights; download it again") from error
+        files.update({shard: directory / shard for shard in shards})
+    return files
 
 
-def quantisation_digest(directory: Path) -> str | None:
-    """Digest of a directory's files about quantisation, None when it has none. Raises OSError."""
-    files = {name: directory / name for name in _names_in(directory, _QUANTISATIONS)}
+def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:
+    """Digest of every byte of a directory's files whose names fit, None when it has none. Raises OSError."""
+    files = _files_in(directory, patterns)
     return digest_of_files(files) if files else None
 
 
 def file_states(directory: Path) -> dict[str, FileState]:
     """The states of the files that make a directory's model, by name. Raises OSError and ConfigurationError."""
-    files = {name: directory / name for name in _names_in(directory, (*_CONFIGURATIONS, *_QUANTISATIONS))}
-    return {name: FileState.of(path) for name, path in {**files, **weight_files(directory)}.items()}
+    files = {**_files_in(directory, (*_CONFIGURATIONS, *QUANTISATION_FILES)), **weight_files(directory)}
+    return {name: FileState.of(path) for name, path in files.items()}
 
 
-def adapter_digest(path: str | Path, cache: DigestCache | None = None) -> str:
-    """Digest of every byte of a LoRA adapter, a file or a directory. Raises OSError and ConfigurationError."""
-    return digest_of_files(_adapter_files(Path(path)), cache)
-
-
-def adapter_states(path: str | Path) -> tuple[FileState, ...]:
-    """The states of an adapter's files. Raises OSError and ConfigurationError."""
-    return tuple(FileState.of(file) for file in _adapter_files(Path(path)).values())
-
-
-def tokenizer_digest(directory: Path) -> str | None:
-    """Digest of every byte of a directory's tokenizer files, None when it has none. Raises OSError."""
-    files = {name: directory / name for name in _names_in(directory, _TOKENIZER_FILES)}
-    return digest_of_files(files) if files else None
-
-
-def _adapter_files(place: Path) -> dict[str, Path]:
+def adapter_files(place: Path) -> dict[str, Path]:
+    """The files of a LoRA adapter, which is a file or a directory. Raises OSError and ConfigurationError."""
     if not place.is_dir():
         return {place.suffix: place}
     weights = weight_files(place)
     if not weights:
         raise ConfigurationError(f"adapter {place} holds no weights ({', '.join(_WEIGHTS)})")
-    return {**weights, **{name: place / name for name in _names_in(place, ("adapter_config.json",))}}
+    return {**weights, **_files_in(place, ("adapter_config.json",))}
 
 
-def _names_in(directory: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names that fit a pattern, sorted; a link to nothing is among them, so that it is told and not passed over."""
+def _files_in(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    """By name, sorted; a link to nothing is among them, so that it is told and not passed over."""
     with os.scandir(directory) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if any(fnmatchcase(entry.name, pattern) for pattern in patterns) and not entry.is_dir()
-        )
-
-
-def _regular_text(path: Path) -> str:
-    FileState.of(path)
-    return path.read_text("utf-8")
-
-
-def _plain(name: object) -> str:
-    if not isinstance(name, str) or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file")
-    return name
+        fitting = [
+            each.name for each in entries if any(fnmatchcase(each.name, one) for one in patterns) and not each.is_dir()
+        ]
+    return {name: directory / name for name in sorted(fitting)}

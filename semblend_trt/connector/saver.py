@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.rope import RopeRotation
+    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.host_tier import HostKv
     from semblend_trt.donors.offload import DiskTransfers
@@ -55,16 +56,14 @@ class TransferTiming:
 
 @dataclass(slots=True)
 class _Save:
-    """A donor on its way from the engine's pool into `tier`, and from there to disk.
+    """`tokens` of a donor on their way from the engine's pool into its tier, and from there to disk.
 
     Each step of `chunks` queues a chunk of its copy into `room`, which is the donor's once it is left. `error` is what
     kept a chunk from being queued.
     """
 
-    donor_id: str
-    tier: Tier
+    intent: SaveIntent
     tokens: int
-    is_written: bool
     chunks: Iterator[None]
     room: ExitStack
     error: Exception | None = None
@@ -111,42 +110,33 @@ class DonorSaver:
         self._offloads: deque[Future[SavedDonor]] = deque()
         self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
 
-    def start(
-        self,
-        request_id: int,
-        donor_id: str,
-        tier: Tier,
-        block_ids: list[int],
-        tokens: int,
-        *,
-        is_written: bool = False,
-    ) -> None:
-        """Begins saving the first `tokens` positions of `block_ids` as `donor_id`, into `tier` and then to disk. Of an
-        engine that does not hold the blocks, at most as many as there is room for in the snapshots."""
+    def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
+        """Begins saving the first `tokens` positions of `block_ids`; of an engine that does not hold them, at most
+        as many as there is room for in the snapshots."""
         source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         room = ExitStack()
         if self._snapshots is not None:
             tokens = min(tokens, self._snapshots.free_tokens)
             try:
-                source = self._snapshot(self._snapshots, donor_id, source, tokens, room)
+                source = self._snapshot(self._snapshots, intent.donor_id, source, tokens, room)
             except Exception as error:
                 room.close()
-                self.refuse(request_id, donor_id, f"{type(error).__name__}: {error}")
+                self.refuse(intent, f"{type(error).__name__}: {error}")
                 return
         # The copy may start once the forward that wrote the last token has run.
         written = record(current_stream(self._pool.device))
-        chunks = self._chunks(donor_id, tier, source, tokens, written, room)
-        save = _Save(donor_id, tier, tokens, is_written, chunks, room)
+        save = _Save(intent, tokens, self._chunks(intent, source, tokens, written, room), room)
         # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
         # to wait for room.
-        if tier is Tier.HOST and self._newest.done():
+        if intent.tier is Tier.HOST and self._newest.done():
             self._queue(save, self._at_once)
-        self._saves[request_id] = self._submit(self._save, save)
+        self._saves[intent.request_id] = self._submit(self._save, save)
 
-    def refuse(self, request_id: int, donor_id: str, why: str) -> None:
+    def refuse(self, intent: SaveIntent, why: str) -> None:
         """Ends a save that cannot begin: `finished` tells of it as of any other, so that all ranks drop the donor."""
-        logger.warning("donor %s is not saved: %s", donor_id, why)
-        self._saves[request_id] = _ended(SavedDonor(donor_id, 0, why))
+        logger.warning("donor %s is not saved: %s", intent.donor_id, why)
+        ended = self._saves[intent.request_id] = Future()
+        ended.set_result(SavedDonor(intent.donor_id, 0, why))
 
     def offload(self, donor_id: str, *, is_written: bool = False) -> None:
         """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
@@ -165,10 +155,10 @@ class DonorSaver:
         """
         own = [future.result() if future.done() else None for future in self._saves.values()]
         ended = []
-        for request_id, news, tokens in zip(list(self._saves), own, self._on_all_ranks(own), strict=True):
-            if news is not None and tokens != _RUNS:
+        for request_id, saved, tokens in zip(list(self._saves), own, self._on_all_ranks(own), strict=True):
+            if saved is not None and tokens != _RUNS:
                 del self._saves[request_id]
-                ended.append((request_id, self._agreed(news, tokens)))
+                ended.append((request_id, self._agreed(saved, tokens)))
         return ended
 
     def lost(self) -> list[SavedDonor]:
@@ -178,26 +168,26 @@ class DonorSaver:
         """
         own = [future.result() if future.done() else None for future in self._offloads]
         lost = []
-        for news, tokens in zip(own, self._on_all_ranks(own), strict=True):
-            if news is None or tokens == _RUNS:
+        for saved, tokens in zip(own, self._on_all_ranks(own), strict=True):
+            if saved is None or tokens == _RUNS:
                 break
             self._offloads.popleft()
             if tokens == 0:
-                lost.append(self._agreed(news, tokens))
+                lost.append(self._agreed(saved, tokens))
         return lost
 
     def _on_all_ranks(self, own: list[SavedDonor | None]) -> list[int]:
         """The tokens that every rank holds of each donor, _RUNS while a rank is not done (None) with it."""
-        return self._ranks.least([_RUNS if news is None else news.tokens for news in own]) if own else []
+        return self._ranks.least([_RUNS if saved is None else saved.tokens for saved in own]) if own else []
 
-    def _agreed(self, news: SavedDonor, tokens: int) -> SavedDonor:
-        """This rank's news, as all ranks have them; what others do not hold goes here as well."""
-        if news.error is not None or tokens == news.tokens:
-            return news
+    def _agreed(self, saved: SavedDonor, tokens: int) -> SavedDonor:
+        """What this rank has saved, as all ranks have it; what others do not hold goes here as well."""
+        if saved.error is not None or tokens == saved.tokens:
+            return saved
         if tokens:
-            return SavedDonor(news.donor_id, tokens)
-        self._store.drop(news.donor_id)
-        return SavedDonor(news.donor_id, 0, "another rank does not hold it")
+            return SavedDonor(saved.donor_id, tokens)
+        self._store.drop(saved.donor_id)
+        return SavedDonor(saved.donor_id, 0, "another rank does not hold it")
 
     def drain(self) -> None:
         """Waits until everything that was begun has ended."""
@@ -212,6 +202,7 @@ class DonorSaver:
         return future
 
     def _save(self, save: _Save) -> SavedDonor:
+        intent = save.intent
         try:
             with save.room:
                 self._queue(save)
@@ -220,13 +211,13 @@ class DonorSaver:
                 if save.error is not None:
                     raise save.error
         except Exception as error:
-            logger.exception("saving donor %s failed", save.donor_id)
-            return SavedDonor(save.donor_id, 0, f"{type(error).__name__}: {error}")
+            logger.exception("saving donor %s failed", intent.donor_id)
+            return SavedDonor(intent.donor_id, 0, f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - save.began
-        self.timings.append(TransferTiming(save.donor_id, f"save_{save.tier.value}", save.tokens, seconds))
-        if save.is_written:
-            self._write(save.donor_id)
-        return SavedDonor(save.donor_id, save.tokens)
+        self.timings.append(TransferTiming(intent.donor_id, f"save_{intent.tier.value}", save.tokens, seconds))
+        if intent.is_written:
+            self._write(intent.donor_id)
+        return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
         """Queues a copy of the first `tokens` positions on the engine's own stream, where whatever writes these blocks
@@ -255,18 +246,18 @@ class DonorSaver:
             save.error = error
 
     def _chunks(
-        self, donor_id: str, tier: Tier, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
+        self, intent: SaveIntent, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
     ) -> Iterator[None]:
         """Takes `room` in the tier and queues the copy to it on the current stream, a chunk a step."""
         wait(self._stream, [written])
-        if tier is Tier.DEVICE:
-            target = room.enter_context(self._store.device_tier().writing(donor_id, tokens))
+        if intent.tier is Tier.DEVICE:
+            target = room.enter_context(self._store.device_tier().writing(intent.donor_id, tokens))
             kv_move([Move(source, 0, 0, tokens)], target, self._rotation)
             yield
         else:
             sizes = self._geometry
             shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-            held = room.enter_context(self._store.host.writing(donor_id, shape, self._pool.dtype, self._stream))
+            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, self._pool.dtype, self._stream))
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:
@@ -317,9 +308,3 @@ class DonorSaver:
             self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
         else:
             self._transfers.write(donor_id)
-
-
-def _ended(news: SavedDonor) -> Future[SavedDonor]:
-    future = Future[SavedDonor]()
-    future.set_result(news)
-    return future

@@ -327,15 +327,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if followed is None or self.saver is None:
             return False
         intent = followed.intent
-        if not followed.is_whole or followed.iteration > self._completed_iteration:
-            self.saver.refuse(request_id, intent.donor_id, "a forward that was to write its KV has failed")
-            return True
         tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
-        if not tokens:
-            self.saver.refuse(request_id, intent.donor_id, "its blocks are none of the pool's")
-            return True
-        block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
-        self.saver.start(request_id, intent.donor_id, intent.tier, block_ids, tokens, is_written=intent.is_written)
+        if not followed.is_whole or followed.iteration > self._completed_iteration:
+            self.saver.refuse(intent, "a forward that was to write its KV has failed")
+        elif not tokens:
+            self.saver.refuse(intent, "its blocks are none of the pool's")
+        else:
+            block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
+            self.saver.start(intent, block_ids, tokens)
         return True
 
     @property

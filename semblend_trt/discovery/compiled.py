@@ -29,7 +29,7 @@ COMPILED_MODULES = (
     "discovery/raw_memory.py",
     "discovery/span_search.py",
     "discovery/winnowing.py",
-    "fleet/keyed_hash.py",
+    "fleet/sketch.py",
     "fleet/sketch_index.py",
     "semantic/word_embedders.py",
 )

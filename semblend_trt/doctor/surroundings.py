@@ -9,12 +9,10 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING
 
-from semblend_trt.config import Settings
+from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
-from semblend_trt.settings.in_use import masked, settings_in_use
-from semblend_trt.settings.problems import unknown_variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +27,7 @@ _settings, _fleet, _files = Chapter("settings"), Chapter("fleet"), Chapter("file
 
 def variables(settings: Settings | None, problem: str | None) -> Iterator[Finding]:
     """Whether every variable is read; `problem` says why there are no `settings`."""
-    for name, close in unknown_variables(os.environ, Settings).items():
+    for name, close in unknown_variables(os.environ).items():
         yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""), variable=name)
     if settings is None:
         yield _settings.failed(problem or "cannot be read")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import re
+import socket
 import threading
-from typing import TYPE_CHECKING, Protocol
+import time
+from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.identity import generation, worker_id_of
-from semblend_trt.fleet.outbox import Held, HeldDonors
-from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, HeldDonors
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter
 
@@ -24,6 +26,29 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.namespace import CacheNamespace
 
+
+_MOST = (1 << 53) - 1
+
+
+def worker_id_of(setting: int | None, host_name: str | None = None) -> int:
+    """The worker id: the setting, else the number behind the last hyphen of the host's name, else 0."""
+    if setting is not None:
+        return setting
+    label = (socket.gethostname() if host_name is None else host_name).split(".")[0]
+    found = re.search(r"-([0-9]{1,16})$", label)
+    return min(int(found[1]), _MOST) if found else 0
+
+
+def generation() -> int:
+    """This process's generation: microseconds since 1970 when it was first asked for, so that a restart's is higher."""
+    return _generation_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _generation_of(process: int) -> int:  # noqa: ARG001 - a forked child speaks for itself
+    return time.time_ns() // 1000
+
+
 logger = logging.getLogger(__name__)
 
 _NAMED_AT_ONCE = 16
@@ -31,20 +56,20 @@ _UNTOLD = "the fleet is not told of a donor"
 _PublisherKey = tuple[ConnectionOptions, Emitter, str, bool, float, float]
 
 
-class DonorNews(Protocol):
-    """Whom a library tells of its donors. No method waits or raises."""
+class DonorPublisher:
+    """What is told of an engine's donors. This one tells nothing. No method waits or raises."""
 
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
         """A donor of this namespace, bound to `salt`, may be held soon."""
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        """The donor with these tokens (int32 [n], which nobody changes) is held in `tier`."""
+        """The donor with these tokens (int32 [n], which nothing changes) is held in `tier`."""
 
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
         """The donor, kept by an earlier process, is held in `tier`; told once a request has named its namespace."""
 
     def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
-        """The donor, told of before, has this vector (float32 [dim], which nobody changes); any thread may say so."""
+        """The donor, told of before, has this vector (float32 [dim], which nothing changes). For any thread."""
 
     def moved(self, donor_id: str, tier: str) -> None:
         """The donor is held in `tier` now."""
@@ -56,25 +81,7 @@ class DonorNews(Protocol):
         """None of the donors is held any more."""
 
 
-class Silence:
-    """Tells nobody."""
-
-    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None: ...
-
-    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
-
-    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None: ...
-
-    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None: ...
-
-    def moved(self, donor_id: str, tier: str) -> None: ...
-
-    def gone(self, donor_id: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class DonorAnnouncer:
+class DonorAnnouncer(DonorPublisher):
     """Tells one publisher of one library's donors.
 
     All methods but `close` and `embedded` belong to the library's thread.
@@ -183,12 +190,12 @@ _lock = threading.Lock()
 _publishers: dict[_PublisherKey, tuple[EventPublisher, int]] = {}
 
 
-def announcer_for(settings: Settings) -> DonorNews:
+def announcer_for(settings: Settings) -> DonorPublisher:
     """Whom a library of an engine with these settings tells. All engines of a process share one publisher."""
     try:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
-            return Silence()
+            return DonorPublisher()
         emitter = Emitter(worker_id_of(settings.worker_id), 0, generation())
         key = (
             options,
@@ -206,7 +213,7 @@ def announcer_for(settings: Settings) -> DonorNews:
         logger.warning("the fleet is told of no donors: %s", error)
     except Exception:
         logger.exception("the fleet is told of no donors")
-    return Silence()
+    return DonorPublisher()
 
 
 def _publisher_for(settings: Settings, options: ConnectionOptions, emitter: Emitter) -> EventPublisher:

@@ -6,15 +6,34 @@ and writes keyed hashes for tenants, sessions and contents unless it is told oth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from dataclasses import dataclass
+from itertools import islice
+from logging.handlers import RotatingFileHandler
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from semblend_trt.donors.block_kind import BlockKind
-from semblend_trt.errors import SemBlendError
+from semblend_trt.background import Background
+from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.fleet.router.prompts import PromptError, completion_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from semblend_trt.fleet.router.config import TelemetryConfig
+    from semblend_trt.fleet.router.counters import RouterCounters
+    from semblend_trt.fleet.router.prompts import PromptReader
+    from semblend_trt.fleet.router.replicas import Observed
+    from semblend_trt.fleet.router.tenants import Caller
+
 
 MAX_LINE_BYTES = 16 << 20
 MAX_BLOCKS = 1 << 17
@@ -118,3 +137,220 @@ def _read_line(line: str | bytes, number: int) -> TraceLine:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None
+
+
+# A paragraph keeps the empty lines behind it, so that paragraphs add up to the text.
+_PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
+_BY_ROLE = {
+    "system": BlockKind.SYSTEM_PROMPT,
+    "developer": BlockKind.SYSTEM_PROMPT,
+    "assistant": BlockKind.ASSISTANT_HISTORY,
+    "tool": BlockKind.TOOL_OUTPUT,
+    "function": BlockKind.TOOL_OUTPUT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hasher:
+    """Keyed hashes, 32 hex digits: equal for equal things of one tenant, and of no use without the key."""
+
+    key: bytes
+
+    @classmethod
+    def of(cls, secret: bytes) -> Hasher:
+        """The hashes of a router's secret, which tell nothing of the salts that are made of it."""
+        return cls(hashlib.blake2b(key=secret[:64], person=b"semblend-trace1", digest_size=32).digest())
+
+    def of_text(self, tenant: str | None, text: str) -> str:
+        return self._hash(tenant, b"text", text.encode("utf-8", "surrogatepass"))
+
+    def of_tokens(self, tenant: str | None, token_ids: list[int]) -> str:
+        return self._hash(tenant, b"tokens", np.array(token_ids, dtype="<i8").tobytes())
+
+    def _hash(self, tenant: str | None, what: bytes, data: bytes) -> str:
+        digest = hashlib.blake2b(key=self.key, digest_size=16)
+        whose = b"" if tenant is None else b"\1" + tenant.encode()
+        digest.update(len(whose).to_bytes(4, "little") + whose + what + b"\0" + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMaker:
+    """Cuts prompts into blocks of at most `block_tokens` tokens, none across the end of a paragraph.
+
+    Tokens are those of each paragraph on its own, without what a chat's template adds; a prompt of token ids is one
+    paragraph of unknown kind.
+    """
+
+    prompts: PromptReader
+    hasher: Hasher
+    block_tokens: int
+    keep_text: bool
+
+    def blocks(self, body: Mapping[str, Any], tenant: str | None) -> list[TraceBlock]:
+        """The first MAX_BLOCKS blocks of a body's prompt. Raises PromptError."""
+        return list(islice(self._blocks(body, tenant), MAX_BLOCKS))
+
+    def _blocks(self, body: Mapping[str, Any], tenant: str | None) -> Iterator[TraceBlock]:
+        position = 0
+        for kind, token_ids in self._paragraphs(body):
+            for start in range(0, len(token_ids), self.block_tokens):
+                run = token_ids[start : start + self.block_tokens]
+                yield TraceBlock(
+                    content_hash=self.hasher.of_tokens(tenant, run),
+                    semantic_type=kind.value,
+                    token_count=len(run),
+                    text=self.prompts.text(run) if self.keep_text else None,
+                    position=position,
+                )
+                position += len(run)
+
+    def _paragraphs(self, body: Mapping[str, Any]) -> Iterator[tuple[BlockKind, list[int]]]:
+        if "messages" not in body:
+            prompt = completion_prompt(body)
+            if not isinstance(prompt, str):
+                yield BlockKind.OTHER, prompt
+                return
+        for piece in self.prompts.pieces(body):
+            for paragraph in _PARAGRAPH.findall(piece.text):
+                yield _kind(piece.role, paragraph), self.prompts.token_ids(paragraph)
+
+
+def _kind(role: str | None, paragraph: str) -> BlockKind:
+    if role in _BY_ROLE:
+        return _BY_ROLE[role]
+    kind = main_kind(kinds_of(paragraph))
+    return BlockKind.USER_QUERY if kind is BlockKind.OTHER and role == "user" else kind
+
+
+logger = logging.getLogger(__name__)
+
+# Bodies that wait to be written, in bytes; lines beyond are dropped and counted.
+MAX_WAITING_BYTES = 64 << 20
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRequest:
+    """What is known of a request when it has ended."""
+
+    request_id: str
+    timestamp_ms: int
+    model: str
+    caller: Caller
+    body: Mapping[str, Any]
+    body_bytes: int
+    observed: Observed
+    metadata: dict[str, JsonValue]
+
+
+class TraceLog:
+    """Belongs to one event loop, but for its thread. `prompts` belongs to the thread alone."""
+
+    def __init__(
+        self, config: TelemetryConfig, hasher: Hasher, prompts: PromptReader, counters: RouterCounters
+    ) -> None:
+        """Raises ConfigurationError when the file cannot be opened."""
+        self._hasher, self._counters = hasher, counters
+        self._maker = BlockMaker(prompts, hasher, config.block_tokens, config.text == "kept")
+        try:
+            # Rotation renames a symlink's target and not the link; what is no regular file stays as it is.
+            target = os.path.realpath(config.path)
+            self._file = _TraceFile(target, maxBytes=config.max_bytes, backupCount=config.files, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"telemetry.path {config.path} cannot be written: {error.strerror}") from None
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._thread = Background("semblend-trace")
+
+    def note(self, served: ServedRequest) -> None:
+        """Has a line written, some time. Never waits."""
+        with self._lock:
+            is_full = self._waiting_bytes + served.body_bytes > MAX_WAITING_BYTES
+            if not is_full:
+                self._waiting_bytes += served.body_bytes
+        if is_full:
+            self._counters.trace_lines.labels("dropped").inc()
+        else:
+            self._thread.submit(lambda: self._write(served))
+
+    def close(self) -> None:
+        """Writes what waits, if that takes a moment only."""
+        self._thread.close(CLOSE_SECONDS)
+        self._file.close()
+
+    def _write(self, served: ServedRequest) -> None:
+        result = "failed"
+        try:
+            line = self._line(served).to_json()
+            self._file.emit(logging.makeLogRecord({"msg": line}))
+            result = "written"
+        except OSError as error:
+            logger.warning("a trace line cannot be written: %s", error)
+        finally:
+            with self._lock:
+                self._waiting_bytes -= served.body_bytes
+            self._counters.trace_lines.labels(result).inc()
+
+    def _line(self, served: ServedRequest) -> TraceLine:
+        caller, observed = served.caller, served.observed
+        usage = usage_in(observed.tail)
+        details = usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        cached, computed = _tokens(details.get("cached_tokens")), _tokens(details.get("computed_tokens"))
+        prompt_tokens = _tokens(usage.get("prompt_tokens"))
+        if computed is None and prompt_tokens is not None and cached is not None:
+            computed = max(0, prompt_tokens - cached)
+        metadata: dict[str, JsonValue] = {
+            **served.metadata,
+            "status": observed.status,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": _tokens(usage.get("completion_tokens")),
+            "reused_tokens": _tokens(details.get("reused_tokens")),
+        }
+        try:
+            blocks = self._maker.blocks(served.body, caller.tenant)
+        except PromptError:
+            blocks = []
+        return TraceLine(
+            request_id=served.request_id,
+            timestamp_ms=served.timestamp_ms,
+            session_id=None if caller.session is None else self._hasher.of_text(caller.tenant, caller.session),
+            tenant_id=None if caller.tenant is None else self._hasher.of_text(None, caller.tenant),
+            model_name=served.model,
+            blocks=blocks,
+            observed_ttft_ms=_milliseconds(observed.first_byte_seconds),
+            observed_total_latency_ms=_milliseconds(observed.seconds),
+            observed_prefix_hit_tokens=cached,
+            observed_prefill_tokens=computed,
+            metadata={name: value for name, value in metadata.items() if value is not None},
+        )
+
+
+class _TraceFile(RotatingFileHandler):
+    """Raises what the file raises, where a handler of logs would write it to standard error."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the base class names it
+        raise
+
+
+def usage_in(tail: bytes) -> dict[str, Any]:
+    """The usage that an answer, or the end of a stream, states; empty where it states none."""
+    lines = [line.removeprefix(b"data:") for line in tail.splitlines() if b'"usage"' in line]
+    for text in (tail, *reversed(lines)):
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if isinstance(usage, dict):
+            return usage
+    return {}
+
+
+def _tokens(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 28 else None
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

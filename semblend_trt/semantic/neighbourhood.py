@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.semantic.embedder import Embedder, EmbedderKind, embedder_for
 from semblend_trt.semantic.neighbours import Neighbours
 
@@ -19,20 +20,19 @@ if TYPE_CHECKING:
     from semblend_trt.audit import AuditEvents
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import TrackedRequest
-    from semblend_trt.fleet.announcer import DonorNews
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
 
-class Neighbourhood:
+class Neighbourhood(DonorPublisher):
     """Hears the library's news of donors in front of `news`, which hears them too.
 
     Without `neighbours` it only passes the news on. All methods but `report` belong to the scheduler's thread.
     """
 
-    def __init__(self, neighbours: Neighbours | None, news: DonorNews) -> None:
+    def __init__(self, neighbours: Neighbours | None, news: DonorPublisher) -> None:
         self._neighbours, self._news = neighbours, news
         self._key_of_donor: dict[str, str] = {}
 
@@ -85,7 +85,7 @@ class Neighbourhood:
 class _Records:
     """Writes what the neighbours' thread found to the audit log, counts it, and tells the fleet of vectors."""
 
-    def __init__(self, audit: AuditEvents, metrics: Metrics, news: DonorNews) -> None:
+    def __init__(self, audit: AuditEvents, metrics: Metrics, news: DonorPublisher) -> None:
         self._audit, self._metrics, self._news = audit, metrics, news
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
@@ -105,7 +105,7 @@ def neighbourhood_for(
     tokenizer_folder: Callable[[], Path | None],
     audit: AuditEvents,
     metrics: Metrics,
-    news: DonorNews,
+    news: DonorPublisher,
 ) -> Neighbourhood:
     """The neighbourhood that the settings ask for: none without an embedder, or where `refusal` stands for ever.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.plan import (
     EngineExecution,
     EngineMode,
@@ -18,6 +19,12 @@ from semblend_trt.plan import (
     SemanticKvPlan,
     SpanCheck,
 )
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.serving import Engines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 PlanMaker = Callable[..., SemanticKvPlan]
 
@@ -89,3 +96,37 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     return begin
+
+
+@pytest.fixture(scope="session")
+def tiny_runner(tiny_qwen2_path: Path) -> ModelRunner:
+    return ModelRunner(tiny_qwen2_path, "float32", "cpu")
+
+
+@pytest.fixture
+def engine(
+    tiny_qwen2_path: Path, tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Engines]:
+    """Engines over one tiny model, whose weights they share."""
+    engines = Engines(monkeypatch.setenv, tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
+    yield engines
+    engines.shutdown()
+
+
+@pytest.fixture
+def profile(engine: Engines, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a profile for the engine that `engine` builds, and returns its path."""
+
+    def make(policy: str = "verified", **fields: Any) -> Path:
+        llm, path = engine(), tmp_path / "reuse-profile.json"
+        namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+        ReuseProfile.made_for(namespace, geometry, policy=policy, **fields).write(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def position_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy that checks nothing, for tests of everything else."""
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")

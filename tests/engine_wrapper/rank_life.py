@@ -18,7 +18,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.prompts import DOCUMENT, DONOR, SHIFTED, text
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, text
 from tests.semblend_trt.held_donors import held_kv
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
 from semblend_trt.donors.donor_table import Tier
-from tests.engine_wrapper.prompts import text
+from tests.engine_wrapper.serving import text
 from tests.semblend_trt.held_donors import held_in, used_blocks
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)

@@ -7,19 +7,30 @@ import os
 import re
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 
 from semblend_trt import config
-from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.config import (
+    MASK,
+    PREFIXES,
+    SettingInUse,
+    SettingRow,
+    Settings,
+    SettingsGroup,
+    Variable,
+    load_settings,
+    masked,
+    settings_in_use,
+    settings_table,
+)
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.semantic.embedder import EmbedderKind
-from semblend_trt.settings import problems
 
 # name: (text, value) that differs from the default
 SAMPLES: dict[str, tuple[str, Any]] = {
@@ -78,9 +89,9 @@ VARIABLES = [(row.name, variable) for row in settings_table() for variable in ro
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
+    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(problems, "_warned", set())
+    monkeypatch.setattr(config, "_warned", set())
 
 
 def test_defaults() -> None:
@@ -244,6 +255,86 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
 @pytest.mark.known_defect(34)
 def test_every_setting_is_read_by_the_product() -> None:
     package = Path(config.__file__).parent
-    sources = [path for path in package.rglob("*.py") if path.parent != package / "settings"]
+    sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
     text = "\n".join(path.read_text() for path in sources)
     assert [name for name in SAMPLES if not re.search(rf"settings\.{name}\b", text)] == []
+
+
+class Everything(SettingsGroup):
+    on: Annotated[bool, Variable("ON")] = Field(True, description="A switch.")
+    count: Annotated[int, Variable("COUNT", "OLD_COUNT")] = Field(2, ge=1, le=9)
+    share: Annotated[float, Variable("SHARE")] = Field(0.5, ge=0.0, le=1.0)
+    path: Annotated[Path | None, Variable("PATH")] = Field(None)
+    name: Annotated[str | None, Variable("NAME")] = Field(None, min_length=1, max_length=20)
+    policy: Annotated[ReusePolicy, Variable("POLICY")] = Field(ReusePolicy.EXACT)
+
+
+def test_every_kind_of_setting_has_its_words() -> None:
+    rows = settings_table(Everything)
+    assert [(row.name, row.default, row.allowed) for row in rows] == [
+        ("on", "1", "0 or 1"),
+        ("count", "2", "1..9"),
+        ("share", "0.5", "0.0..1.0"),
+        ("path", "unset", "a path"),
+        ("name", "unset", "a text of 1..20 characters"),
+        ("policy", "exact", ", ".join(policy.value for policy in ReusePolicy)),
+    ]
+    assert rows[0] == SettingRow("on", ("TRTLLM_SEMBLEND_ON", "SEMBLEND_ON"), "1", "0 or 1", "A switch.")
+    assert rows[1].variables[2] == "OLD_COUNT"
+
+
+def in_use() -> dict[str, SettingInUse]:
+    return {row.name: row for row in settings_in_use(load_settings())}
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    rows = in_use()
+    assert list(rows) == list(Settings.model_fields)
+    assert {(row.source, row.ignored) for row in rows.values()} == {(None, ())}
+    shown = [(name, rows[name].variable, rows[name].value, rows[name].text) for name in ("policy", "enabled")]
+    assert shown == [("policy", "SEMBLEND_POLICY", "verified", "verified"), ("enabled", "SEMBLEND_ENABLED", True, "1")]
+    assert (rows["disk_path"].value, rows["disk_path"].text) == (None, "unset")
+
+
+def test_the_variable_that_decides_is_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
+    monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "256")
+    monkeypatch.setenv("SEMBLEND_TRTLLM_AUDIT_PATH", str(tmp_path))
+    monkeypatch.setenv("SEMBLEND_POLICY", " ")
+    rows = in_use()
+    assert (rows["min_span_tokens"].value, rows["min_span_tokens"].source) == (96, "TRTLLM_SEMBLEND_MIN_SPAN")
+    assert rows["min_span_tokens"].ignored == ("SEMBLEND_MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")
+    assert (rows["audit_path"].value, rows["audit_path"].source) == (str(tmp_path), "SEMBLEND_TRTLLM_AUDIT_PATH")
+    assert rows["policy"].source is None
+
+
+def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
+    monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://alice:hunter2@127.0.0.1:4222")
+    rows = in_use()
+    assert (rows["nats_token"].value, rows["nats_url"].value) == (MASK, MASK)
+    assert "hunter2" not in repr(rows)
+
+
+@pytest.mark.parametrize(
+    "address", ["nats://127.0.0.1:4222", "tls://nats-0.example:4222, nats://[::1]:4222", "wss://broker/"]
+)
+def test_an_address_without_a_user_is_no_secret(address: str) -> None:
+    assert masked(address) == address
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "token",
+        "nats://alice@broker",
+        "nats://alice:12,34@broker",
+        "nats://alice:12#4@broker",
+        "alice:secret",
+        "nats://alice:secret",
+        "nats://broker, alice:12@other",
+    ],
+)
+def test_whatever_may_hold_a_password_is_masked(secret: str) -> None:
+    assert masked(secret) == MASK

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,15 +22,13 @@ from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.loader import PlanLoader, moves_of, target_of
 from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
     PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
 from tests.semblend_trt.held_donors import held_kv, save, used_blocks
+from tests.semblend_trt.plans import plan_of
 
 GEOMETRY = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
@@ -59,19 +56,8 @@ def store():
     return built
 
 
-def plan(*spans, request_id=1, computed=0, prompt=24, block_size=4, blocks=BLOCKS):
-    end = max((span.target_end for span in spans), default=computed)
-    return SemanticKvPlan(
-        request_id=request_id,
-        kind=PlanKind.REQUEST_LOCAL,
-        spans=spans,
-        prompt_token_ids=np.arange(prompt, dtype=np.int32),
-        num_computed_tokens=computed,
-        matched_tokens=end - computed,
-        block_size=block_size,
-        execution=EngineExecution(EngineMode.WRAPPER, 3),
-        target_block_ids=blocks,
-    )
+def plan(*spans, blocks=BLOCKS, **fields):
+    return plan_of(*spans, **{"block_size": 4, "blocks": blocks, **fields})
 
 
 MIXED = plan(PlanSpan("near", 2, 0, 9), PlanSpan("far", 1, 9, 12), PlanSpan("near", 0, 22, 1))

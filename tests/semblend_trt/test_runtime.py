@@ -7,15 +7,15 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
+from tests.semblend_trt.plans import plan_of
 
 
 class LlmArgs:
@@ -133,16 +133,9 @@ def test_arguments_without_weak_references_are_refused() -> None:
 
 
 def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = False, start: int = 4) -> SemanticKvPlan:
-    return SemanticKvPlan(
-        request_id=request_id,
-        kind=PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL,
-        spans=(PlanSpan("d", start, start, 8, exact=exact),),
-        prompt_token_ids=np.arange(20, dtype=np.int32),
-        num_computed_tokens=start,
-        matched_tokens=8,
-        block_size=4,
-        execution=EngineExecution(mode, 2),
-    )
+    kind = PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL
+    span = PlanSpan("d", start, start, 8, exact=exact)
+    return plan_of(span, request_id=request_id, kind=kind, computed=start, mode=mode)
 
 
 def active(*plans: SemanticKvPlan) -> ActivePlans:

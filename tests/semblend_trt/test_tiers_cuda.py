@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -14,6 +13,7 @@ from kernels.kv_move import Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt import loader as loader_module
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.donor_table import Tier
@@ -21,15 +21,12 @@ from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import held_kv, save
+from tests.semblend_trt.plans import plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -106,7 +103,7 @@ class Card:
 
     def keep(self, donor_id: str, tier: Tier, seed: int) -> None:
         put(self.pool, range(60, 92), random_kv(seed))
-        self.saver.start(0, donor_id, tier, list(range(60, 92)), TOKENS)
+        self.saver.start(SaveIntent(0, donor_id, TOKENS, tier), list(range(60, 92)), TOKENS)
         self.saver.drain()
         ((_, news),) = self.saver.finished()
         assert news.error is None
@@ -123,17 +120,8 @@ def card():
     built.saver.close()
 
 
-PLAN = SemanticKvPlan(
-    request_id=1,
-    kind=PlanKind.REQUEST_LOCAL,
-    spans=(PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77)),
-    prompt_token_ids=np.arange(1600, dtype=np.int32),
-    num_computed_tokens=0,
-    matched_tokens=1577,
-    block_size=32,
-    execution=EngineExecution(EngineMode.WRAPPER, 12),
-    target_block_ids=tuple(range(50)),
-)
+SPANS = (PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan("far", 0, 1500, 77))
+PLAN = plan_of(*SPANS, prompt=1600, block_size=32, layers=12, blocks=tuple(range(50)))
 
 
 def expected_pool(before: torch.Tensor) -> torch.Tensor:
@@ -247,7 +235,7 @@ def test_beginning_a_save_does_not_wait_for_the_card(card):
     torch.cuda._sleep(A_WHILE)
     behind = torch.cuda.Event()
     behind.record()
-    card.saver.start(0, "next", Tier.HOST, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.HOST), list(range(60, 92)), TOKENS)
     assert not behind.query()
     card.saver.drain()
     assert behind.query()  # it reads what the stream has written by then
@@ -265,7 +253,7 @@ def test_a_save_into_memory_that_is_still_read_comes_behind_the_reads():
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     assert card.store.host.drop("far")
-    card.saver.start(0, "next", Tier.HOST, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.HOST), list(range(60, 92)), TOKENS)
     assert not behind.query()
     card.saver.drain()
     torch.cuda.synchronize()
@@ -302,7 +290,7 @@ def test_blocks_are_written_again_only_behind_the_reads_that_were_queued(card):
 def test_a_demotion_and_the_save_into_its_blocks_keep_their_order(card):
     card.saver.offload("near")
     put(card.pool, range(60, 92), random_kv(3))
-    card.saver.start(0, "next", Tier.DEVICE, list(range(60, 92)), TOKENS)
+    card.saver.start(SaveIntent(0, "next", TOKENS, Tier.DEVICE), list(range(60, 92)), TOKENS)
     card.saver.drain()
     assert torch.equal(held_kv(card.store.host, "near").tensor, random_kv(1))
     assert torch.equal(card.read("next").cpu(), random_kv(3))
@@ -377,7 +365,7 @@ def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writ
     saver._thread.submit(go_on.wait)
     torch.cuda._sleep(A_WHILE)
     put(pool, blocks, kv)
-    saver.start(0, "donor", Tier.HOST, list(blocks), TOKENS)
+    saver.start(SaveIntent(0, "donor", TOKENS, Tier.HOST), list(blocks), TOKENS)
     pool.fill_(torch.nan)
     go_on.set()
     saver.drain()

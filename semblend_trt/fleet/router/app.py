@@ -5,40 +5,138 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import sys
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import numpy as np
 from aiohttp import web
 
+from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.directory_reader import DirectoryReader
-from semblend_trt.fleet.router.connections import Connections, json_object
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
-from semblend_trt.fleet.router.forwarding import CLIENT_LEFT, AnswerBounds, Forwarder, Observed, ReplicaFailedError
-from semblend_trt.fleet.router.placement import Placer
-from semblend_trt.fleet.router.prompts import PromptReader, ReadingThreads
-from semblend_trt.fleet.router.refusals import RequestRefusedError, refusing
-from semblend_trt.fleet.router.replicas import ReplicaSet
-from semblend_trt.fleet.router.serving import listening, metrics_page
+from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.fleet.router.replicas import (
+    CLIENT_LEFT,
+    AnswerBounds,
+    Forwarder,
+    Observed,
+    ReplicaFailedError,
+    ReplicaSet,
+)
+from semblend_trt.fleet.router.serving import (
+    Connections,
+    RequestRefusedError,
+    json_object,
+    listening,
+    metrics_page,
+    refusing,
+)
 from semblend_trt.fleet.router.tenants import Shares, Tenants, key_digest, unknown_key
-from semblend_trt.fleet.router.trace_blocks import Hasher
-from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog
-from semblend_trt.fleet.routing_policy import NoReplicaError
+from semblend_trt.fleet.routing_policy import (
+    Choice,
+    LeastLoaded,
+    NoReplicaError,
+    Replica,
+    RoutingPolicy,
+    RoutingRequest,
+)
 from semblend_trt.fleet.sketch import warm_up
+from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    import numpy.typing as npt
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.directory import Worker
+    from semblend_trt.fleet.directory import Holder, Worker
     from semblend_trt.fleet.router.config import RouterConfig
-    from semblend_trt.fleet.router.placement import ReadPrompt
     from semblend_trt.fleet.router.tenants import Caller
+
+
+logger = logging.getLogger(__name__)
+
+# What a text that could not be read is taken for, in bytes a token.
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPrompt:
+    """A prompt that can be placed: its token ids, int64 [n], None where they are unknown, their number, and holders."""
+
+    token_ids: npt.NDArray[np.int64] | None
+    tokens: int
+    holders: tuple[Holder, ...] = ()
+
+
+class Placer:
+    """What cannot be read or looked up is placed by load alone, and counted; only what is too long is refused."""
+
+    def __init__(
+        self,
+        prompts: ReadingThreads,
+        directory: Directory | None,
+        policy: RoutingPolicy,
+        counters: RouterCounters,
+        *,
+        read_seconds: float,
+    ) -> None:
+        self._prompts, self._directory = prompts, directory
+        self._policy, self._least_loaded = policy, LeastLoaded()
+        self._counters, self._read_seconds = counters, read_seconds
+
+    def close(self) -> None:
+        self._prompts.close()
+
+    async def read(self, body: Mapping[str, Any], body_bytes: int, caller: Caller) -> ReadPrompt:
+        """Reads the prompt of a body that had so many bytes, and looks its holders up among the caller's own donors.
+
+        Raises RequestRefusedError, 400 prompt_too_long.
+        """
+        unread = ReadPrompt(None, body_bytes // BYTES_PER_TOKEN)
+        reading = self._prompts.read(body_bytes, lambda reader: self._read(reader, body, caller.salt))
+        try:
+            return await asyncio.wait_for(reading, self._read_seconds)
+        except asyncio.TimeoutError:
+            self._counters.fallbacks.labels("slow_reading").inc()
+        except PromptTooLongError as error:
+            raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
+        except (PromptError, ValueError, OverflowError):
+            # Whether the prompt is bad is for the replica to say: its template may be another.
+            self._counters.fallbacks.labels("unread_prompt").inc()
+        except Exception:
+            logger.exception("a prompt could not be read")
+            self._counters.fallbacks.labels("unread_prompt").inc()
+        return unread
+
+    def choose(self, prompt: ReadPrompt, caller: Caller, replicas: Sequence[Replica]) -> Choice:
+        """Raises NoReplicaError when none of `replicas` is healthy."""
+        if prompt.token_ids is None:
+            return self._least_loaded.choose(RoutingRequest(()), replicas)
+        request = RoutingRequest(prompt.token_ids, caller.session, prompt.holders, caller.salt)
+        return self._policy.choose(request, replicas)
+
+    def _read(self, reader: PromptReader, body: Mapping[str, Any], salt: str | None) -> ReadPrompt:
+        ids = reader.chat(body) if "messages" in body else reader.completion(body)
+        token_ids = np.array(ids, dtype=np.int64)
+        return ReadPrompt(token_ids, len(ids), self._holders(token_ids, salt))
+
+    def _holders(self, token_ids: npt.NDArray[np.int64], salt: str | None) -> tuple[Holder, ...]:
+        if self._directory is None:
+            return ()
+        try:
+            return self._directory.holders(token_ids, tenant_salt=salt)
+        except Exception:
+            logger.exception("the directory could not be asked")
+            self._counters.fallbacks.labels("directory_failed").inc()
+            return ()
+
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 SALT_FIELD = "cache_salt"

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.router.connections import ServerBounds
+from semblend_trt.fleet.router.serving import ServerBounds
 from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 
 if sys.version_info >= (3, 11):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from semblend_trt.fleet.router.connections import DROPPED
+from semblend_trt.fleet.router.serving import DROPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

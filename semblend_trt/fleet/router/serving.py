@@ -3,24 +3,307 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
-from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.router.connections import Connections, accept
+from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from aiohttp.typedefs import Handler, Middleware
     from prometheus_client import CollectorRegistry
+
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRefusedError(SemBlendError):
+    """A request that is not served. `status` is HTTP's, `reason` its short name in answers and counters.
+
+    `retry_seconds`: when it is worth to come again, where that is known.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_seconds: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.retry_seconds = retry_seconds
+
+
+def error_object(status: int, reason: str, message: str) -> dict[str, Any]:
+    """The body of a refusal, in the form of the OpenAI API."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "code": reason}}
+
+
+def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
+    """A middleware that answers refusals, aiohttp's among them, as error objects; `count` is told each reason.
+
+    Whatever else a handler raises is logged and answered with status 500.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers: dict[str, str] = {}
+        try:
+            return await handler(request)
+        except RequestRefusedError as refusal:
+            status, reason, message = refusal.status, refusal.reason, str(refusal)
+            if refusal.retry_seconds is not None:
+                headers["Retry-After"] = str(refusal.retry_seconds)
+        except web.HTTPException as error:
+            status, reason, message = error.status, "http_error", error.reason
+        except Exception:
+            logger.exception("a request to %s failed", request.path)
+            status, reason, message = 500, "internal_error", "the request failed here; the log says why"
+        count(reason)
+        return web.json_response(error_object(status, reason, message), status=status, headers=headers)
+
+    return answer
+
+
+# Descriptors that are left for files, replicas' health and the like.
+RESERVED_DESCRIPTORS = 32
+# How long nobody is accepted when the process is out of descriptors, in seconds.
+ACCEPT_PAUSE = 0.1
+# Why a connection was ended: to make room for another, or since there was no room for it.
+DROPPED = ("made_room", "no_room")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBounds:
+    """What clients are granted.
+
+    `header_seconds` are for the header of a request, from the connection or the last answer on; `body_seconds` for its
+    body, and for the part of an answer that a client does not take.
+    """
+
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    max_connections: int = 1024
+    max_peer_connections: int = 256
+    max_body_bytes: int = 2 << 20
+
+
+class Body(NamedTuple):
+    """A request's body: a JSON object, and its length in bytes."""
+
+    fields: dict[str, Any]
+    size: int
+
+
+class Connections:
+    """The connections of one server, whose numbers are bounded, in all and for a peer. Belongs to its event loop.
+
+    The connection that waits for its client for longest makes room for a new one; where none waits the new one is
+    ended. `count` is told which of DROPPED it was.
+    """
+
+    def __init__(self, bounds: ServerBounds, count: Callable[[str], None] = lambda _: None) -> None:
+        self.bounds, self._count = bounds, count
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # A request that is served may need a second descriptor, to its replica.
+        self.limit = max(1, min(bounds.max_connections, (descriptors - RESERVED_DESCRIPTORS) // 2))
+        self._by_peer: Counter[str] = Counter()
+        self._waiting: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return self._by_peer.total()
+
+    def add(self, connection: Connection) -> None:
+        """A new connection: it stays, in the place of another one if need be, or is ended."""
+        is_refused = False
+        if self._by_peer[connection.peer] >= self.bounds.max_peer_connections:
+            is_refused = not self.make_room(connection.peer)
+        elif len(self) >= self.limit:
+            is_refused = not self.make_room()
+        self._by_peer[connection.peer] += 1
+        self._waiting[connection] = None
+        if is_refused:
+            self._end(connection, "no_room")
+
+    def make_room(self, peer: str | None = None) -> bool:
+        """Ends the connection, of `peer` if one is given, that waits for its client for longest. Returns whether there
+        was one."""
+        oldest = next((each for each in self._waiting if peer is None or each.peer == peer), None)
+        if oldest is not None:
+            self._end(oldest, "made_room")
+        return oldest is not None
+
+    def serving(self, connection: Connection) -> None:
+        """All of a request is there: its client waits for the server."""
+        self._waiting.pop(connection, None)
+
+    def answered(self, connection: Connection) -> None:
+        """The server waits for the client again."""
+        if connection.is_counted:
+            self._waiting[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """The connection has ended."""
+        self._waiting.pop(connection, None)
+        if connection.is_counted:
+            connection.is_counted = False
+            self._by_peer[connection.peer] -= 1
+            if not self._by_peer[connection.peer]:
+                del self._by_peer[connection.peer]
+
+    def _end(self, connection: Connection, why: str) -> None:
+        self._count(why)
+        self.remove(connection)
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+class Connection(web.RequestHandler):
+    """A connection of `connections`, which answers what is no request with an error object too."""
+
+    def __init__(self, server: web.Server, connections: Connections) -> None:
+        # aiohttp's timeout for idle connections counts from the start, and up to the end of the next header.
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=connections.bounds.header_seconds,
+            lingering_time=connections.bounds.header_seconds,
+        )
+        self.peer = ""
+        self.is_counted = True
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        name = transport.get_extra_info("peername")
+        self.peer = name[0] if name else ""
+        # The kernel ends the connection of a client that does not take its answer.
+        patience = int(self._connections.bounds.body_seconds * 1000)
+        client = transport.get_extra_info("socket")
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def log_exception(self, *args: Any, **keywords: Any) -> None:
+        """A body that cannot be decoded was refused already, when what is left of it is passed over."""
+        if isinstance(keywords.get("exc_info"), web.RequestPayloadError):
+            logger.warning("what was left of a refused body could not be decoded")
+        else:
+            super().log_exception(*args, **keywords)
+
+    def request_arrived(self) -> None:
+        """All of a request's body is there."""
+        self._connections.serving(self)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends an answer. What was refused before a handler saw it gets an error object."""
+        if isinstance(resp, web.HTTPException):
+            resp = web.json_response(error_object(resp.status, "http_error", resp.reason), status=resp.status)
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._connections.answered(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - it repeats bytes of the request
+    ) -> web.StreamResponse:
+        """The answer to what never reached a handler: what is no HTTP, and a header that aiohttp cannot repeat."""
+        if isinstance(exc, UnicodeError):
+            status = 400
+        if status < 500:
+            logger.warning("a request that is no HTTP was refused: %s", type(exc).__name__)
+            error = error_object(status, "bad_http", "the request is not valid HTTP; send another")
+        else:
+            logger.error("a request failed", exc_info=exc)
+            error = error_object(status, "internal_error", "the request failed here; the log says why")
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun, and cannot be replaced")
+        response = web.json_response(error, status=status)
+        response.force_close()
+        return response
+
+
+async def accept(listener: socket.socket, server: web.Server, connections: Connections) -> None:
+    """Takes the connections of a listening, non-blocking socket, one after the other, until it is cancelled.
+
+    Where there are no descriptors left, one connection makes room, and the next one has to wait a moment.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            client, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            if error.errno != errno.ECONNABORTED:
+                logger.error("a connection could not be accepted: %s", error.strerror)
+                connections.make_room()
+                await asyncio.sleep(ACCEPT_PAUSE)
+            continue
+        try:
+            await loop.connect_accepted_socket(lambda: Connection(server, connections), client)
+        except OSError as error:
+            logger.warning("a connection ended as it began: %s", error.strerror)
+            client.close()
+
+
+async def json_object(request: web.Request, bounds: ServerBounds) -> Body:
+    """The body of a request, a JSON object.
+
+    Raises RequestRefusedError for any other, one that is too long, is not encoded as it says, or does not come in time.
+    """
+    try:
+        text = await asyncio.wait_for(_read(request, bounds.max_body_bytes), bounds.body_seconds)
+    except asyncio.TimeoutError:
+        message = f"the body did not arrive within {bounds.body_seconds:g} s; send it faster"
+        raise RequestRefusedError(408, "body_timeout", message) from None
+    except web.RequestPayloadError:
+        message = "the body is not encoded as its header says; send plain JSON"
+        raise RequestRefusedError(400, "bad_encoding", message) from None
+    except ConnectionError:
+        raise RequestRefusedError(400, "body_cut", "the connection ended within the body") from None
+    if isinstance(request.protocol, Connection):
+        request.protocol.request_arrived()
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestRefusedError(400, "bad_json", "the body is not JSON; send a JSON object") from None
+    if not isinstance(body, dict):
+        raise RequestRefusedError(400, "bad_json", f"the body is a JSON {type(body).__name__}; send a JSON object")
+    return Body(body, len(text))
+
+
+async def _read(request: web.Request, bound: int) -> bytearray:
+    """The request itself would keep the body for as long as it is served."""
+    body = bytearray()
+    if (request.content_length or 0) <= bound:
+        async for part in request.content.iter_any():
+            body += part
+            if len(body) > bound:
+                break
+        else:
+            return body
+    raise RequestRefusedError(413, "body_too_large", f"the body has more than {bound} bytes; send less")
+
 
 # How long requests may go on after the process was told to end, in seconds.
 GRACE_SECONDS = 5.0

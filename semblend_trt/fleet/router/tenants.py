@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from semblend_trt.fleet.router.refusals import RequestRefusedError
+from semblend_trt.fleet.router.serving import RequestRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

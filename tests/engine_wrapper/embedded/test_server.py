@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput
 from engine_wrapper.embedded.server import BOUNDS, AnswerForm, TextSoFar, Worker, main, read_body, usage_of
-from semblend_trt.fleet.router.connections import Connections, ServerBounds
 from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
-from semblend_trt.fleet.router.refusals import RequestRefusedError
-from semblend_trt.fleet.router.serving import listening
+from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4

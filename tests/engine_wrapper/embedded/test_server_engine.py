@@ -10,7 +10,7 @@ import pytest
 from engine_wrapper.embedded.llm import LLM, SamplingParams
 from engine_wrapper.embedded.server import EngineThread
 from semblend_trt.errors import CapacityError
-from semblend_trt.fleet.router.refusals import RequestRefusedError
+from semblend_trt.fleet.router.serving import RequestRefusedError
 
 PROMPTS = [list(range(start, start + 20 + start)) for start in (1, 5, 9)]
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+from semblend_trt.cli.config import settings_page
 from semblend_trt.cli.main import main
-from semblend_trt.config import Settings
-from semblend_trt.settings.environment import PREFIXES
-from semblend_trt.settings.page import settings_page
+from semblend_trt.config import PREFIXES, Settings, settings_table
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +56,7 @@ def test_json(capsys) -> None:
 
 def test_markdown(capsys) -> None:
     assert main(["config", "--markdown"]) == 0
-    assert capsys.readouterr().out == settings_page(Settings)
+    assert capsys.readouterr().out == settings_page()
 
 
 def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch, capsys) -> None:
@@ -66,3 +69,23 @@ def test_one_form_at_a_time() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["config", "--json", "--markdown"])
     assert ended.value.code == 2
+
+
+def test_the_page_in_the_repository_is_that_of_the_code() -> None:
+    told = "docs/configuration.md is out of date; make it with `semblend-trt config --markdown > docs/configuration.md`"
+    assert PAGE.read_text(encoding="utf-8") == settings_page(), told
+
+
+def test_every_setting_has_one_row_in_a_section_of_its_theme() -> None:
+    page = settings_page()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert rows == [row.variables[1] for row in settings_table()]
+    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert titles[0] == "What may be reused"
+    assert len(titles) == len(Settings.__bases__)
+
+
+def test_older_names_are_told() -> None:
+    older = [name for row in settings_table() for name in row.variables[2:]]
+    assert older
+    assert [name for name in older if f"`{name}`" not in settings_page()] == []

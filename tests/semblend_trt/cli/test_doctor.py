@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.settings.environment import PREFIXES
+from semblend_trt.config import PREFIXES
 
 if TYPE_CHECKING:
     from pathlib import Path

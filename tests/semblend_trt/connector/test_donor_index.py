@@ -16,7 +16,7 @@ from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadCommands
-from semblend_trt.fleet.announcer import Silence
+from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -28,7 +28,7 @@ def library(host_tokens=1000, **overrides):
     settings = load_settings(
         policy="position_fix", host_bytes=host_tokens * TOKEN_BYTES, min_reuse_ratio=0, **overrides
     )
-    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), Silence(), None, lambda kind: None, None)
+    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), DonorPublisher(), None, lambda kind: None, None)
 
 
 def text(seed, length):

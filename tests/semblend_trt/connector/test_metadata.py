@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 
 from semblend_trt.connector.metadata import (
@@ -17,20 +16,11 @@ from semblend_trt.connector.metadata import (
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import PlanSpan
 from semblend_trt.runtime import Runtime
+from tests.semblend_trt.plans import plan_of
 
-PLAN = SemanticKvPlan(
-    request_id=7,
-    kind=PlanKind.REQUEST_LOCAL,
-    spans=(PlanSpan("donor-1", 0, 4, 16),),
-    prompt_token_ids=np.arange(30, dtype=np.int32),
-    num_computed_tokens=4,
-    matched_tokens=16,
-    block_size=8,
-    execution=EngineExecution(EngineMode.WRAPPER, 3),
-    target_block_ids=(1, 2, 3),
-)
+PLAN = plan_of(PlanSpan("donor-1", 0, 4, 16), request_id=7, computed=4, blocks=(1, 2, 3))
 WHOLE = SemBlendConnectorMetadata(
     plans=(PLAN,),
     intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
@@ -72,11 +62,3 @@ def test_plans_of_another_version_are_no_plans_to_serve_from(told):
     with pytest.raises(DonorUnavailableError, match="plans are of another version"):
         readable_metadata(told, runtime)
     assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
-
-
-def test_the_plans_of_a_shorter_pickle_are_still_seen():
-    """Pickles of frozen, slotted dataclasses hold their values by position; another version may have fewer fields."""
-    short = object.__new__(SemBlendConnectorMetadata)
-    short.__setstate__([(PLAN,), ()])
-    with pytest.raises(DonorUnavailableError):
-        readable_metadata(short, Runtime())

@@ -18,14 +18,15 @@ from safetensors.torch import save_file
 
 from semblend_trt.connector import model_files
 from semblend_trt.connector.model_files import (
+    QUANTISATION_FILES,
+    TOKENIZER_FILES,
     DigestCache,
     FileState,
+    digest_in,
     digest_of_files,
     file_states,
     is_local,
-    quantisation_digest,
     snapshot,
-    tokenizer_digest,
     weights_digest,
 )
 from semblend_trt.errors import ConfigurationError
@@ -37,17 +38,18 @@ def write_weights(folder: Path, weight: torch.Tensor, name: str = "model.safeten
     return folder
 
 
-def test_equal_weights_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
-    weight = torch.randn(300, 500)
-    assert weights_digest(write_weights(tmp_path / "a", weight)) == weights_digest(
-        write_weights(tmp_path / "b", weight)
-    )
-
-
-def test_a_fine_tune_of_the_same_shape_differs(tmp_path: Path) -> None:
-    weight = torch.randn(700, 900)
-    base = weights_digest(write_weights(tmp_path / "base", weight))
-    assert weights_digest(write_weights(tmp_path / "tuned", weight + 1e-3)) != base
+def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_path: Path) -> None:
+    weight = torch.randn(16, 4)
+    digests = [
+        weights_digest(write_weights(tmp_path / "one", weight)),
+        weights_digest(write_weights(tmp_path / "tuned", weight + 1e-3)),
+        weights_digest(write_weights(tmp_path / "reshaped", weight.view(4, 16))),
+        weights_digest(write_weights(tmp_path / "half", weight.half())),
+        weights_digest(write_weights(tmp_path / "named", weight, "other.safetensors")),
+        weights_digest(write_weights(write_weights(tmp_path / "two", weight), weight, "second.safetensors")),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert weights_digest(write_weights(tmp_path / "again", weight)) == digests[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf"])
@@ -60,18 +62,6 @@ def test_every_byte_of_every_kind_of_weights_counts(tmp_path: Path, name: str) -
         (tmp_path / name).write_bytes(content)
         seen.add(weights_digest(tmp_path))
     assert len(seen) == 6
-
-
-def test_shapes_names_and_shards_count(tmp_path: Path) -> None:
-    weight = torch.zeros(16, 4)
-    digests = {
-        weights_digest(write_weights(tmp_path / "one", weight)),
-        weights_digest(write_weights(tmp_path / "reshaped", weight.view(4, 16))),
-        weights_digest(write_weights(tmp_path / "half", weight.half())),
-        weights_digest(write_weights(tmp_path / "named", weight, "other.safetensors")),
-        weights_digest(write_weights(write_weights(tmp_path / "two", weight), weight, "second.safetensors")),
-    }
-    assert len(digests) == 5
 
 
 def test_shards_count_wherever_an_index_says_they_are(tmp_path: Path) -> None:
@@ -109,51 +99,48 @@ def test_a_snapshot_of_the_hub_is_what_its_links_point_at(tmp_path: Path) -> Non
     assert weights_digest(folder) != before
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no weights"):
-        weights_digest(tmp_path)
-    with pytest.raises(ConfigurationError, match="none cannot be read: No such"):
-        weights_digest(tmp_path / "none")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "loop"])
-def test_what_is_no_file_is_refused_without_a_wait(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("empty", "holds no weights"),
+        ("missing", "none cannot be read: No such"),
+        ("pipe", "cannot be read"),
+        ("loop", "cannot be read"),
+        ("dangling", "cannot be read: No such file"),
+    ],
+)
+def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path: Path, kind: str, told: str) -> None:
     weights = tmp_path / "model.safetensors"
-    os.mkfifo(weights) if kind == "pipe" else weights.symlink_to(weights)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        weights_digest(tmp_path)
-
-
-def test_a_weight_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "missing")
-    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        weights_digest(tmp_path)
-
-
-def test_the_tokenizers_digest_follows_its_files(tiny_qwen2_path: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_qwen2_path, copy)
-    assert tokenizer_digest(copy) == tokenizer_digest(tiny_qwen2_path)
-    (copy / "README.md").write_text("not the tokenizer's")
-    assert tokenizer_digest(copy) == tokenizer_digest(tiny_qwen2_path)
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
-    assert tokenizer_digest(copy) != tokenizer_digest(tiny_qwen2_path)
-    assert tokenizer_digest(tmp_path) is None
+    if kind == "pipe":
+        os.mkfifo(weights)
+    elif kind in ("loop", "dangling"):
+        weights.symlink_to(weights if kind == "loop" else tmp_path / "gone")
+    with pytest.raises(ConfigurationError, match=told):
+        weights_digest(tmp_path / "none" if kind == "missing" else tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.model", "vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "chat_template.jinja"]
+    ("patterns", "name"),
+    [
+        *((TOKENIZER_FILES, name) for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt")),
+        *((TOKENIZER_FILES, name) for name in ("tekken.json", "qwen.tiktoken", "chat_template.jinja")),
+        *((QUANTISATION_FILES, name) for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")),
+        (QUANTISATION_FILES, "dtypes.json"),
+    ],
 )
-def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
+def test_every_byte_of_the_files_that_fit_counts(tmp_path: Path, patterns: tuple[str, ...], name: str) -> None:
+    assert digest_in(tmp_path, patterns) is None
     seen = set()
     for content in (b"a" * 9000, b"a" * 8999 + b"b"):
         (tmp_path / name).write_bytes(content)
-        seen.add(tokenizer_digest(tmp_path))
+        seen.add(digest_in(tmp_path, patterns))
+    (tmp_path / "README.md").write_text("of no account")
+    assert digest_in(tmp_path, patterns) in seen
     assert len(seen) == 2
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(tmp_path / "missing")
     with pytest.raises(OSError, match="No such file"):
-        tokenizer_digest(tmp_path)
+        digest_in(tmp_path, patterns)
 
 
 def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
@@ -168,15 +155,6 @@ def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
 def test_a_hub_id_without_a_local_copy_has_no_snapshot(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == tmp_path
     assert snapshot("semblend-test-org/no-such-model-on-this-machine") is None
-
-
-def test_files_of_quantisation_are_taken_by_their_content(tmp_path: Path) -> None:
-    assert quantisation_digest(tmp_path) is None
-    seen = set()
-    for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json", "dtypes.json"):
-        (tmp_path / name).write_text("{}")
-        seen.add(quantisation_digest(tmp_path))
-    assert len(seen) == 4
 
 
 def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path: Path, tmp_path: Path) -> None:
@@ -198,7 +176,7 @@ def _small_and_forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 1,000 bytes, and files that may be remembered as soon as they are written."""
     monkeypatch.setattr(model_files, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(model_files, "READ_BYTES", 300)
-    monkeypatch.setattr(model_files, "SETTLED_NS", -1)
+    monkeypatch.setattr(model_files, "STAMP_NS", -1)
     monkeypatch.setattr(model_files, "_known", {})
 
 
@@ -208,9 +186,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     read = model_files._chunk
 
-    def watched(state: FileState, start: int, progress: Any) -> bytes:
+    def watched(state: FileState, start: int) -> bytes:
         seen.append(state.path)
-        return read(state, start, progress)
+        return read(state, start)
 
     monkeypatch.setattr(model_files, "_chunk", watched)
     return seen
@@ -233,18 +211,23 @@ def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
     assert digest_of_files(written(tmp_path / "a", content)) == base
 
 
-def test_chunks_of_one_file_cannot_change_places(tmp_path: Path) -> None:
-    first, second = b"a" * CHUNK, b"b" * CHUNK
-    assert digest_of_files(written(tmp_path / "x", first + second)) != digest_of_files(
-        written(tmp_path / "x", second + first)
-    )
-
-
-def test_names_belong_to_their_content(tmp_path: Path) -> None:
-    one, two = written(tmp_path / "1", b"one")["1"], written(tmp_path / "2", b"two")["2"]
+def test_neither_chunks_nor_names_can_change_places(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1", b"a" * CHUNK)["1"], written(tmp_path / "2", b"b" * CHUNK)["2"]
+    both = [
+        digest_of_files(written(tmp_path / "x", first + second))
+        for first, second in ((b"a" * CHUNK, b"b" * CHUNK), (b"b" * CHUNK, b"a" * CHUNK))
+    ]
+    assert both[0] != both[1]
     assert digest_of_files({"a": one, "b": two}) == digest_of_files({"b": two, "a": one})
-    assert digest_of_files({"a": one, "b": two}) != digest_of_files({"a": two, "b": one})
-    assert digest_of_files({"a": one}) != digest_of_files({"a": one, "b": one})
+    assert (
+        len(
+            {
+                digest_of_files(files)
+                for files in ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one}, {"a": one, "b": one})
+            }
+        )
+        == 4
+    )
 
 
 def test_what_was_read_once_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
@@ -274,7 +257,7 @@ def test_engines_that_start_together_read_once(tmp_path: Path, reads: list[str])
 def test_a_file_that_was_just_written_is_read_again(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_files, "SETTLED_NS", 10**18)
+    monkeypatch.setattr(model_files, "STAMP_NS", 10**18)
     cache = DigestCache(tmp_path / "cache")
     files = written(tmp_path / "a", b"x")
     assert digest_of_files(files, cache) == digest_of_files(files, cache)
@@ -288,8 +271,7 @@ def test_the_next_process_takes_it_from_the_cache(
     cache, files = DigestCache(tmp_path / "cache"), written(tmp_path / "a", b"x" * 100)
     first = digest_of_files(files, cache)
     monkeypatch.setattr(model_files, "_known", {})
-    assert digest_of_files(files, cache) == first
-    assert len(reads) == 1
+    assert (digest_of_files(files, cache), len(reads)) == (first, 1)
 
 
 def test_a_write_that_keeps_size_and_mtime_shows(tmp_path: Path) -> None:
@@ -308,11 +290,11 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
 ) -> None:
     read, files = model_files._chunk, written(tmp_path / "a", b"x" * 2500)
 
-    def write_between(state: FileState, start: int, progress: Any) -> bytes:
+    def write_between(state: FileState, start: int) -> bytes:
         if start:
             (tmp_path / "a").write_bytes(content)
             os.utime(tmp_path / "a", ns=(0, 0))
-        return read(state, start, progress)
+        return read(state, start)
 
     monkeypatch.setattr(model_files, "_chunk", write_between)
     with pytest.raises(OSError, match=r"shorter|changed"):
@@ -408,27 +390,20 @@ def test_what_is_no_digest_is_not_read(cache: DigestCache, state: FileState, tmp
     assert cache.find(state) is None
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_that_others_can_write_is_left_alone(
-    cache: DigestCache, state: FileState, tmp_path: Path, mode: int
-) -> None:
-    folder_of(tmp_path).chmod(mode)
-    before = entry_of(tmp_path).read_bytes()
-    assert cache.find(state) is None
-    cache.keep(state, DIGEST[::-1])
-    assert entry_of(tmp_path).read_bytes() == before
-
-
 def test_an_entry_that_others_can_write_is_not_read(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
     entry_of(tmp_path).chmod(0o620)
     assert cache.find(state) is None
 
 
-def test_another_users_folder_is_left_alone(
-    cache: DigestCache, state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, None])
+def test_a_folder_that_others_can_write_or_own_is_left_alone(
+    cache: DigestCache, state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
     owner = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if mode is None:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    else:
+        folder_of(tmp_path).chmod(mode)
     before = entry_of(tmp_path).read_bytes()
     assert cache.find(state) is None
     cache.keep(state, DIGEST[::-1])

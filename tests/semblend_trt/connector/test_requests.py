@@ -25,13 +25,12 @@ from semblend_trt.connector.requests import (
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import (
     CheckEvidence,
-    EngineExecution,
     EngineMode,
     PlanKind,
     PlanSpan,
-    SemanticKvPlan,
     SpanCheck,
 )
+from tests.semblend_trt.plans import plan_of
 
 
 def tracked(request_id):
@@ -132,15 +131,9 @@ def savable(matched=0):
     request = TrackedRequest(7, "namespace", np.arange(PROMPT, dtype=np.int32), 0)
     request.intent = SaveIntent(7, "donor", PROMPT + 20)
     if matched:
-        request.plan = SemanticKvPlan(
-            request_id=7,
-            kind=PlanKind.EXACT_PREFIX,
-            spans=(PlanSpan("donor-1", 0, 0, matched, exact=True),),
-            prompt_token_ids=np.arange(PROMPT, dtype=np.int32),
-            num_computed_tokens=0,
-            matched_tokens=matched,
-            block_size=BLOCK,
-            execution=EngineExecution(EngineMode.STOCK, 3),
+        span = PlanSpan("donor-1", 0, 0, matched, exact=True)
+        request.plan = plan_of(
+            span, request_id=7, kind=PlanKind.EXACT_PREFIX, prompt=PROMPT, block_size=BLOCK, mode=EngineMode.STOCK
         )
     return request
 
@@ -273,16 +266,7 @@ SHIFTED = (PlanSpan("donor", 0, 20, 50),)
 
 def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
     matched = 0 if kind is PlanKind.DISCOVERY_ONLY else 60
-    return SemanticKvPlan(
-        request_id=1,
-        kind=kind,
-        spans=spans,
-        prompt_token_ids=np.arange(100, dtype=np.int32),
-        num_computed_tokens=10,
-        matched_tokens=matched,
-        block_size=16,
-        execution=EngineExecution(EngineMode.WRAPPER, 3, **execution),
-    )
+    return plan_of(*spans, kind=kind, prompt=100, computed=10, matched=matched, **execution)
 
 
 def planned(**fields):

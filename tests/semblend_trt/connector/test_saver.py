@@ -11,6 +11,7 @@ import torch
 
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.donor_table import Tier
@@ -58,7 +59,7 @@ def saver(other: OtherRank) -> Iterator[DonorSaver]:
 
 
 def save(saver: DonorSaver, tier: Tier = Tier.HOST) -> None:
-    saver.start(1, "donor", tier, [2, 0], TOKENS)
+    saver.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
     saver.drain()
 
 
@@ -130,7 +131,7 @@ def snapshotting() -> Iterator[DonorSaver]:
 
 
 def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) -> None:
-    snapshotting.start(1, "long", Tier.HOST, [2, 0, 1], 11)
+    snapshotting.start(SaveIntent(1, "long", 11), [2, 0, 1], 11)
     snapshotting.drain()
     assert finished(snapshotting).tokens == 8
     kv = held_kv(snapshotting._store.host, "long").tensor
@@ -141,7 +142,7 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
     go_on = Event()
     snapshotting._thread.submit(go_on.wait)
     for request_id, donor_id in ((1, "first"), (2, "second")):
-        snapshotting.start(request_id, donor_id, Tier.HOST, [2, 0], TOKENS)
+        snapshotting.start(SaveIntent(request_id, donor_id, TOKENS), [2, 0], TOKENS)
     go_on.set()
     snapshotting.drain()
     told = {news.donor_id: (news.tokens, news.error) for _, news in snapshotting.finished()}
@@ -153,7 +154,7 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_snapshot_is_given_back_whatever_becomes_of_the_save(snapshotting: DonorSaver, tier: Tier) -> None:
     for _ in range(3):  # there is no device tier: those saves fail
-        snapshotting.start(1, "donor", tier, [2, 0], TOKENS)
+        snapshotting.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
         snapshotting.drain()
         finished(snapshotting)
         snapshotting._store.drop("donor")

@@ -6,7 +6,6 @@ import random
 import threading
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,14 +16,12 @@ from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
-    EngineExecution,
     EngineMode,
-    PlanKind,
     PlanSpan,
-    SemanticKvPlan,
 )
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import SavedDonor, runtime_for
 from tests.semblend_trt.held_donors import held_in, held_kv
+from tests.semblend_trt.plans import plan_of
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
 
@@ -69,18 +66,9 @@ def follow(worker, request_id, blocks, written, max_tokens=100):
     )
 
 
-def reuse(mode=EngineMode.WRAPPER, blocks=(20, 21, 22, 23)):
-    return SemanticKvPlan(
-        request_id=7,
-        kind=PlanKind.REQUEST_LOCAL,
-        spans=(PlanSpan("donor-1", 0, 4, 16),),
-        prompt_token_ids=np.arange(30, dtype=np.int32),
-        num_computed_tokens=4,
-        matched_tokens=16,
-        block_size=BLOCK,
-        execution=EngineExecution(mode, LAYERS),
-        target_block_ids=blocks,
-    )
+def reuse(mode=EngineMode.WRAPPER):
+    span = PlanSpan("donor-1", 0, 4, 16)
+    return plan_of(span, request_id=7, prompt=30, computed=4, blocks=(20, 21, 22, 23), mode=mode)
 
 
 def test_block_size_comes_from_the_pool_not_the_arguments(args, worker):
@@ -107,30 +95,46 @@ def test_unknown_pool_is_a_refusal(args, unknown):
     assert worker.get_finished([], []) == ([], [])
 
 
+def blocks_of(whole):
+    """[blocks, layers, 2, kv_heads, block_size, head_dim]"""
+    return whole.unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+
+
+def kv_of(worker):
+    """What is kept of request 1, [layers, 2, kv_heads, tokens, head_dim]."""
+    return held_kv(worker.store.host, "donor-1").tensor
+
+
 def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):
     follow(worker, 1, (3, 5), 12)
     step(worker, progress=(RequestProgress(1, (9,), 20, False),))
-    step(worker, grown=(1, 99))  # nobody follows 99
+    step(worker, grown=(1, 99))  # 99 is not followed
     assert saved(worker, 1) == [1]
-    kv = held_kv(worker.store.host, "donor-1").tensor
+    kv, blocks = kv_of(worker), blocks_of(pool())
     assert kv.shape == (LAYERS, 2, KV_HEADS, 21, HEAD_DIM)
-    blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
     assert torch.equal(kv[:, :, :, 16:21], blocks[9, :, :, :, :5])
     assert torch.equal(kv[:, :, :, 8:16], blocks[5])
-    news = runtime_for(args).saved.popleft()
-    assert (news.donor_id, news.tokens, news.error) == ("donor-1", 21, None)
+    assert list(runtime_for(args).saved) == [SavedDonor("donor-1", 21)]
 
 
-def test_save_stops_at_the_exact_part(worker):
-    follow(worker, 1, (3, 5), 16, max_tokens=10)
-    saved(worker, 1)
-    assert held_kv(worker.store.host, "donor-1").capacity == 10
-
-
-def test_failed_save_still_gives_the_blocks_back(worker, args):
-    follow(worker, 1, (3,), 30)  # one block cannot hold 30 tokens
+@pytest.mark.parametrize(
+    ("blocks", "written", "most", "kept"),
+    [
+        ((3, 5), 16, 10, 10),
+        ((3, 4, 4, 5), 32, 100, 16),
+        ((3, 3), 16, 100, 8),
+        ((3, 1 << 80), 16, 100, 8),
+        ((3, 4, -1 << 80), 24, 100, 16),
+        ((3,), 30, 100, 0),  # one block cannot hold 30 tokens
+    ],
+)
+def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests(
+    worker, args, blocks, written, most, kept
+):
+    follow(worker, 1, blocks, written, max_tokens=most)
     assert saved(worker, 1) == [1]
-    assert runtime_for(args).saved.popleft().error is not None
+    (told,) = runtime_for(args).saved
+    assert (told.tokens, told.error is None) == (kept, kept > 0)
 
 
 @pytest.fixture
@@ -154,7 +158,7 @@ def saves_are_late(worker):
 
 
 def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
-    blocks = pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    blocks = blocks_of(pool())
     follow(early, 1, (3, 5), 12)
     with saves_are_late(early):
         assert early.get_finished([1], []) == ([], [])
@@ -162,7 +166,7 @@ def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
     assert saved(early, 99) == [99]
     early.saver.drain()
     assert early.get_finished([], []) == ([1], [])
-    kv = held_kv(early.store.host, "donor-1").tensor
+    kv = kv_of(early)
     assert torch.equal(kv[:, :, :, :8], blocks[3])
     assert torch.equal(kv[:, :, :, 8:], blocks[5, :, :, :, :4])
 
@@ -177,47 +181,43 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
         assert [each.get_finished(ended, [])[0] for ended in ([99], [], [], [])] == answers
 
 
+def begin(worker, **fields):
+    """An iteration whose forward fails: no save is waited for."""
+    worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
+    worker.start_load_kv(None)
+
+
 def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
     follow(worker, 1, (3,), 8)
     follow(worker, 2, (5,), 8)
-    worker.bind_connector_meta(SemBlendConnectorMetadata(grown=(1,)))
-    worker.start_load_kv(None)
+    begin(worker, grown=(1,))
     assert runtime_for(args).is_forward_open
-    # The forward fails: nobody waits for the save.
-    assert saved(worker, 1) == [1]
-    assert saved(worker, 2) == [2]
-    told = {news.donor_id: (news.tokens, news.error is None) for news in runtime_for(args).saved}
+    assert (saved(worker, 1), saved(worker, 2)) == ([1], [2])
+    told = {each.donor_id: (each.tokens, each.error is None) for each in runtime_for(args).saved}
     assert told == {"donor-1": (0, False), "donor-2": (8, True)}
 
 
 def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, args):
-    worker.bind_connector_meta(
-        SemBlendConnectorMetadata(
-            intents=(SaveIntent(1, "donor-1", 100),), progress=(RequestProgress(1, (3, 4), 12, True),)
-        )
-    )
-    worker.start_load_kv(None)
+    begin(worker, intents=(SaveIntent(1, "donor-1", 100),), progress=(RequestProgress(1, (3, 4), 12, True),))
     step(worker, grown=(1,))
     assert not runtime_for(args).is_forward_open
     saved(worker, 1)
     assert "has failed" in runtime_for(args).saved[0].error
-    assert len(held_in(worker.store)) == 0
+    assert not held_in(worker.store)
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
     follow(worker, 1, (3,), 8)
     step(worker, forgotten=(1,))
     assert worker.get_finished([1, 99], [5]) == ([1, 99], [5])
-    assert len(held_in(worker.store)) == 0
+    assert not held_in(worker.store)
 
 
 def test_replayed_request_starts_its_blocks_anew(worker):
     follow(worker, 1, (3, 4), 16)
     follow(worker, 1, (6, 7), 16)
     saved(worker, 1)
-    assert torch.equal(
-        held_kv(worker.store.host, "donor-1").tensor[:, :, :, :8], pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))[6]
-    )
+    assert torch.equal(kv_of(worker)[:, :, :, :8], blocks_of(pool())[6])
 
 
 def test_metadata_is_applied_once(worker):
@@ -227,19 +227,9 @@ def test_metadata_is_applied_once(worker):
     worker.start_load_kv(None)
     step(worker, progress=(RequestProgress(1, (5,), 24, False),))
     saved(worker, 1)
-    kv, blocks = held_kv(worker.store.host, "donor-1").tensor, pool().unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM))
+    kv, blocks = kv_of(worker), blocks_of(pool())
     assert kv.shape[3] == 24
     assert torch.equal(kv[:, :, :, 16:], blocks[5])
-
-
-@pytest.mark.parametrize(
-    ("blocks", "kept"), [((3, 4, 4, 5), 16), ((3, 3), 8), ((3, 1 << 80), 8), ((3, 4, -1 << 80), 16)]
-)
-def test_a_save_ends_where_a_block_cannot_be_the_requests(worker, args, blocks, kept):
-    follow(worker, 1, blocks, BLOCK * len(blocks))
-    assert saved(worker, 1) == [1]
-    (news,) = runtime_for(args).saved
-    assert (news.tokens, news.error) == (kept, None)
 
 
 def test_a_second_pool_is_refused(worker, args):
@@ -247,14 +237,14 @@ def test_a_second_pool_is_refused(worker, args):
     worker.register_kv_caches(pool())
     assert runtime_for(args).refusal == "pool_layout"
     assert worker.get_finished([1], []) == ([1], [])
-    assert len(held_in(worker.store)) == 0
+    assert not held_in(worker.store)
 
 
 def test_drops_free_the_donor(worker):
     follow(worker, 1, (3,), 8)
     saved(worker, 1)
     step(worker, commands=OffloadCommands(drops=["donor-1", "donor-unknown"]))
-    assert len(held_in(worker.store)) == 0
+    assert not held_in(worker.store)
 
 
 def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
@@ -290,19 +280,15 @@ def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
     two_tiers.saver.drain()
-    assert [(news.kind, news.donor_id) for news in runtime_for(args).offload_events] == [
+    assert [(each.kind, each.donor_id) for each in runtime_for(args).offload_events] == [
         (OffloadEventKind.PROMOTE_FAILED, "donor-2")
     ]
 
 
-def test_foreign_metadata_is_ignored(worker):
+def test_foreign_metadata_and_the_layer_hooks_do_nothing(worker):
     for metadata in (None, {"plans": [1]}, "garbage", random.Random(0)):
         worker.bind_connector_meta(metadata)
         worker.start_load_kv(None)
-    assert torch.equal(worker.loader._pool, pool())
-
-
-def test_layer_hooks_and_save_wait_do_nothing(worker):
     worker.wait_for_layer_load(0, None)
     worker.save_kv_layer(0, None)
     worker.wait_for_save(None)
@@ -331,7 +317,7 @@ def test_intents_name_the_tier(two_tiers, args):
     saved(two_tiers, 2)
     assert "donor-1" in two_tiers.store.device
     assert "donor-2" in two_tiers.store.host
-    assert [news.error for news in runtime_for(args).saved] == [None, None]
+    assert [each.error for each in runtime_for(args).saved] == [None, None]
 
 
 def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
@@ -344,7 +330,7 @@ def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     )
     saved(two_tiers, 2)
     assert ("donor-1" in two_tiers.store.host, "donor-2" in two_tiers.store.device) == (True, True)
-    assert [news.error for news in runtime_for(args).saved] == [None, None]
+    assert [each.error for each in runtime_for(args).saved] == [None, None]
 
 
 def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, args):
@@ -358,7 +344,7 @@ def test_what_is_dropped_is_not_demoted(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.saver.drain()
-    assert len(held_in(two_tiers.store)) == 0
+    assert not held_in(two_tiers.store)
 
 
 def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
@@ -370,9 +356,9 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     step(worker, commands=OffloadCommands(offloads=["donor-1"]))
     worker.saver.drain()
     worker.get_finished([], [])
-    news = runtime_for(args).saved[-1]
-    assert (news.donor_id, news.tokens) == ("donor-1", 0)
-    assert "CapacityError" in news.error
+    told = runtime_for(args).saved[-1]
+    assert (told.donor_id, told.tokens) == ("donor-1", 0)
+    assert "CapacityError" in told.error
     worker.close()
 
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernels.layout import KvGeometry, PagedKv, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt import staging
+from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
@@ -75,7 +76,7 @@ class Rank:
     def save(self, slot: int, donor_id: str, tier: Tier, kv: torch.Tensor) -> None:
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
         write(self.pool, blocks, kv)
-        self.saver.start(slot, donor_id, tier, blocks, kv.shape[3])
+        self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
     def keep(self, donor_id: str, tier: Tier, number: int, tokens: int) -> None:
         self.save(0, donor_id, tier, pattern(number, tokens))

@@ -14,9 +14,7 @@ import pytest
 
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.outbox import Held, HeldDonors, Outbox
-from semblend_trt.fleet.publisher import EventPublisher
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, HeldDonors, Outbox
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from semblend_trt.namespace import CacheNamespace

@@ -15,7 +15,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
-from semblend_trt.fleet.announcer import DonorAnnouncer, Silence, announcer_for
+from semblend_trt.fleet.announcer import DonorAnnouncer, DonorPublisher, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
 from semblend_trt.fleet.wire import decode
@@ -26,7 +26,7 @@ GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 
 
-class Notebook(Silence):
+class Notebook(DonorPublisher):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ def test_a_failed_save_is_never_announced(text) -> None:
 
 def test_without_a_server_nobody_is_told(monkeypatch) -> None:
     monkeypatch.delenv("SEMBLEND_NATS_URL", raising=False)
-    assert isinstance(announcer_for(load_settings()), Silence)
-    assert isinstance(announcer_for(load_settings(nats_url="nats://127.0.0.1:1", enabled=False)), Silence)
+    assert type(announcer_for(load_settings())) is DonorPublisher
+    assert type(announcer_for(load_settings(nats_url="nats://127.0.0.1:1", enabled=False))) is DonorPublisher
 
 
 def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
@@ -188,7 +188,7 @@ def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "msgspec", None)
     news = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
-    assert isinstance(news, Silence)
+    assert type(news) is DonorPublisher
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
 
 

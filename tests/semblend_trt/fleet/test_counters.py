@@ -7,7 +7,7 @@ from collections import Counter
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Series
 
-from semblend_trt.fleet.counters import DROP_REASONS, EventCounters
+from semblend_trt.fleet.publisher import DROP_REASONS, EventCounters
 
 
 def test_counts_are_shown_in_prometheus() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from semblend_trt.fleet import directory_reader
-from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet import connection
+from semblend_trt.fleet.announcer import generation
+from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.directory_reader import DirectoryReader
-from semblend_trt.fleet.identity import generation
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 WORKERS = [(3, 0), (4, 0)]
@@ -204,8 +203,8 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch) -> None
             await asyncio.Event().wait()
         raise OSError("the server is gone")
 
-    monkeypatch.setattr(directory_reader, "connect_client", loses_the_first_cancellation)
-    monkeypatch.setattr(directory_reader, "END_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "connect_client", loses_the_first_cancellation)
+    monkeypatch.setattr(connection, "END_SECONDS", 0.01)
 
     async def starts_and_stops() -> None:
         reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())

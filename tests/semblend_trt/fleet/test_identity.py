@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from semblend_trt.fleet.announcer import generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
-from semblend_trt.fleet.identity import generation, worker_id_of
 from semblend_trt.fleet.wire import Emitter
 
 

@@ -7,8 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semblend_trt.fleet.counters import EventCounters
-from semblend_trt.fleet.outbox import PORTION_TOKENS, Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import PORTION_TOKENS, EventCounters, Held, HeldDonors, Outbox
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, token_digest
 from semblend_trt.namespace import CacheNamespace

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from semblend_trt.fleet.connection import ConnectionOptions, connect_client
+from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.directory_reader import DirectoryReader
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "fleet.md"

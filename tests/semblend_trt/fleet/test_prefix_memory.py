@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.prefix_memory import BLOCK_TOKENS, PrefixMemory
+from semblend_trt.fleet.routing_policy import BLOCK_TOKENS, PrefixMemory
 
 A, B = (0, 0), (1, 0)
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.discovery.fingerprint import fingerprint
-from semblend_trt.fleet.keyed_hash import keyed
 from semblend_trt.fleet.sketch import (
     MAX_ENTRIES,
     MAX_LEVEL,
     MAX_SKETCH_BYTES,
     Sketch,
+    keyed,
     overlap,
     prompt_fingerprints,
     sketch_key,

@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from semblend_trt.fleet.router.connections import RESERVED_DESCRIPTORS, Connections, ServerBounds, json_object
-from semblend_trt.fleet.router.refusals import refusing
-from semblend_trt.fleet.router.serving import listening
+from semblend_trt.fleet.router.serving import (
+    RESERVED_DESCRIPTORS,
+    Connections,
+    ServerBounds,
+    json_object,
+    listening,
+    refusing,
+)
 from tests.semblend_trt.fleet.router.conftest import WAIT_SECONDS
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.router.app import Placer, ReadPrompt
 from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.fleet.router.placement import Placer, ReadPrompt
 from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap

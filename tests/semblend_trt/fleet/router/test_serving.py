@@ -10,13 +10,13 @@ import pytest
 from semblend_trt.fleet.router.serving import MAX_KINDS, OnceAMinute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("test_serving")
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """said(): what the filter let through, at the seconds that the last log call's `now` said."""
     seconds = [0.0]
 
@@ -28,7 +28,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     quiet = Clocked(lambda: seconds[0])
     caplog.handler.addFilter(quiet)
     caplog.set_level(logging.INFO)
-    return lambda: [record.getMessage() for record in caplog.records]
+    yield lambda: [record.getMessage() for record in caplog.records]
+    caplog.handler.removeFilter(quiet)  # all tests have one handler
 
 
 def test_one_kind_is_said_once_a_minute_with_its_count(said: Callable[[], list[str]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from multidict import CIMultiDict
 
 from semblend_trt.fleet.router.config import KeyConfig, ReplicaConfig, RouterConfig
-from semblend_trt.fleet.router.refusals import RequestRefusedError
+from semblend_trt.fleet.router.serving import RequestRefusedError
 from semblend_trt.fleet.router.tenants import Caller, Shares, Tenants
 from semblend_trt.namespace import salt_digest
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.fleet.router.prompts import PromptReader
-from semblend_trt.fleet.router.trace_blocks import BlockMaker, Hasher
+from semblend_trt.fleet.telemetry import BlockMaker, Hasher
 
 HASHER = Hasher.of(b"a secret of sixteen bytes")
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.router import trace_log
+from semblend_trt.fleet import telemetry
 from semblend_trt.fleet.router.config import TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
-from semblend_trt.fleet.router.forwarding import Observed
 from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.fleet.router.replicas import Observed
 from semblend_trt.fleet.router.tenants import Caller
-from semblend_trt.fleet.router.trace_blocks import Hasher
-from semblend_trt.fleet.router.trace_log import ServedRequest, TraceLog, usage_in
-from semblend_trt.fleet.telemetry import read_trace
+from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, read_trace, usage_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +95,7 @@ def test_a_pipe_is_written_to_and_never_rotated(tokenizer: Any, tmp_path: Path) 
 
 
 def test_what_would_pile_up_is_dropped(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_log, "MAX_WAITING_BYTES", 250)
+    monkeypatch.setattr(telemetry, "MAX_WAITING_BYTES", 250)
     log, go_on = Log(tokenizer, tmp_path / "trace.jsonl"), threading.Event()
     emit = log.log._file.emit
     monkeypatch.setattr(log.log._file, "emit", lambda record: (go_on.wait(60), emit(record)))

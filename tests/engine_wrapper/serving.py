@@ -1,0 +1,102 @@
+"""Seeded prompts, one document behind two instructions, and engines that serve them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from semblend_trt.reuse_profile import ProfileCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine_wrapper.embedded.llm import RequestOutput
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
+PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
+BLOCK = 16
+# A random model's KV deviates by about 1 when its context changes: the highest threshold keeps some of the tokens.
+SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=1, threshold=0.0)
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Random token ids of bytes, the same ones for the same arguments."""
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+INSTRUCTION, OTHER_INSTRUCTION, QUESTION = text(1, 40), text(2, 73), text(3, 20)
+DOCUMENT = text(10, 200)
+DONOR = INSTRUCTION + DOCUMENT + text(4, 9)
+SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
+
+
+class Engines:
+    """Builds engines and keeps them until the test ends; all of them write the audit log `audit`."""
+
+    def __init__(self, setenv: Callable[[str, str], None], audit: Path, **model: Any) -> None:
+        self._setenv, self._model, self.audit = setenv, model, audit
+        self.built: list[LLM] = []
+
+    def __call__(
+        self, module: str | None = "engine_wrapper.connector", cache: dict[str, Any] | None = None, **options: Any
+    ) -> LLM:
+        """An engine with the connector of `module`, or with none. Options in capitals are settings, which hold until
+        the test ends."""
+        settings = {"AUDIT_PATH": self.audit} | {name: options.pop(name) for name in list(options) if name.isupper()}
+        for name, value in settings.items():
+            self._setenv(f"SEMBLEND_{name}", str(value))
+        llm = LLM(
+            kv_connector_config=None if module is None else KvCacheConnectorConfig.ours(module),
+            kv_cache_config=KvCacheConfig(**{"tokens_per_block": BLOCK, "max_tokens": 4096, **(cache or {})}),
+            **self._model | options,
+        )
+        self.built.append(llm)
+        return llm
+
+    def cold(self) -> LLM:
+        """An engine that reuses nothing."""
+        return self(None, {"enable_block_reuse": False})
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The audit log's events of that name, once all engines have ended."""
+        self.shutdown()
+        events = [json.loads(line) for line in self.audit.read_text().splitlines()]
+        return [event for event in events if event["event"] == name]
+
+    def shutdown(self) -> None:
+        for llm in self.built:
+            llm.shutdown()
+
+
+def serve(llm: LLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+    """Serves one prompt, until its KV is kept."""
+    (output,) = llm.generate([prompt], params, **options)
+    llm.settle()
+    return output
+
+
+def teach(llm: LLM, *prompts: Any) -> None:
+    """Has the engine keep donors."""
+    for prompt in prompts:
+        serve(llm, prompt, PREFILL)
+
+
+def token_ids(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def logits_of(output: RequestOutput) -> torch.Tensor:
+    """[tokens, vocabulary]."""
+    return torch.stack(list(output.outputs[0].generation_logits))
+
+
+def assert_same(output: RequestOutput, expected: RequestOutput, tolerance: float = 1e-4) -> None:
+    """The same answer; how much of it was reused may differ."""
+    assert token_ids(output) == token_ids(expected)
+    assert torch.allclose(logits_of(output), logits_of(expected), atol=tolerance, rtol=0)

@@ -1,0 +1,178 @@
+"""No forward has more than `max_num_tokens` rows, whatever plans add to what was scheduled."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.embedded import model_runner as runner_module
+from engine_wrapper.embedded.llm import LLM, SamplingParams
+from tests.engine_wrapper.serving import (
+    DOCUMENT,
+    DONOR,
+    GREEDY,
+    NONE_KEPT,
+    SHIFTED,
+    SOME_KEPT,
+    Engines,
+    assert_same,
+    serve,
+    teach,
+    text,
+    token_ids,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine_wrapper.embedded.llm import RequestOutput
+
+UNBOUNDED = 4096
+ASSETS = Path(str(files("validation"))) / "assets"
+BEHIND_A_HOLE = text(5, 150) + DOCUMENT + text(6, 20)
+COLD = text(7, 130)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every forward so far."""
+    counted: list[int] = []
+
+    def count(name: str) -> None:
+        own = getattr(runner_module, name)
+
+        def counting(*arguments: Any) -> Any:
+            schedule = own(*arguments)
+            counted.append(len(schedule.positions))
+            return schedule
+
+        monkeypatch.setattr(runner_module, name, counting)
+
+    count("schedule_of")
+    count("lowest_schedule")
+    return counted
+
+
+class Serving:
+    """What engines answer that have served DONOR, each under another bound."""
+
+    def __init__(self, engine: Engines, policy: str, lose: bool = False, **options: Any) -> None:
+        self._engine, self._options, self._lose = engine, {"POLICY": policy, **options}, lose
+
+    def __call__(self, max_num_tokens: int, *prompts: list[int]) -> tuple[list[RequestOutput], list[dict[str, Any]]]:
+        """The answers to the prompts at once, and what the engine reports of each."""
+        settings = {"RECOMPUTE_BOUNDARY_LAYER": 2, "MIN_REUSE_RATIO": 0.1, **self._options}
+        llm = self._engine(max_num_tokens=max_num_tokens, **settings)
+        teach(llm, DONOR)
+        if self._lose:
+            llm.connector_worker.store.clear()
+        outputs = llm.generate(list(prompts), GREEDY)
+        llm.settle()
+        return outputs, [figures_of(llm, output) for output in outputs]
+
+
+def figures_of(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+    report = llm.connector_scheduler.reuse_of(output.request_id)
+    return {**report.figures, "outcome": report.outcome, "reason": report.reason}
+
+
+def compare(served: Serving, rows: list[int], max_num_tokens: int, *prompts: list[int]) -> list[dict[str, Any]]:
+    """Bounded and unbounded engines answer and report the same; returns the reports."""
+    expected, told = served(UNBOUNDED, *prompts)
+    assert max(rows) > max_num_tokens, "nothing has to be divided"
+    rows.clear()
+    outputs, figures = served(max_num_tokens, *prompts)
+    assert 0 < max(rows) <= max_num_tokens
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.reused_tokens == other.reused_tokens
+        assert_same(output, other)
+    assert figures == [pytest.approx(each, abs=1e-4) for each in told]
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompts", "max_num_tokens"),
+    [
+        ("position_fix", (BEHIND_A_HOLE,), 64),
+        ("boundary", (SHIFTED,), 280),
+        ("boundary", (SHIFTED,), 64),
+        ("boundary", (SHIFTED, BEHIND_A_HOLE, COLD), 100),
+        ("cacheblend", (SHIFTED,), 280),
+        ("cacheblend", (SHIFTED, BEHIND_A_HOLE), 400),
+        ("cacheblend", (COLD, SHIFTED, BEHIND_A_HOLE), 64),
+        ("cacheblend", (SHIFTED + text(8, 150),), 100),
+        ("verified", (SHIFTED, BEHIND_A_HOLE), 64),
+        ("verified", (BEHIND_A_HOLE, SHIFTED), 220),
+        ("epic", (SHIFTED, BEHIND_A_HOLE), 64),
+    ],
+)
+def test_plans_run_in_several_forwards_and_come_out_the_same(
+    engine: Engines,
+    profile: Callable[..., Path],
+    rows: list[int],
+    policy: str,
+    prompts: tuple[list[int], ...],
+    max_num_tokens: int,
+) -> None:
+    options = {"PROFILE": profile(check=SOME_KEPT)} if policy == "verified" else {}
+    figures = compare(Serving(engine, policy, **options), rows, max_num_tokens, *prompts)
+    assert all(each["reused_tokens"] for prompt, each in zip(prompts, figures, strict=True) if prompt is not COLD)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"contract": "1.1", "disable_overlap_scheduler": False},
+        {"contract": "main", "cache": {"use_kv_cache_manager_v2": True}},
+        {"contract": "1.3rc", "disable_overlap_scheduler": False, "layer_hooks": False},
+        {"max_batch_size": 1},
+    ],
+    ids=["1.1", "v2", "overlapping", "one by one"],
+)
+def test_every_kind_of_engine_runs_plans_in_parts(
+    engine: Engines, profile: Callable[..., Path], rows: list[int], options: dict[str, Any]
+) -> None:
+    served = Serving(engine, "verified", PROFILE=profile(check=SOME_KEPT), **options)
+    figures = compare(served, rows, 64, SHIFTED, COLD, BEHIND_A_HOLE)
+    assert 0 < figures[0]["reused_tokens"] < figures[0]["checked_tokens"] == len(DOCUMENT)
+
+
+def test_a_document_that_deviates_is_answered_as_cold_in_parts(
+    engine: Engines, profile: Callable[..., Path], rows: list[int]
+) -> None:
+    prompts = (SHIFTED, BEHIND_A_HOLE)
+    expected = engine.cold().generate(list(prompts), GREEDY)
+    path = profile(check=NONE_KEPT)
+    rows.clear()
+    outputs, figures = Serving(engine, "verified", PROFILE=path)(64, *prompts)
+    for output, cold in zip(outputs, expected, strict=True):
+        assert_same(output, cold)
+    assert max(rows) <= 64
+    assert [(each["recomputed_tokens"], each["reason"]) for each in figures] == [(200, "deviation")] * 2
+
+
+def test_a_lost_donor_is_computed_in_several_forwards(engine: Engines, rows: list[int]) -> None:
+    compare(Serving(engine, "position_fix", lose=True), rows, 64, SHIFTED)
+
+
+def test_a_document_behind_another_instruction_is_answered_as_cold_in_parts(engine: Engines, rows: list[int]) -> None:
+    """The shipped model, with the profile that was measured for it."""
+    page = (ASSETS / "excerpt.txt").read_text()[:1500]
+    donor, prompt = f"Who speaks here? {page}", f"Read this page of an old book, and go on with it. {page} And"
+    profile = ASSETS / "model" / "reuse-profile.json"
+    answers, figures = [], []
+    for enabled, bound in ((0, UNBOUNDED), (1, UNBOUNDED), (1, 100)):
+        rows.clear()
+        shipped = {"model": ASSETS / "model", "runner": None, "dtype": "float32", "device": "cpu"}
+        llm = engine(max_num_tokens=bound, ENABLED=enabled, PROFILE=profile, **shipped)
+        teach(llm, donor)
+        output = serve(llm, prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+        answers.append(token_ids(output))
+        figures.append(figures_of(llm, output))
+        assert max(rows) <= bound
+    assert answers[1] == answers[2] == answers[0]
+    assert figures[2] == pytest.approx(figures[1], abs=1e-4)
+    assert figures[2]["reused_tokens"] > 100

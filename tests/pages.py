@@ -1,0 +1,77 @@
+"""Pages of the documentation as tests compare them with the code: links, code, and tables."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[1]
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+class Page:
+    """One file of the repository, by its path from the root."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text = (ROOT / name).read_text(encoding="utf-8")
+
+    @cached_property
+    def _tokens(self):
+        return _MARKDOWN.parse(self.text)
+
+    @property
+    def _inline(self):
+        return [child for token in self._tokens for child in token.children or ()]
+
+    @property
+    def links(self) -> list[str]:
+        return [str(token.attrs["href"]) for token in self._inline if token.type == "link_open"]
+
+    @property
+    def spans(self) -> list[str]:
+        """What stands between backquotes within the text."""
+        return [token.content for token in self._inline if token.type == "code_inline"]
+
+    def blocks(self, language: str | None = None) -> list[str]:
+        """Blocks of code in `language`, or all of them."""
+        return [token.content for token in self._tokens if token.type == "fence" and language in (None, token.info)]
+
+    @property
+    def words(self) -> set[str]:
+        """The identifiers in all code of the page."""
+        code = "\n".join([*self.spans, *self.blocks()])
+        return set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in code).split())
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The lines of code, word by word; a line that ends in a backslash goes on."""
+        code = "\n".join([*self.spans, *self.blocks()]).replace("\\\n", " ")
+        return [line.split() for line in code.splitlines()]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The cells of all tables, row by row, the headers' among them."""
+        rows: list[list[str]] = []
+        for before, token in zip(self._tokens, self._tokens[1:], strict=False):
+            if before.type == "tr_open":
+                rows.append([])
+            if before.type in ("td_open", "th_open"):
+                rows[-1].append(token.content)
+        return rows
+
+
+def code_in(cell: str) -> list[str]:
+    """What stands between backquotes in a cell of a table."""
+    return cell.split("`")[1::2]
+
+
+def make_targets() -> set[str]:
+    (phony,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith(".PHONY:"))
+    return set(phony.split()[1:])
+
+
+PAGES = [Page(f"docs/{path.name}") for path in sorted((ROOT / "docs").glob("*.md"))]
+README = Page("README.md")

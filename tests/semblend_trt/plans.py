@@ -1,0 +1,39 @@
+"""Plans of a few spans, for tests that need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+
+
+def plan_of(
+    *spans: PlanSpan,
+    request_id: int = 1,
+    kind: PlanKind = PlanKind.REQUEST_LOCAL,
+    prompt: int = 24,
+    computed: int = 0,
+    matched: int | None = None,
+    block_size: int = 8,
+    blocks: tuple[int, ...] | None = None,
+    mode: EngineMode = EngineMode.WRAPPER,
+    layers: int = 3,
+    **execution: Any,
+) -> SemanticKvPlan:
+    """A plan over a prompt of 0, 1, 2 ...; it promises everything up to the last span's end, or `matched` tokens."""
+    if matched is None:
+        end = max((span.target_end for span in spans), default=computed)
+        matched = 0 if kind is PlanKind.DISCOVERY_ONLY else end - computed
+    return SemanticKvPlan(
+        request_id=request_id,
+        kind=kind,
+        spans=spans,
+        prompt_token_ids=np.arange(prompt, dtype=np.int32),
+        num_computed_tokens=computed,
+        matched_tokens=matched,
+        block_size=block_size,
+        execution=EngineExecution(mode, layers, **execution),
+        target_block_ids=blocks,
+    )
