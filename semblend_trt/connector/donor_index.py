@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_PLANNING_ROUNDS = 3
 # Each fetch and each promotion holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
+# Of the fetches, what may be under way when one more is begun that no lookup has asked for.
+MAX_PREFETCHES = 2
 # Taking a found donor in indexes its text; a lookup waits for no more of them than this.
 _FOUND_AT_ONCE = 4
 
@@ -227,6 +229,10 @@ class DonorIndex:
         """What the tiers have to do since the last call; it must reach the workers before any later intent."""
         return self._offload.take_commands()
 
+    def prefetch(self, donor_ids: Iterable[str]) -> None:
+        """Reads donors on disk back that a later lookup may use. What it uses is still decided by equal tokens."""
+        self._offload.prefetch(donor_ids)
+
     def take_events(self, events: deque[OffloadEvent]) -> None:
         """Takes what the tiers tell, and the kinds that were read of donors' texts."""
         self._offload.take_events(events)
@@ -310,10 +316,14 @@ class OffloadQueue:
     def fetch(self, donor_ids: Iterable[str]) -> None:
         """Reads donors back from disk, as far as there is room and few others are on their way."""
         for donor_id in sorted(donor_ids):
-            if len(self._fetching) < MAX_FETCHES and (moves := self._catalog.fetch(donor_id)) is not None:
-                self.make_room(moves)
-                self._commands.fetches.append(donor_id)
-                self._fetching.add(donor_id)
+            if len(self._fetching) < MAX_FETCHES:
+                self._begin_fetch(donor_id, self._catalog.fetch(donor_id))
+
+    def prefetch(self, donor_ids: Iterable[str]) -> None:
+        """Reads donors back that may be wanted soon: fewer at once, and only where no other donor is lost for it."""
+        for donor_id in donor_ids:
+            if len(self._fetching) < MAX_PREFETCHES:
+                self._begin_fetch(donor_id, self._catalog.fetch(donor_id, may_drop=False))
 
     def promote(self, donor_ids: Iterable[str]) -> None:
         """Copies donors of the host to the device, as far as there is room and few others are on their way."""
@@ -362,6 +372,12 @@ class OffloadQueue:
                 self.drop([donor_id])
             elif is_here:
                 self._index.moved(donor_id, Tier.HOST)
+
+    def _begin_fetch(self, donor_id: str, moves: TierMoves | None) -> None:
+        if moves is not None:
+            self.make_room(moves)
+            self._commands.fetches.append(donor_id)
+            self._fetching.add(donor_id)
 
     def _found(self, donor_id: str, text: DonorText) -> None:
         dropped = self._catalog.adopt(donor_id, len(text.tokens), text.digest)

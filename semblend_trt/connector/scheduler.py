@@ -311,7 +311,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 self._tell(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
-        commands = OffloadCommands() if self.donor_index is None else self.donor_index.take_commands()
+        commands = OffloadCommands()
+        if self.donor_index is not None:
+            self.donor_index.prefetch(self._news.near_donors())
+            commands = self.donor_index.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
         for tracked in iteration.followed:

@@ -148,17 +148,18 @@ class DonorCatalog:
             if entry is not None and entry.file is FileState.WRITING:
                 self._table.set_file(entry, FileState.HELD if succeeded else FileState.NONE)
 
-    def fetch(self, donor_id: str) -> TierMoves | None:
+    def fetch(self, donor_id: str, *, may_drop: bool = True) -> TierMoves | None:
         """Makes room on the host for a donor that is on disk alone; None when it is not, or there is no room.
 
-        It cannot be leased until `fetched` says that it has been read back.
+        Without `may_drop` only donors that have a file make room. The donor cannot be leased until `fetched` says that
+        it has been read back.
         """
         with self._lock:
             table, entry = self._table, self._table.entries.get(donor_id)
             if entry is None or entry.tier is not Tier.DISK or not entry.is_movable:
                 return None
             moves = RoomSearch(table, entry.history.tokens, is_held=True).on_host()
-            if moves is None:
+            if moves is None or (moves.dropped and not may_drop):
                 return None
             entry.state = DonorState.FETCHING
             moves = table.apply(moves)

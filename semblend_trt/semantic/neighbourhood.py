@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,15 +26,19 @@ if TYPE_CHECKING:
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
+# The scheduler takes them at every iteration; while it runs none, the newest are kept.
+_MOST_NEAR = 64
+
 
 class Neighbourhood(DonorPublisher):
-    """Hears the library's news of donors in front of `news`, which hears them too.
+    """Hears the donor index's news of donors in front of `news`, which hears them too.
 
-    Without `neighbours` it only passes the news on. All methods but `report` belong to the scheduler's thread.
+    Without `neighbours` it only passes the news on. All methods but `report` belong to the scheduler's thread. `near`
+    are donors that were found near requests and that `near_donors` has not named yet.
     """
 
-    def __init__(self, neighbours: Neighbours | None, news: DonorPublisher) -> None:
-        self._neighbours, self._news = neighbours, news
+    def __init__(self, neighbours: Neighbours | None, news: DonorPublisher, near: deque[str]) -> None:
+        self._neighbours, self._news, self._near = neighbours, news, near
         self._key_of_donor: dict[str, str] = {}
 
     @property
@@ -44,6 +49,10 @@ class Neighbourhood(DonorPublisher):
         """Has the nearest donors of the request found."""
         if self._neighbours is not None:
             self._neighbours.look_up(tracked.request_id, tracked.namespace_key, tracked.prompt)
+
+    def near_donors(self) -> list[str]:
+        """Donors near the requests whose neighbours were found since the last call, the nearest of each first."""
+        return [self._near.popleft() for _ in range(len(self._near))]
 
     def report(self, request_id: int, report: ReuseReport) -> ReuseReport:
         """The report with the nearest donors that are known by now."""
@@ -87,10 +96,12 @@ class _Records:
 
     def __init__(self, audit: AuditEvents, metrics: Metrics, news: DonorPublisher) -> None:
         self._audit, self._metrics, self._news = audit, metrics, news
+        self.near: deque[str] = deque(maxlen=_MOST_NEAR)
 
     def neighbours_found(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         self._audit.neighbours(request_id, nearest)
         self._metrics.neighbours_found(nearest)
+        self.near.extend(each.donor_id for each in nearest)
 
     def donor_embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
         self._news.embedded(donor_id, vector)
@@ -112,7 +123,7 @@ def neighbourhood_for(
     `tokenizer_folder` is asked once, on the neighbours' thread.
     """
     if settings.embedder is EmbedderKind.OFF or not settings.enabled or refusal is not None:
-        return Neighbourhood(None, news)
+        return Neighbourhood(None, news, deque())
 
     def open_embedder() -> Embedder:
         return embedder_for(settings.embedder, settings.embedder_model)
@@ -124,7 +135,8 @@ def neighbourhood_for(
         return text_decoder(folder)
 
     records = _Records(audit, metrics, news)
-    return Neighbourhood(Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity), news)
+    neighbours = Neighbours(open_embedder, open_decoder, records, min_similarity=settings.min_similarity)
+    return Neighbourhood(neighbours, news, records.near)
 
 
 def text_decoder(folder: Path) -> Callable[[npt.NDArray[np.int32]], str]:

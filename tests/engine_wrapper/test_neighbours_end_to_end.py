@@ -87,6 +87,25 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
     assert [name for name, _ in event["nearest"]] == [near.donor_id for near in report.nearest]
 
 
+@pytest.mark.parametrize("embedder", ["static", "off"])
+def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path, embedder):
+    disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
+    sentences = document(3)
+    llm, _ = served(EMBEDDER="off", **disk)
+    serve(llm, " ".join(sentences))
+    llm.connector_worker.transfers.drain()
+    llm.shutdown()
+    llm, _ = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
+    llm.connector_worker.transfers.drain()
+    serve(llm, "hello")  # the scheduler takes in what lies on disk
+    output, _ = serve(llm, reworded(sentences, 5))
+    assert output.reused_tokens == 0
+    serve(llm, "hello")  # an iteration behind the search: it has the donor fetched
+    llm.connector_worker.transfers.drain()
+    output, _ = serve(llm, "Read this. " + " ".join(sentences))
+    assert (output.reused_tokens > 0) == (embedder == "static")
+
+
 def test_discovery_only_reports_neighbours_and_places_nothing(served):
     llm, _ = served(DISCOVERY_ONLY=1)
     sentences = document(7)

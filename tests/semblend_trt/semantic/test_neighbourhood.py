@@ -88,6 +88,16 @@ def test_near_donors_are_reported_written_and_counted(tmp_path):
     assert made.registry.get_sample_value("semblend_neighbour_similarity_count") == 1
 
 
+def test_donors_near_a_request_are_named_to_the_scheduler_once(tmp_path):
+    made = Fixture(tmp_path / "audit")
+    made.hold("one", prompt(1))
+    made.nearest(5, prompt(7))
+    assert made.neighbourhood.near_donors() == []
+    made.nearest(6, prompt(1))
+    assert [made.neighbourhood.near_donors() for _ in range(2)] == [["one"], []]
+    made.neighbourhood.close()
+
+
 def test_a_donor_that_is_gone_is_named_no_more(tmp_path):
     made = Fixture(tmp_path / "audit")
     made.hold("one", prompt(1))
