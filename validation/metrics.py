@@ -138,49 +138,27 @@ class NonInferiority:
 
 
 def non_inferiority(
-    differences: Sequence[float],
-    groups: Sequence[Hashable],
-    *,
-    margin: float = MARGIN,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
+    differences: Sequence[float], groups: Sequence[Hashable], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> NonInferiority | None:
     """Compares paired scores; None of nothing.
 
     `differences`: the arm's score minus cold's on the same prompt; `groups`: which prompts share documents. Groups are
     drawn with replacement, whole, since answers on the same documents are not independent; the bound is the percentile
     bootstrap's (Efron 1979). The mean is over prompts, so that large groups count for more. Equal seeds give equal
-    bounds. Raises ValueError unless there is one group for each difference, all finite.
+    bounds.
     """
-    values = np.asarray(differences, dtype=np.float64)
-    if len(values) != len(groups):
-        raise ValueError(f"{len(values)} differences come with {len(groups)} groups; one for each is needed.")
-    if not len(values):
+    if not differences:
         return None
-    if not np.isfinite(values).all():
-        raise ValueError("A difference is not finite; a score that was not measured has no place in a comparison.")
-    sums, counts = _by_group(values, groups)
-    return NonInferiority(
-        difference=float(values.mean()),
-        lower=_lower_bound(sums, counts, seed, resamples),
-        samples=len(values),
-        groups=len(sums),
-        margin=margin,
-    )
-
-
-def _by_group(
-    values: npt.NDArray[np.float64], groups: Sequence[Hashable]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Sum of the values and their number for each group: the mean of a resample needs no more."""
-    index: dict[Hashable, int] = {}
-    members = np.fromiter((index.setdefault(group, len(index)) for group in groups), dtype=np.int64, count=len(values))
-    return np.bincount(members, weights=values).astype(np.float64), np.bincount(members).astype(np.float64)
+    # Sum of the values and their number for each group: the mean of a resample needs no more.
+    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    members = [index[group] for group in groups]
+    sums = np.bincount(members, weights=differences).astype(np.float64)
+    counts = np.bincount(members).astype(np.float64)
+    lower = -math.inf if len(index) < 2 else _lower_bound(sums, counts, seed, resamples)
+    return NonInferiority(float(np.mean(differences)), lower, len(differences), len(index))
 
 
 def _lower_bound(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], seed: int, resamples: int) -> float:
-    if len(sums) < 2:
-        return -math.inf
     with warnings.catch_warnings():
         # Every group alike: the bound is the difference itself.
         warnings.simplefilter("ignore", DegenerateDataWarning)

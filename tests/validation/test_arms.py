@@ -7,42 +7,38 @@ from pathlib import Path
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import ALL_NAMES, ArmChoices, arms_of, default_names, is_reusing, names_of
+from validation.arms import ALL_NAMES, Arm, ArmChoices, arms_of, default_names, is_reusing, names_of
 
 CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), profile_layers=3)
 
 
-def settings_of(name: str) -> dict[str, str]:
-    [arm] = arms_of([name], CHOICES)
-    return arm.variables or {}
-
-
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "policy", "others", "full_layers"),
     [
-        ("cold", {}),
-        ("exact_prefix", {}),
-        ("wrapper_without_plan", {"SEMBLEND_POLICY": "exact"}),
-        ("position_fix", {"SEMBLEND_POLICY": "position_fix"}),
-        ("boundary", {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "2"}),
-        ("boundary_5", {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "5"}),
-        ("epic_32", {"SEMBLEND_POLICY": "epic", "SEMBLEND_EPIC_TOKENS": "32"}),
-        ("cacheblend_5", {"SEMBLEND_POLICY": "cacheblend", "SEMBLEND_CACHEBLEND_SHARE": "0.05"}),
-        ("verified", {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": "profile.json"}),
+        ("cold", None, {}, 0),
+        ("exact_prefix", None, {}, 0),
+        ("wrapper_without_plan", "exact", {}, 0),
+        ("position_fix", "position_fix", {}, 0),
+        ("boundary", "boundary", {"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "2"}, 2),
+        ("boundary_5", "boundary", {"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": "5"}, 5),
+        ("epic_32", "epic", {"SEMBLEND_EPIC_TOKENS": "32"}, 0),
+        ("cacheblend_5", "cacheblend", {"SEMBLEND_CACHEBLEND_SHARE": "0.05"}, 1),
+        ("verified", "verified", {"SEMBLEND_PROFILE": "profile.json"}, 3),
     ],
 )
-def test_each_arm_sets_its_own_variables_only(name: str, settings: dict[str, str]) -> None:
-    assert settings_of(name) == settings
+def test_each_arm_sets_its_own_variables_only(
+    name: str, policy: str | None, others: dict[str, str], full_layers: int
+) -> None:
+    [arm] = arms_of([name], CHOICES)
+    assert arm.variables == (None if policy is None else {"SEMBLEND_POLICY": policy, **others})
+    assert arm.full_layers == full_layers
 
 
-def test_all_arms_can_be_built_and_say_what_they_compute() -> None:
-    arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
+def test_all_arms_can_be_built() -> None:
+    arms: dict[str, Arm] = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
     assert tuple(arms) == ALL_NAMES
     assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
     assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
-    assert [arms[name].full_layers for name in ("position_fix", "epic_8", "cacheblend_5", "boundary", "verified")] == [
-        *(0, 0, 1, 2, 3)
-    ]
 
 
 def test_without_a_profile_verified_is_left_out_or_refused() -> None:
@@ -56,8 +52,6 @@ def test_without_a_profile_verified_is_left_out_or_refused() -> None:
 def test_a_list_of_names_always_holds_both_cold_arms() -> None:
     assert names_of("epic_4, position_fix cold") == ("cold", "cold_again", "epic_4", "position_fix")
     assert names_of("all") == names_of("epic_8,all") == ALL_NAMES
-    assert is_reusing("epic_4")
-    assert not is_reusing("wrapper_without_plan")
 
 
 @pytest.mark.parametrize("name", ["epic", "epic_0", "boundary_", "cacheblend_x", "cold_2", "Verified"])

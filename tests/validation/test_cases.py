@@ -1,4 +1,4 @@
-"""Cases are read whole or refused with the line that is at fault."""
+"""Cases are read whole or refused with the line that is at fault, and told in the words that a model knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
 from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
-from validation.cli import shipped_model
+from validation.models import shipped_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
 
 
-def written(folder: Path, *lines: str | bytes) -> Path:
+def written(folder: Path, *lines: dict[str, object] | str | bytes) -> Path:
     path = folder / "cases.jsonl"
-    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(b"\n".join(text.encode() if isinstance(text, str) else text for text in texts))
     return path
 
 
 def test_a_line_becomes_a_case(tmp_path: Path) -> None:
-    path = written(tmp_path, json.dumps(GOOD), "", json.dumps(GOOD | {"id": "b", "reference": "42", "donors": []}))
-    first, second = read_cases(path)
-    assert (first.id, first.donors, first.prompt) == ("a", ("first donor", "second"), "prompt")
-    assert first.reference is None
-    assert not first.known_answer
-    assert first.expects is Expectation.ANY
+    first, second = read_cases(written(tmp_path, GOOD, "", GOOD | {"id": "b", "reference": "42", "donors": []}))
+    assert first == Case("a", "prompts", "any", ("first donor", "second"), "prompt", None, False, Expectation.ANY, "a")
     assert first.is_timed
     assert second.known_answer
     assert second.donors == ()
@@ -43,20 +40,19 @@ def test_a_line_becomes_a_case(tmp_path: Path) -> None:
     [
         ("{", "EOF"),
         ("[]", "object"),
-        (json.dumps(GOOD | {"prompt": ""}), "prompt"),
-        (json.dumps(GOOD | {"donors": [""]}), r"donors\.0"),
-        (json.dumps(GOOD | {"donors": "text"}), "donors"),
-        (json.dumps(GOOD | {"id": 7}), "id"),
-        (json.dumps(GOOD | {"prompts": "x"}), "prompts"),
-        (json.dumps({key: GOOD[key] for key in ("id", "donors")}), "prompt"),
+        (GOOD | {"prompt": ""}, "prompt"),
+        (GOOD | {"donors": [""]}, r"donors\.0"),
+        (GOOD | {"donors": "text"}, "donors"),
+        (GOOD | {"id": 7}, "id"),
+        (GOOD | {"prompts": "x"}, "prompts"),
+        ({key: GOOD[key] for key in ("id", "donors")}, "prompt"),
         (b'{"id": "\xff\xfe"}', "line 2"),
-        (json.dumps(GOOD), "'a' is used twice"),
+        (GOOD, "'a' is used twice"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, problem: str) -> None:
-    path = written(tmp_path, json.dumps(GOOD), line)
+def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object] | str | bytes, problem: str) -> None:
     with pytest.raises(ConfigurationError, match="line 2") as refused:
-        read_cases(path)
+        read_cases(written(tmp_path, GOOD, line))
     assert refused.match(problem)
     assert "\n" not in str(refused.value)
 
@@ -82,27 +78,23 @@ def shipped() -> ModelRunner:
     return ModelRunner(shipped_model(), "float32", "cpu")
 
 
-@pytest.fixture(scope="module")
-def other(tiny_model_paths: dict[str, Path]) -> ModelRunner:
-    return ModelRunner(tiny_model_paths["llama"], "float32", "cpu")
-
-
 def test_the_shipped_model_gets_its_marks(shipped: ModelRunner) -> None:
     tokeniser, case = Tokeniser(shipped, 8), a_case()
-    tokens = tokeniser.tokenise(case)
-    assert shipped.tokenizer.decode(tokens.prompt) == case.prompt
+    assert shipped.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
     [end] = tokeniser.stop_token_ids
     assert tokeniser.text([*shipped.tokenizer.encode(" 42 "), end]) == "42"
 
 
-def test_another_model_gets_plain_text_and_its_users_own_prompts_untouched(other: ModelRunner) -> None:
+def test_another_model_gets_plain_text_and_its_users_own_prompts_untouched(tiny_model_paths: dict[str, Path]) -> None:
+    other = ModelRunner(tiny_model_paths["llama"], "float32", "cpu")
     tokeniser = Tokeniser(other, 8)
     assert tokeniser.stop_token_ids == ()
-    built_in = other.tokenizer.decode(tokeniser.tokenise(a_case()).prompt)
+    built_in, own = (
+        other.tokenizer.decode(tokeniser.tokenise(a_case(each)).prompt) for each in ("reordered", "prompts")
+    )
     assert "<|" not in built_in
     assert built_in.endswith("?\nAnswer: ")
-    case = a_case("prompts")
-    assert other.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
+    assert own == a_case().prompt
 
 
 def test_what_a_prompt_shares_with_each_donor(shipped: ModelRunner) -> None:
@@ -115,7 +107,5 @@ def test_what_a_prompt_shares_with_each_donor(shipped: ModelRunner) -> None:
 
 def test_a_long_reference_is_scored_in_part(shipped: ModelRunner) -> None:
     tokeniser = Tokeniser(shipped, 8)
-    forced = tokeniser.tokenise(a_case(reference="word " * 100)).forced
-    assert forced is not None
-    assert len(forced) == MAX_FORCED_TOKENS
+    assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None

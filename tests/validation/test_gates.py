@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation import gates
 from validation.audit_log import AuditCounts
 from validation.exactness import Exactness
-from validation.gates import Gate, GateBounds, gates_of
+from validation.gates import COUNTED, Gate, GateBounds, exact_prefix_untouched, gates_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,13 +27,19 @@ def gate(name: str, samples: Sequence[Sample], audit: AuditCounts = BUSY, exactn
     return found
 
 
-def test_a_gate_includes_its_bound() -> None:
-    assert Gate("g", 1.05, 1.05, "higher", "").holds
-    assert not Gate("g", 1.0499, 1.05, "higher", "").holds
-    assert Gate("g", 0.02, 0.02, "lower", "").holds
-    assert not Gate("g", 0.0201, 0.02, "lower", "").holds
-    assert not Gate("g", math.nan, 0.02, "lower", "").holds
-    assert Gate("g", None, 1.0, "higher", "").holds
+@pytest.mark.parametrize(
+    ("value", "bound", "better", "holds"),
+    [
+        (1.05, 1.05, "higher", True),
+        (1.0499, 1.05, "higher", False),
+        (0.02, 0.02, "lower", True),
+        (0.0201, 0.02, "lower", False),
+        (math.nan, 0.02, "lower", False),
+        (None, 1.0, "higher", True),
+    ],
+)
+def test_a_gate_includes_its_bound(value: float | None, bound: float, better: str, holds: bool) -> None:
+    assert Gate("g", value, bound, better, "").holds is holds
 
 
 def test_a_failed_gate_names_value_and_bound() -> None:
@@ -67,10 +72,9 @@ def test_exact_match_drop_is_cold_minus_the_arm(make_sample: Maker) -> None:
 
 def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample: Maker) -> None:
     quiet = make_sample(expects="none", reused_tokens=0)
+    fired = gate("unrelated_fires", [quiet, make_sample(expects="none", arm="boundary", reused_tokens=64)])
     assert gate("unrelated_fires", [quiet]).holds
-    fired = make_sample(expects="none", arm="boundary", reused_tokens=64)
-    assert gate("unrelated_fires", [quiet, fired]).value == 1
-    assert not gate("unrelated_fires", [quiet, fired]).holds
+    assert (fired.value, fired.holds) == (1, False)
     assert gate("unrelated_fires", [make_sample()]).value is None
 
 
@@ -79,60 +83,44 @@ def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample: M
     [{"exact_prefix_tokens": 1984}, {"reused_tokens": 15}, {"answer": "43"}, {"first_token_kl": 0.1}],
 )
 def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample: Maker, change: dict[str, object]) -> None:
-    served = {
-        "expects": "exact_prefix",
-        "exact_prefix_tokens": 1999,
-        "expected_exact_tokens": 1999,
-        "reused_tokens": 0,
-        "first_token_kl": 0.0,
-    }
-    exact = make_sample(**served, arm="exact_prefix")
-    kept = make_sample(**served)
-    assert gate("exact_prefix_untouched", [exact, kept]).value == 1.0
+    served = {"expects": "exact_prefix", "reused_tokens": 0, "first_token_kl": 0.0}
+    served |= {"exact_prefix_tokens": 1999, "expected_exact_tokens": 1999}
+    kept = [make_sample(**served, arm="exact_prefix"), make_sample(**served)]
+    assert gate("exact_prefix_untouched", kept).value == 1.0
     touched = make_sample(**(served | change), arm="boundary")
-    assert gate("exact_prefix_untouched", [exact, kept, touched]).value == 0.5
+    assert gate("exact_prefix_untouched", [*kept, touched]).value == 0.5
 
 
 def test_reuse_beside_an_exact_prefix_is_allowed(make_sample: Maker) -> None:
-    exact = make_sample(arm="exact_prefix", exact_prefix_tokens=64, expected_exact_tokens=64)
-    assert gates.exact_prefix_untouched([exact]) is None
-    ours = make_sample(exact_prefix_tokens=64, expected_exact_tokens=64, reused_tokens=1800)
-    assert gates.exact_prefix_untouched([exact, ours]) == 1.0
+    prefix = {"exact_prefix_tokens": 64, "expected_exact_tokens": 64}
+    exact = make_sample(arm="exact_prefix", **prefix)
+    assert exact_prefix_untouched([exact]) is None
+    assert exact_prefix_untouched([exact, make_sample(**prefix, reused_tokens=1800)]) == 1.0
 
 
-def test_counts_come_from_the_audit_log(make_sample: Maker) -> None:
-    names = (
-        "donor_registrations",
-        "semantic_hits",
-        "materializations",
-        "incremental_matched_tokens",
-        "rope_corrections",
-    )
-    assert all(gate(name, [make_sample()]).holds for name in names)
-    assert not any(gate(name, [make_sample()], AuditCounts()).holds for name in names)
-
-
-def test_exactness_is_read_only_where_it_was_measured(make_sample: Maker) -> None:
-    assert gate("wrapper_exactness", [make_sample()]).value is None
-    assert not gate("wrapper_exactness", [make_sample()], exactness=Exactness(math.inf, "stock")).holds
-    assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(1e-5, "stock")).holds
-    # An engine's own noise is no fault of ours, and no more than that is allowed.
-    assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(0.1, "stock", noise=0.1)).holds
-    assert not gate("wrapper_exactness", [make_sample()], exactness=Exactness(0.2, "stock", noise=0.1)).holds
+@pytest.mark.parametrize("name", COUNTED)
+def test_counts_come_from_the_audit_log(make_sample: Maker, name: str) -> None:
+    assert gate(name, [make_sample()]).holds
+    assert not gate(name, [make_sample()], AuditCounts()).holds
 
 
 @pytest.mark.parametrize(
-    ("bound", "option"),
+    ("difference", "noise", "holds"), [(1e-5, 0.0, True), (math.inf, 0.0, False), (0.1, 0.1, True), (0.2, 0.1, False)]
+)
+def test_exactness_may_differ_by_the_engines_own_noise(
+    make_sample: Maker, difference: float, noise: float, holds: bool
+) -> None:
+    assert gate("wrapper_exactness", [make_sample()]).value is None
+    assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(difference, "stock", noise)).holds is holds
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
     [
-        ({"min_speedup": -1.0}, "--min-speedup"),
-        ({"min_speedup": math.nan}, "--min-speedup"),
-        ({"min_speedup": math.inf}, "--min-speedup"),
-        ({"min_rouge1": 1.01}, "--min-rouge1"),
-        ({"min_token_f1": -0.1}, "--min-token-f1"),
-        ({"min_token_f1": math.nan}, "--min-token-f1"),
-        ({"min_semantic_hits": -1}, "--min-semantic-hits"),
+        *(("min_speedup", value) for value in (-1.0, math.nan, math.inf)),
+        *(("min_rouge1", 1.01), ("min_token_f1", -0.1), ("min_token_f1", math.nan), ("min_semantic_hits", -1)),
     ],
 )
-def test_a_bound_out_of_range_is_refused(bound: dict[str, float], option: str) -> None:
-    with pytest.raises(ConfigurationError, match=option):
-        GateBounds(**bound)
+def test_a_bound_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match="--" + name.replace("_", "-")):
+        GateBounds(**{name: value})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from validation.samples import Sample
 
+CASE = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
 SLOW = (None, "no answer within 1 s")
 COMPARISON = {"id": "a", "arm": "position_fix", "prompt": "p", "reference": None, "cold": "42", "answer": "42"}
 
@@ -79,11 +80,10 @@ def test_a_judge_that_prints_without_end_is_given_up(stream: str) -> None:
 def test_a_judge_that_always_hangs_is_not_asked_for_ever(
     make_sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
     told = iter([(1.0, None), (None, "no answer within 1 s"), (None, "exit status 1: "), *3 * [SLOW]])
     monkeypatch.setattr(Judge, "score", lambda judge, comparison: next(told))
     samples = [make_sample(arm="cold"), *8 * [make_sample()]]
-    problems = [sample.judge_error for sample in judged(samples, [case], Judge(("judge",)))][2:]
+    problems = [sample.judge_error for sample in judged(samples, [CASE], Judge(("judge",)))][2:]
     assert problems[:5] == [SLOW[1], "exit status 1: ", *3 * [SLOW[1]]]
     assert problems[5:] == 2 * ["not asked: it took too long 3 times in a row"]
 
@@ -95,7 +95,6 @@ def test_a_command_that_cannot_be_started_is_refused(line: str) -> None:
 
 
 def test_only_reusing_arms_are_judged(make_sample: Callable[..., Sample]) -> None:
-    case = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
     samples = [make_sample(arm="cold"), make_sample(), make_sample(arm="exact_prefix")]
     judge = python_judge("import json, sys; print(json.load(sys.stdin)['prompt'] == 'prompt' and 0.5)")
-    assert [sample.judge_score for sample in judged(samples, [case], judge)] == [None, 0.5, None]
+    assert [sample.judge_score for sample in judged(samples, [CASE], judge)] == [None, 0.5, None]

@@ -1,4 +1,4 @@
-"""The prompt format is exact, and no part can forge a mark."""
+"""The prompt format is exact, no part can forge a mark, and a model is asked in the form that its tokenizer knows."""
 
 from __future__ import annotations
 
@@ -9,41 +9,13 @@ import pytest
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from validation import prompts
-from validation.cli import shipped_model
-from validation.prompts import FORMS, PLAIN, SHIPPED, YARDSTICK, form_for
+from validation.models import shipped_model
+from validation.prompts import FORMS, PLAIN, SHIPPED, YARDSTICK, Turn, form_for
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-
-def test_render_joins_the_parts_in_order() -> None:
-    assert prompts.render("Answer.", ["one", "two"], "How many?") == (
-        "<|inst|>Answer.<|doc|>one<|doc|>two<|q|>How many?<|a|>"
-    )
-
-
-def test_render_conversation_interleaves_turns() -> None:
-    turns = [prompts.Turn("q1", "a1", ("d1",)), prompts.Turn("q2", "a2")]
-    assert prompts.render_conversation("system", turns, "q3") == (
-        "<|inst|>system<|doc|>d1<|q|>q1<|a|>a1<|end|><|q|>q2<|a|>a2<|end|><|q|>q3<|a|>"
-    )
-
-
-def test_conversation_without_turns_equals_a_plain_prompt() -> None:
-    assert prompts.render_conversation("system", [], "q1") == prompts.render("system", [], "q1")
-
-
-def test_instructions_and_system_prompts_differ_in_length() -> None:
-    assert len(prompts.INSTRUCTIONS) >= 12
-    assert len(prompts.SYSTEM_PROMPTS) >= 6
-    assert len({len(text) for text in prompts.INSTRUCTIONS}) == len(prompts.INSTRUCTIONS)
-    assert len({len(text) for text in prompts.SYSTEM_PROMPTS}) == len(prompts.SYSTEM_PROMPTS)
-
-
-@pytest.mark.parametrize("mark", [*prompts.MARKS, "<|endoftext|>"])
-def test_marks_inside_a_part_are_refused(mark: str) -> None:
-    with pytest.raises(ValueError, match="must not hold the mark"):
-        prompts.render("Answer.", [f"text {mark}"], "How many?")
+TURNS = [Turn("q1", "a1", ("d1",)), Turn("q2", "a2")]
 
 
 class Words:
@@ -56,38 +28,44 @@ class Words:
         return {word: number for number, word in enumerate(self._words)}
 
 
-def test_the_tokenizer_decides(tiny_model_paths: dict[str, Path]) -> None:
+def test_parts_are_joined_in_order_under_marks_or_headings() -> None:
+    parts = ("Answer.", ["one", "two"], "How many?")
+    marked = "<|inst|>Answer.<|doc|>one<|doc|>two<|q|>How many?<|a|>"
+    assert prompts.render(*parts) == SHIPPED.render(*parts) == marked
+    assert PLAIN.render(*parts) == "Answer.\n\none\n\ntwo\n\nQuestion: How many?\nAnswer: "
+    assert SHIPPED.render_pages("Read.", ["one", "tw"]) == "<|inst|>Read.<|doc|>one<|doc|>tw"
+
+
+def test_conversations_interleave_turns() -> None:
+    assert prompts.render_conversation("system", TURNS, "q3") == (
+        "<|inst|>system<|doc|>d1<|q|>q1<|a|>a1<|end|><|q|>q2<|a|>a2<|end|><|q|>q3<|a|>"
+    )
+    assert PLAIN.render_conversation("Hi.", TURNS[:1], "r") == (
+        "Hi.\n\nd1\n\nQuestion: q1\nAnswer: a1\n\n\nQuestion: r\nAnswer: "
+    )
+    assert prompts.render_conversation("system", [], "q1") == prompts.render("system", [], "q1")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_openings_differ_and_the_shipped_ones_differ_in_length(form: prompts.PromptForm) -> None:
+    for source in (form.instructions, form.system_prompts):
+        assert len(set(source)) == len(source) >= 6
+        assert form is YARDSTICK or len({len(text) for text in source}) == len(source)
+
+
+@pytest.mark.parametrize("mark", [*prompts.MARKS, "<|endoftext|>"])
+def test_marks_inside_a_part_are_refused(mark: str) -> None:
+    with pytest.raises(ValueError, match="must not hold the mark"):
+        prompts.render("Answer.", [f"text {mark}"], "How many?")
+    with pytest.raises(ValueError, match="must not hold the mark"):
+        PLAIN.render_pages("Read.", [mark])
+
+
+def test_the_tokenizer_decides_on_the_form_unless_one_is_named(tiny_model_paths: dict[str, Path]) -> None:
     assert form_for(ModelRunner(shipped_model(), "float32", "cpu").tokenizer) is SHIPPED
     assert form_for(ModelRunner(tiny_model_paths["llama"], "float32", "cpu").tokenizer) is PLAIN
     assert form_for(Words(*prompts.MARKS, "a")) is YARDSTICK
     assert form_for(Words(*prompts.MARKS[1:], "a")) is PLAIN
-
-
-def test_a_name_decides_first() -> None:
-    for name, form in FORMS.items():
-        assert form.name == name
-        assert form_for(Words(), name) is form
+    assert all(form_for(Words(), name) is form and form.name == name for name, form in FORMS.items())
     with pytest.raises(ConfigurationError, match="'markdown' is unknown; use shipped, yardstick, plain"):
         form_for(Words(), "markdown")
-
-
-def test_marks_or_headings() -> None:
-    parts = ("Answer.", ["one", "two"], "How many?")
-    assert SHIPPED.render(*parts) == "<|inst|>Answer.<|doc|>one<|doc|>two<|q|>How many?<|a|>"
-    assert PLAIN.render(*parts) == "Answer.\n\none\n\ntwo\n\nQuestion: How many?\nAnswer: "
-    assert SHIPPED.render_pages("Read.", ["one", "tw"]) == "<|inst|>Read.<|doc|>one<|doc|>tw"
-    assert PLAIN.render_conversation("Hi.", [prompts.Turn("q", "a", ("d",))], "r") == (
-        "Hi.\n\nd\n\nQuestion: q\nAnswer: a\n\n\nQuestion: r\nAnswer: "
-    )
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_openings_differ(form: object) -> None:
-    assert form in (SHIPPED, YARDSTICK, PLAIN)
-    for source in (form.instructions, form.system_prompts):  # type: ignore[attr-defined]
-        assert len(set(source)) == len(source) >= 6
-
-
-def test_a_mark_inside_a_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not hold the mark"):
-        PLAIN.render_pages("Read.", ["<|doc|>"])

@@ -63,12 +63,6 @@ def test_a_device_has_no_page_and_no_plot_beside_it(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{tmp_path}/\\x1b[2J.json", str(link)]
 
 
-@pytest.mark.parametrize("subcommand", ["quality", "calibrate", "confirm", "replay"])
-def test_help_names_the_status_of_an_interrupted_run(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([subcommand, "--help"]) == 0
-    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -14,6 +14,7 @@ from validation import scoreboard
 from validation.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kernels.results import Measured, Row
@@ -22,10 +23,15 @@ TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nTh
 
 
 @pytest.fixture
-def rows(measured: Measured) -> dict[str, list[Row]]:
-    def row(name: str, value: float) -> Row:
-        return results.row(name, value, "x", goal=1.05, better="higher", baseline="cold | warm", measured=measured)
+def row(measured: Measured) -> Callable[..., Row]:
+    def make(name: str = "row", value: float = 2.0, goal: float | None = 1.05) -> Row:
+        return results.row(name, value, "x", goal=goal, better="higher", baseline="cold | warm", measured=measured)
 
+    return make
+
+
+@pytest.fixture
+def rows(row: Callable[..., Row]) -> dict[str, list[Row]]:
     return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 12_345.6)]}
 
 
@@ -44,11 +50,15 @@ def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> N
     assert once.endswith("<!-- /results -->\n\nThe end.\n")
 
 
-def test_a_marker_without_rows_or_without_an_end_is_refused(rows: dict[str, list[Row]]) -> None:
-    with pytest.raises(ConfigurationError, match="No result row matches 'tpu_"):
-        scoreboard.with_tables("<!-- results:tpu_* -->\n<!-- /results -->\n", rows)
-    with pytest.raises(ConfigurationError, match="close it"):
-        scoreboard.with_tables("<!-- results:cpu_* -->\n", rows)
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("results:tpu_* -->\n<!-- /results -->\n", "No result row matches 'tpu_"), ("results:cpu_* -->\n", "close it")],
+)
+def test_a_marker_without_rows_or_without_an_end_is_refused(
+    rows: dict[str, list[Row]], text: str, problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        scoreboard.with_tables(f"<!-- {text}", rows)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +80,13 @@ def test_the_command_checks_and_rewrites(
     assert "gpu_b" in capsys.readouterr().out
     assert main([*where, "--check"]) == 1
     assert "differ" in capsys.readouterr().err
-    assert main([*where, "--write"]) == 0
-    assert main([*where, "--check"]) == 0
+    assert main([*where, "--write"]) == main([*where, "--check"]) == 0
     assert main(["scoreboard", "--results", str(tmp_path / "missing")]) == 2
     assert main([*where, "--check", "--write"]) == 2
 
 
-def a_row(measured: Measured, name: str = "row", value: float = 2.0, goal: float | None = 1.0) -> Row:
-    return results.row(name, value, "x", goal=goal, better="higher", baseline="cold", measured=measured)
-
-
-def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, measured: Measured) -> None:
-    rows = [a_row(measured), a_row(measured, "other", 0.5), a_row(measured, "free", 0.5, None)]
+def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, row: Callable[..., Row]) -> None:
+    rows = [row(), row("other", 0.5), row("free", 0.5, None)]
     results.write_rows(tmp_path / "cpu-2core" / "run.json", rows)
     assert scoreboard.read_rows(tmp_path) == {"cpu-2core/run": rows}
     written = json.loads((tmp_path / "cpu-2core" / "run.json").read_text())
@@ -91,26 +96,28 @@ def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, measured
 
 @pytest.mark.parametrize(
     "change",
-    [{"holds": False}, {"value": "fast"}, {"better": "bigger"}, {"extra": 1}, {"date": "yesterday"}, {"name": "a b"}],
+    [
+        {"holds": False},
+        {"value": "fast"},
+        {"better": "bigger"},
+        {"extra": 1},
+        {"date": "yesterday"},
+        {"name": "a b"},
+        None,
+    ],
 )
-def test_a_file_with_a_bad_row_is_named(tmp_path: Path, measured: Measured, change: dict[str, object]) -> None:
-    (tmp_path / "machine").mkdir()
-    path = tmp_path / "machine" / "bad.json"
-    path.write_text(json.dumps([asdict(a_row(measured)) | change]))
+def test_a_file_with_a_bad_row_or_without_rows_is_named(
+    tmp_path: Path, row: Callable[..., Row], change: dict[str, object] | None
+) -> None:
+    (tmp_path / "bad.json").write_text("{" if change is None else json.dumps([asdict(row()) | change]))
     with pytest.raises(ConfigurationError, match=r"bad\.json"):
         scoreboard.read_rows(tmp_path)
 
 
-def test_a_file_that_holds_no_rows_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"bad\.json"):
+def test_a_machine_has_one_row_of_a_name(tmp_path: Path, row: Callable[..., Row]) -> None:
+    for name in ("one", "two"):
+        results.write_rows(tmp_path / "machine" / f"{name}.json", [row()])
+    with pytest.raises(ConfigurationError, match="keep one"):
         scoreboard.read_rows(tmp_path)
     with pytest.raises(ConfigurationError, match="not a folder"):
         scoreboard.read_rows(tmp_path / "missing")
-
-
-def test_a_machine_has_one_row_of_a_name(tmp_path: Path, measured: Measured) -> None:
-    for name in ("one", "two"):
-        results.write_rows(tmp_path / "machine" / f"{name}.json", [a_row(measured)])
-    with pytest.raises(ConfigurationError, match="keep one"):
-        scoreboard.read_rows(tmp_path)

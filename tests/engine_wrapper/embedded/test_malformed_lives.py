@@ -10,7 +10,7 @@ from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.embedded.test_contract_versions import answers, forget_prefixes, prompt
+from tests.engine_wrapper.embedded.conftest import answers, forget_prefixes, prompt
 from tests.engine_wrapper.embedded.test_malformed_calls import PROMPT, TWO, bare, llm
 
 __all__ = ["llm"]

@@ -1,4 +1,4 @@
-"""Which tokens count as reused, under each rule."""
+"""What a cache holds and lets go, which tokens count as reused, and the optimum against all that could be done."""
 
 from __future__ import annotations
 
@@ -18,38 +18,61 @@ from validation.replay.workloads import workload_lines
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from validation.replay.trace import Trace
+    from validation.replay.trace import Blocks, Trace
 
-TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20}
+    Maker = Callable[..., Trace]
+
+TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)
+SIZES = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8, "f": 9, "g": 40}
+# The last token of a prompt is never reused; a block that stands in each prompt once and is never held pays for that.
+EQUAL = {**dict.fromkeys("abcdefg", 10), "own": 1_000_000}
 
 
-def test_behind_another_header_only_spans_count(trace_from: Callable[..., Trace]) -> None:
-    trace = trace_from([["header", "document"], ["other", "document"], ["header", "document", "small"]], TOKENS)
-    assert simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == [0, 0, 600]
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 500 - 16, 600 - 16]
+def requests_of(most: int, longest: int) -> st.SearchStrategy[list[list[str]]]:
+    return st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=longest), min_size=1, max_size=most)
 
 
-def test_short_spans_do_not_count_and_the_last_token_is_always_computed(trace_from: Callable[..., Trace]) -> None:
-    trace = trace_from([["small"], ["small"], ["header"], ["header"]], TOKENS)
-    assert simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == [0, 19, 0, 99]
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 0, 0, 84]
+def lru(blocks: Blocks, capacity: int) -> BlockCache:
+    return BlockCache(blocks, eviction_factory(Eviction.LRU, lambda: 0.0)(), capacity)
 
 
-def test_a_block_that_stands_in_a_prompt_twice_is_not_its_own_hit(trace_from: Callable[..., Trace]) -> None:
-    trace = trace_from([["header", "header", "small"], ["header", "small", "header"]], TOKENS)
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 120 - 16 + 100 - 16]
-
-
-def test_short_blocks_make_a_span_where_they_stand_as_they_stood_when_they_came(
-    trace_from: Callable[..., Trace],
+@pytest.mark.parametrize(
+    ("requests", "by_prefix", "by_span"),
+    [
+        pytest.param(
+            [["header", "document"], ["other", "document"], ["header", "document", "small"]],
+            [0, 0, 600],
+            [0, 500 - 16, 600 - 16],
+            id="behind another header only spans count",
+        ),
+        pytest.param(
+            [["small"], ["small"], ["header"], ["header"]],
+            [0, 19, 0, 99],
+            [0, 0, 0, 84],
+            id="short spans do not count, and the last token is always computed",
+        ),
+        pytest.param(
+            [["header", "header", "small"], ["header", "small", "header"]],
+            [0, 100],
+            [0, 120 - 16 + 100 - 16],
+            id="a block that stands in a prompt twice is not its own hit",
+        ),
+        pytest.param(
+            # In the last one `other`, v w, and u v are spans of at least 64 tokens only where they are long enough.
+            [["header", *"uvwx"], ["other", *"uvwx"], ["other", *"xwvu"], ["other", *"vwyzuv"]],
+            None,
+            [0, 120 - 16, 84, 84],
+            id="short blocks make a span where they stand as they stood when they came",
+        ),
+    ],
+)
+def test_what_counts_as_reused(
+    trace_from: Maker, requests: list[list[str]], by_prefix: list[int] | None, by_span: list[int]
 ) -> None:
-    small = dict.fromkeys("abcdef", 30)
-    trace = trace_from(
-        [["header", *"abcd"], ["other", *"abcd"], ["other", *"dcba"], ["other", *"bcefab"]], TOKENS | small
-    )
-    # In the last one `other`, b c, and a b are spans of at least 64 tokens only where they are long enough.
-    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == [0, 120 - 16, 84, 84]
+    trace = trace_from(requests, TOKENS)
+    assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == by_span
+    assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == by_prefix
 
 
 @pytest.mark.parametrize("rule", [PREFIX, SPAN])
@@ -71,21 +94,12 @@ def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(workload: st
     assert adaptive > 0.97 * plain
 
 
-SIZES = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8, "f": 9, "g": 40}
-REQUESTS = st.lists(st.lists(st.sampled_from(list(SIZES)), min_size=1, max_size=6), min_size=1, max_size=25)
-CAPACITIES = st.integers(1, 30)
-
-
 @pytest.mark.parametrize("policy", list(Eviction))
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
-@given(requests=REQUESTS, capacity=CAPACITIES)
+@given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
 def test_what_holds_after_every_request(
-    trace_from: Callable[..., Trace],
-    policy: Eviction,
-    as_prefixes: bool,
-    requests: list[list[str]],
-    capacity: int,
+    trace_from: Maker, policy: Eviction, as_prefixes: bool, requests: list[list[str]], capacity: int
 ) -> None:
     trace = trace_from(requests, SIZES)
     blocks = trace.prefixes if as_prefixes else trace.spans
@@ -130,69 +144,54 @@ def naive_lru(
 
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
-@given(requests=REQUESTS, capacity=CAPACITIES)
+@given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
 def test_lru_hits_what_a_naive_list_hits(
-    trace_from: Callable[..., Trace], as_prefixes: bool, requests: list[list[str]], capacity: int
+    trace_from: Maker, as_prefixes: bool, requests: list[list[str]], capacity: int
 ) -> None:
     trace = trace_from(requests, SIZES)
-    blocks = trace.prefixes if as_prefixes else trace.spans
-    cache = BlockCache(blocks, eviction_factory(Eviction.LRU, lambda: 0.0)(), capacity)
+    cache = lru(trace.prefixes if as_prefixes else trace.spans, capacity)
     named: list[list[Hashable]] = [
-        list(accumulate(((name,) for name in request), lambda all_before, one: all_before + one))
-        if as_prefixes
-        else list(request)
-        for request in requests
+        list(accumulate((name,) for name in request)) if as_prefixes else list(request) for request in requests
     ]
     tokens = {name: SIZES[name[-1] if isinstance(name, tuple) else name] for names in named for name in names}
-    for (seconds, request), names, expected in zip(
-        trace.requests(as_prefixes=as_prefixes), named, naive_lru(named, tokens, capacity), strict=True
-    ):
+    served = trace.requests(as_prefixes=as_prefixes)
+    for (seconds, request), names, expected in zip(served, named, naive_lru(named, tokens, capacity), strict=True):
         hits = cache.serve(request, seconds)
         assert {name for name, block in zip(names, request, strict=True) if block in hits} == expected
 
 
-def test_what_comes_back_after_it_went_is_a_regret(trace_from: Callable[..., Trace]) -> None:
+def test_what_comes_back_after_it_went_is_a_regret(trace_from: Maker) -> None:
     trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
-    cache = BlockCache(trace.spans, eviction_factory(Eviction.LRU, lambda: 0.0)(), 8)
+    cache = lru(trace.spans, 8)
     hits = [len(cache.serve(request, seconds)) for seconds, request in trace.requests(as_prefixes=False)]
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
 
 
-def test_what_is_shared_with_nobody_is_not_held(trace_from: Callable[..., Trace]) -> None:
+def test_what_no_other_request_has_is_not_held(trace_from: Maker) -> None:
     trace = trace_from([["c"], ["c"]], SIZES)
-    cache = BlockCache(trace.spans, eviction_factory(Eviction.LRU, lambda: 0.0)(), 8)
+    cache = lru(trace.spans, 8)
     served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
     assert served == [frozenset(), frozenset({0})]
     assert cache.serve([], 9.0) == frozenset()
     assert cache.used_tokens == SIZES["c"]
 
 
-EQUAL = dict.fromkeys("abcdefg", 10)
-# The last token of a prompt is never reused; a block that stands in each prompt once and is never held pays for that.
-UNSHARED = {"own": 1_000_000}
-
-
-def requests_of(most: int, longest: int) -> st.SearchStrategy[list[list[str]]]:
-    return st.lists(st.lists(st.sampled_from(list(EQUAL)), min_size=1, max_size=longest), min_size=1, max_size=most)
-
-
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(30, 5), places=st.integers(1, 6))
-def test_no_policy_hits_more_where_blocks_have_one_size(
-    trace_from: Callable[..., Trace], as_prefixes: bool, requests: list[list[str]], places: int
+def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(
+    trace_from: Maker, as_prefixes: bool, requests: list[list[str]], places: int
 ) -> None:
-    trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL | UNSHARED)
+    trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     rule = ReuseRule("rule", as_prefixes)
     best = simulate(trace, rule, OPTIMUM, 10 * places).reused.sum()
-    for policy in Eviction:
-        assert simulate(trace, rule, policy.value, 10 * places).reused.sum() <= best
+    assert all(simulate(trace, rule, policy.value, 10 * places).reused.sum() <= best for policy in Eviction)
 
 
 @settings(max_examples=30)
 @given(requests=requests_of(6, 3), places=st.integers(1, 3))
-def test_it_hits_as_much_as_any_choice_could(
-    trace_from: Callable[..., Trace], requests: list[list[str]], places: int
+def test_the_optimum_hits_as_much_as_any_choice_could(
+    trace_from: Maker, requests: list[list[str]], places: int
 ) -> None:
     sets = [frozenset(request) for request in requests]
 
@@ -204,6 +203,6 @@ def test_it_hits_as_much_as_any_choice_could(
         kept = [frozenset(each) for size in range(places + 1) for each in combinations(sorted(could), size)]
         return len(held & sets[index]) + max(best(index + 1, each) for each in kept)
 
-    trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL | UNSHARED)
+    trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
