@@ -33,7 +33,8 @@ RANK_BASE = 0x9E3779B1
 _FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8)]
 # Grams of one repeated token rank behind all others: they say the least about where they stand.
 _CONSTANT = np.uint32(0xFFFFFFFF)
-_HALF = np.uint64(32)
+_HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
+_NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 # Grams that are ranked together, so that what is made on the way stays in the processor's cache.
 _BLOCK = 1 << 15
 _ROOM = _BLOCK + 4 * WIDEST_RUN
@@ -75,7 +76,12 @@ def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def fingerprint(tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: int = GUARANTEED_RUN) -> Fingerprints:
+def fingerprint(
+    tokens: TokenArray,
+    max_repeats: int = MAX_REPEATS,
+    shortest: int = GUARANTEED_RUN,
+    ends: Positions = _NO_ENDS,
+) -> Fingerprints:
     """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): of ordinary text about one in 9 tokens, for
     runs of 64 tokens one in 25.
 
@@ -84,28 +90,31 @@ def fingerprint(tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: in
     smaller `shortest`. A stretch of one repeated token keeps its first and last gram only. Of one hash, the first half
     of `max_repeats` anchors and the last half are kept: text that repeats itself then costs no more than text that does
     not, and its ends still align. No anchors for shorter input.
+
+    Before each of `ends` (int64 [texts - 1], ascending) a text ends, and the next begins: anchors are chosen of each by
+    itself.
     """
     shortest = min(shortest, WIDEST_RUN)
     if len(tokens) < shortest:
         return Fingerprints(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
     window = shortest - GRAM_TOKENS + 1
-    repeated = _repeated_token(tokens)
+    repeated = _repeated_token(tokens, ends)
     hashes, positions = [], []
     for first in range(0, len(tokens) - GRAM_TOKENS + 1, _BLOCK):
         # A gram's windows reach beyond the block.
         low = max(0, first - window + 1)
         ranks = _rank(tokens[low : first + _BLOCK + window + GRAM_TOKENS - 2])
         if repeated is None:
-            chosen = _chosen(ranks, window)
+            chosen = _chosen(ranks, window, ends - low)
         else:
-            constant, ends = (flags[low : low + len(ranks)] for flags in repeated)
+            constant, outer = (flags[low : low + len(ranks)] for flags in repeated)
             ranks[constant] = _CONSTANT
-            chosen = _chosen(ranks, window) & ~constant | ends
+            chosen = _chosen(ranks, window, ends - low) & ~constant | outer
         found = np.flatnonzero(chosen[first - low : first - low + _BLOCK]) + (first - low)
         halves = _scratch.halves
         hashes.append(halves[found].astype(np.uint64) << _HALF | halves[found + GRAM_TOKENS // 2])
         positions.append(found + low)
-    return _thinned(np.concatenate(hashes), np.concatenate(positions), max_repeats)
+    return _thinned(np.concatenate(hashes), np.concatenate(positions), ends, max_repeats)
 
 
 def _rank(tokens: TokenArray) -> _Ranks:
@@ -122,17 +131,22 @@ def _rank(tokens: TokenArray) -> _Ranks:
     return sums
 
 
-def _chosen(ranks: _Ranks, window: int) -> _Flags:
-    """Which ranks are the least of some `window` consecutive ones.
+def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
+    """Which ranks are the least of some `window` consecutive ones of the same text.
 
     They equal the greatest of the minima of the windows that hold them.
     """
     minima = _scratch.minima[: len(ranks) + window - 1]
-    # Windows that reach beyond the ends have the minimum 0, which is the greatest of none.
-    minima[: window - 1] = minima[len(ranks) :] = 0
     minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
-    chosen: _Flags = _reduce(np.maximum, minima, window) == ranks
-    return chosen
+    # Windows that reach beyond an end have the minimum 0, which is the greatest of none.
+    minima[: window - 1] = minima[len(ranks) :] = 0
+    if len(ends):
+        reaching = (ends[:, None] - np.arange(1, window + GRAM_TOKENS - 1)).reshape(-1) + window - 1
+        minima[reaching[(reaching >= 0) & (reaching < len(minima))]] = 0
+    greatest = _reduce(np.maximum, minima, window)
+    chosen: _Flags = greatest == ranks
+    # Tokens of 0 on both sides of an end make a gram of that rank.
+    return chosen & (greatest > 0) if len(ends) else chosen
 
 
 def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
@@ -146,7 +160,7 @@ def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
     return values
 
 
-def _repeated_token(tokens: TokenArray) -> tuple[_Flags, _Flags] | None:
+def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
     """Which grams are one repeated token, and which of them begin or end a stretch that fills a window of grams.
 
     None where no gram is; most texts are told by parts of 8 tokens, of which such a gram holds a whole one.
@@ -155,24 +169,26 @@ def _repeated_token(tokens: TokenArray) -> tuple[_Flags, _Flags] | None:
     parts = parts[parts[:, 0] == parts[:, 7]]
     if not (parts == parts[:, :1]).all(axis=1).any():
         return None
-    edges = np.concatenate([[0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]])
+    changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
+    edges = np.unique(np.concatenate([[0], changes, ends, [len(tokens)]]))
     begins, lengths = edges[:-1], np.diff(edges)
     grams = len(tokens) - GRAM_TOKENS + 1
     constant = np.repeat(edges[1:], lengths)[:grams] - np.arange(grams) >= GRAM_TOKENS
-    ends, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
-    ends[begins[long]] = ends[(begins + lengths)[long] - GRAM_TOKENS] = True
-    return constant, ends
+    outer, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
+    outer[begins[long]] = outer[(begins + lengths)[long] - GRAM_TOKENS] = True
+    return constant, outer
 
 
-def _thinned(hashes: HashArray, positions: Positions, most: int) -> Fingerprints:
-    """Keeps at most `most` anchors of one hash, the first half of them and the last."""
-    ordered = np.sort(hashes)
-    if len(hashes) <= most or not (ordered[most:] == ordered[:-most]).any():
+def _thinned(hashes: HashArray, positions: Positions, ends: Positions, most: int) -> Fingerprints:
+    """Keeps at most `most` anchors of one hash in a text, the first half of them and the last."""
+    keys = hashes + np.searchsorted(ends, positions, side="right").astype(np.uint64) * _ODD if len(ends) else hashes
+    ordered = np.sort(keys)
+    if len(keys) <= most or not (ordered[most:] == ordered[:-most]).any():
         return Fingerprints(hashes, positions)
-    _, group, totals = np.unique(hashes, return_inverse=True, return_counts=True)
+    _, group, totals = np.unique(keys, return_inverse=True, return_counts=True)
     order = np.argsort(group, kind="stable")
-    before = np.empty(len(hashes), dtype=np.int64)
-    before[order] = np.arange(len(hashes)) - np.repeat(np.cumsum(totals) - totals, totals)
+    before = np.empty(len(keys), dtype=np.int64)
+    before[order] = np.arange(len(keys)) - np.repeat(np.cumsum(totals) - totals, totals)
     last = most // 2
     kept = (before < most - last) | (totals[group] - before <= last)
     return Fingerprints(hashes[kept], positions[kept])

@@ -26,7 +26,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
-from semblend_trt.discovery.deadline import Deadline
+from semblend_trt.discovery.planner import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
 from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list

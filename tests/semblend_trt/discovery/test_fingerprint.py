@@ -167,3 +167,18 @@ def test_good_token_ids_become_contiguous_int32(good: object) -> None:
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
     assert array.tolist() == [int(token) for token in good]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_texts_behind_each_other_have_the_anchors_that_each_has_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.choice([0, 5, 31, 32, 33, 60, 200, 700, 33_000 if seed % 10 == 0 else 9], rng.integers(1, 9))
+    texts = [random_tokens(rng.integers(1 << 32), length, int(rng.choice([1, 2, 3, 1_000]))) for length in lengths]
+    texts = [np.tile(text, 4) for text in texts] if seed % 3 == 0 else texts
+    ends = np.cumsum([len(text) for text in texts])
+    every = fingerprint(np.concatenate(texts), ends=ends[:-1])
+    stops = np.searchsorted(every.positions, ends)
+    for text, start, end, stop in zip(texts, [0, *stops], ends, stops, strict=False):
+        alone = fingerprint(text)
+        assert every.hashes[start:stop].tolist() == alone.hashes.tolist()
+        assert (every.positions[start:stop] - (end - len(text))).tolist() == alone.positions.tolist()
