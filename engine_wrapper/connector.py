@@ -74,13 +74,11 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         super().__init__(llm_args)
         self.attachment: Attachment | None = None
 
-    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        self._register(kv_cache_tensor)
+    def _attach(self, pool: torch.Tensor) -> None:
         if self._runtime.engine is not None:
             attach_to_embedded(self._runtime)
         else:
-            self.attachment = attach_to_executor(self, self._llm_args, self._facts, self._runtime, kv_cache_tensor)
-        self._runtime.caches_registered()
+            self.attachment = attach_to_executor(self, self._llm_args, self._facts, self._runtime, pool)
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Ends this iteration's loads.

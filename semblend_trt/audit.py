@@ -23,11 +23,11 @@ from semblend_trt.background import Background
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
-    from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.reuse_profile import ProfileMatch
     from semblend_trt.runtime import SavedDonor
     from semblend_trt.semantic.neighbours import Neighbour
 
@@ -152,7 +152,7 @@ class _AppendFile:
     def _opened(self) -> int:
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A pipe that nobody reads is refused so; its opening would wait for ever.
+            # A pipe without a reader is refused so; its opening would wait for ever.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
             self._descriptor = os.open(self._path, flags, 0o644)
             os.set_blocking(self._descriptor, True)
@@ -170,7 +170,7 @@ def _line(fields: Mapping[str, Any]) -> bytes | None:
         # Python writes NaN and infinities, which are not JSON; they become null.
         if "NaN" in text or "Infinity" in text:
             text = json.dumps(json.loads(text, parse_constant=lambda _: None), sort_keys=True, separators=(",", ":"))
-    except Exception:  # whatever a field's own conversion raises costs this line, not the request
+    except Exception:  # what a field's own conversion raises costs this line, not the request
         return None
     return text.encode("ascii") + b"\n"
 

@@ -47,8 +47,8 @@ class PlanLoader:
     """Places plans' spans into `pool`, in stream order.
 
     `reader` copies from the host on streams of its own; without one, as on the CPU, donors of both tiers are moved by
-    one call a plan. `readiness` learns when the layers are there; where nobody waits for it layer by layer, the given
-    stream waits for all of them.
+    one call a plan. `readiness` learns when the layers are there. The given stream waits for all of them, unless a
+    forward waits layer by layer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PlanLoader:
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
 
-        Returns the plans that could not be loaded, with the reason: nothing, or nothing that anybody may read, of them
+        Returns the plans that could not be loaded, with the reason: nothing, or nothing that may be read, of them
         is in the pool. Host donors need not be held any longer once this returns; see `DeviceTier` for the others.
         """
         stream = current_stream(self._pool.device)

@@ -3,7 +3,8 @@
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
 are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
 sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults and the audit log's losses are missing: only the engine's own process can count them."""
+and the faults and the audit log's losses are missing: only the engine's own process can count them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
+    from semblend_trt.connector.donor_index import DonorIndex
     from semblend_trt.outcome import ReuseReport
     from semblend_trt.semantic.neighbours import Neighbour
 
@@ -86,12 +88,6 @@ class HeldDonors:
     disk_bytes: int = 0
 
 
-class HoldsDonors(Protocol):
-    """What the gauges ask, from the thread that scrapes."""
-
-    def held(self) -> HeldDonors: ...
-
-
 class Metrics:
     """One engine's view of the series; without any, nothing is counted. Thread safe, and raises nothing."""
 
@@ -122,10 +118,10 @@ class Metrics:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
-    def watch(self, library: HoldsDonors) -> None:
-        """Adds the donors of `library` to the gauges until `close`, or until nobody else holds the library."""
-        self._watched.add(library)
-        self._try(lambda series: series.donors.add(library))
+    def watch(self, donor_index: DonorIndex) -> None:
+        """Adds the index's donors to the gauges until `close`, or the index's end."""
+        self._watched.add(donor_index)
+        self._try(lambda series: series.donors.add(donor_index))
 
     def watch_faults(self, faults: Counter[str]) -> None:
         """Shows the engine's calls that could not be answered, by name, as they are counted until `close`."""
@@ -158,7 +154,7 @@ class Metrics:
 
 
 class Series:
-    """The series in one registry. Raises ValueError when somebody else has registered one of the names."""
+    """The series in one registry. Raises ValueError when one of the names is registered already."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Histogram
@@ -232,33 +228,33 @@ class Series:
 
 
 class DonorGauges:
-    """A Prometheus collector that asks every engine's library when it is scraped, so that serving pays nothing."""
+    """A Prometheus collector that asks every engine's donor index when it is scraped, so that serving pays nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._libraries: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._indexes: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add(self, library: HoldsDonors) -> None:
+    def add(self, donor_index: DonorIndex) -> None:
         with self._lock:
-            self._libraries.add(library)
+            self._indexes.add(donor_index)
 
-    def discard(self, libraries: list[HoldsDonors]) -> None:
+    def discard(self, indexes: list[DonorIndex]) -> None:
         with self._lock:
-            for library in libraries:
-                self._libraries.discard(library)
+            for each in indexes:
+                self._indexes.discard(each)
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            libraries = list(self._libraries)
-        yield from _gauges([_held(library) for library in libraries])
+            indexes = list(self._indexes)
+        yield from _gauges([_held(each) for each in indexes])
 
     def describe(self) -> Iterator[Metric]:
         return _gauges([])
 
 
-def _held(library: HoldsDonors) -> HeldDonors:
+def _held(donor_index: DonorIndex) -> HeldDonors:
     try:
-        return library.held()
+        return donor_index.held()
     except Exception:  # one engine's trouble must not empty the page of all
         logger.exception("an engine's donors cannot be counted")
         return HeldDonors()

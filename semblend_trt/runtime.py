@@ -73,8 +73,8 @@ class ActivePlans:
 class LayerReadiness:
     """The layers that are still on their way, in the order in which they arrive.
 
-    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Where nobody does, and
-    wherever no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
+    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Without one, and
+    where no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
     follows on a stream. The engine's thread alone uses it.
     """
 
@@ -85,7 +85,7 @@ class LayerReadiness:
 
     @property
     def is_arriving(self) -> bool:
-        """True while some layers are waited for by nobody yet: what reads them must call `wait` or `join`."""
+        """True while some layers are not waited for yet: what reads them must call `wait` or `join`."""
         return bool(self._arriving)
 
     def expect(self, groups: Iterable[tuple[int, Event | None]]) -> None:

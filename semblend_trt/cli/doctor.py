@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Looks and prints. Returns 1 when something would be refused or fails. Raises ConfigurationError when there are no
     options in the file that is named."""
     from semblend_trt import __version__
-    from semblend_trt.doctor.options import read_options
+    from semblend_trt.doctor.trtllm import read_options
 
     llm_args = None if arguments.engine_options is None else read_options(arguments.engine_options)
     findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args, arguments.engine))
@@ -73,7 +73,7 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 
 
 def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
-    from semblend_trt.doctor import engine, machine, options, software, surroundings
+    from semblend_trt.doctor import machine, software, surroundings, trtllm
     from semblend_trt.doctor.finding import Chapter
 
     settings, problem = _settings()
@@ -84,7 +84,7 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
         yield from Chapter("engine").told(_plugged()[engine_name].load()(name, llm_args))
         llm_args = None
     else:
-        yield from Chapter("engine").told(engine.engine())
+        yield from Chapter("engine").told(trtllm.engine())
     yield from Chapter("machine").told(machine.machine(settings))
     yield from Chapter("settings").told(surroundings.variables(settings, problem))
     if settings is not None:
@@ -92,13 +92,13 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
         yield from Chapter("files").told(surroundings.disk(settings))
         yield from Chapter("files").told(surroundings.audit(settings))
     if llm_args is not None:
-        yield from Chapter("options").told(options.options(llm_args, settings))
-        kv_dtype = options.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
+        yield from Chapter("options").told(trtllm.options(llm_args, settings))
+        kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
     yield from Chapter("model").told(_of_model(name, kv_dtype, settings, llm_args))
 
 
 def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any) -> Iterator[Finding]:
-    from semblend_trt.doctor import machine, model, profile
+    from semblend_trt.doctor import machine, model
     from semblend_trt.doctor.finding import Finding
 
     known = None if name is None else model.known_model(name, kv_dtype)
@@ -109,7 +109,7 @@ def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_ar
         yield from model.model(known, settings)
         yield from machine.pool(llm_args, known)
     if settings is not None:
-        yield from profile.profile(settings, known)
+        yield from model.profile(settings, known)
 
 
 def _settings() -> tuple[Settings | None, str | None]:

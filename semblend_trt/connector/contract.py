@@ -143,7 +143,7 @@ class ContractVersion:
     - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
     - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
     - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
-      the engine takes V1 whatever was asked for.
+      the engine takes V1 in any case.
     """
 
     name: str

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.connector.metadata import SaveIntent
-from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.donors.device_tier import arena_blocks

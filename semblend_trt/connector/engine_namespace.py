@@ -41,7 +41,7 @@ def namespace_for(
 ) -> CacheNamespace:
     """The namespace of an engine's KV, before a request's salt and adapter are bound.
 
-    `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that nobody matches.
+    `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that matches none.
     Reads the model's weights, all of them where the digest cache does not know them: call it at the engine's start.
     """
     cache = DigestCache.from_setting(settings.digest_cache_path)

@@ -71,7 +71,7 @@ class FileState:
 
 
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
-    """SHA-256 over names and every byte of the files, whatever their order; hex.
+    """SHA-256 over names and every byte of the files, in any order; hex.
 
     What was read before and has not changed is taken from this process' memory or from `cache`. Raises OSError when a
     file cannot be read, or changes meanwhile.
@@ -264,8 +264,8 @@ def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
 
 
 def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
-    """Digest of every byte of a model directory's weights: whatever a loader may take for them, the indexes, and what
-    those name.
+    """Digest of every byte of a model directory's weights: all that a loader may take for them, the indexes, and the
+    files that those name.
 
     Raises ConfigurationError when there are no weights, or when one of their files cannot be read.
     """

@@ -74,7 +74,7 @@ class TrackedRequest:
 
     @property
     def awaits_load(self) -> bool:
-        """True while the engine counts on tokens that nobody has loaded: it must not be given up."""
+        """True while the engine counts on tokens that are not loaded yet: it must not be given up."""
         return self.matched_tokens > 0 and not self.is_scheduled
 
     def release_leases(self) -> None:
@@ -105,7 +105,7 @@ class RequestTable:
         """Releases what the loads of the iteration before read; returns, and forgets, requests silent for too long.
 
         Those loads were ordered before the forward that has been issued since. If that forward failed, the requests in
-        it have ended, whatever the engine says of them.
+        it have ended, even if the engine does not say so.
         """
         ended = self._give_up(filter(self.is_running, self._requests.values())) if last_failed else []
         for request in ended:
@@ -245,7 +245,7 @@ class Iteration:
 def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
     """How much of an ended request its workers can save; `block_ids` are those that the engine names at the end.
 
-    0 for one that ended while it was paused: the blocks that it had are somebody else's. Raises ValueError where the
+    0 for one that ended while it was paused: the blocks that it had are another request's. Raises ValueError where the
     engine names others than those that the workers were told of.
     """
     if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TIMINGS_KEPT = 256
-# Tokens of what has not ended, below those of all that has; and of a move down that lost nothing, whatever its length.
+# Tokens of what has not ended, below those of all that has; and of an offload that lost nothing, of any length.
 _RUNS, _NOTHING_LOST = -1, 1
 
 
@@ -71,12 +71,11 @@ class _Save:
 
 
 class DonorSaver:
-    """Fills the tiers on one thread and one stream of its own, in the order in which it was told.
+    """Fills the tiers on one thread and one stream of its own, in the order of its calls.
 
-    That order is what keeps the tiers within their budgets: the scheduler sends who makes room before who uses it. A
-    save reads bytes that nobody rewrites: an engine holds a request's blocks until `finished` names it, and of one that
-    does not `snapshots` hold a copy, queued before any later forward of the engine. `timings` are those of the last
-    transfers.
+    The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
+    change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy, which was queued
+    before any later forward. `timings` are those of the last transfers.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class DonorSaver:
         return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
-        """Queues a copy of the first `tokens` positions on the engine's own stream, where whatever writes these blocks
+        """Queues a copy of the first `tokens` positions on the engine's own stream, where all that writes these blocks
         next comes behind it; returns the copy, which is held until `room` is left."""
         if not tokens:
             raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")

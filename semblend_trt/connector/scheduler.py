@@ -1,13 +1,14 @@
 """The connector's scheduler half: rank 0 decides, every rank obeys.
 
 No method raises into the engine: an exception in a leader call would leave the other ranks waiting in the broadcast.
-Whatever goes wrong becomes a counted refusal, and the request is served cold.
+A failure becomes a counted refusal, and the request is served cold.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
@@ -41,24 +41,34 @@ from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
+from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from semblend_trt.connector.profile_match import ProfileMatch
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.runtime import PoolFacts
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What look-ups need, built from the registered caches; `namespace` is bound to no request."""
+
+    donor_index: DonorIndex
+    namespace: CacheNamespace
+    adapters: Adapters
+    pool: PoolFacts
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
     """Looks donors up, plans their reuse, and decides which finished requests become donors.
 
-    `outcomes` counts how every request ended. `donor_index` holds the donors; it exists once the worker has registered
-    the engine's caches, because block size and KV dtype are part of every namespace.
+    `outcomes` counts how every request ended.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -73,7 +83,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._audit.dropped)
-        self._news = neighbourhood_for(
+        self._neighbourhood = neighbourhood_for(
             self._settings,
             self._refusal,
             partial(tokenizer_folder, llm_args),
@@ -85,10 +95,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._requests = RequestTable()
         self._forgotten: list[int] = []
         self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
-        self._namespace: CacheNamespace | None = None
+        self._serving: _Serving | None = None
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
-        self._adapters: Adapters | None = None
-        self.donor_index: DonorIndex | None = None
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
 
@@ -99,7 +107,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Builds what lookups need once the caches are registered: it reads files and compiles, for which no request
         shall wait. Engines of older versions do not call it; the worker has it called behind the registration."""
         if self._standing_refusal() is None:
-            self._serving()
+            self._serve()
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -120,9 +128,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Learns the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
-        if tracked is not None and self.donor_index is not None:
-            self._take_over(tracked, block_ids, self.donor_index)
-        if tracked is not None and tracked.plan is not None:
+        if tracked is None:
+            return
+        if self._serving is not None:
+            self._take_over(tracked, block_ids, self._serving)
+        if tracked.plan is not None:
             fit_to_blocks(tracked, request, block_ids)
             self._audit.allocated(tracked.request_id, len(block_ids))
 
@@ -164,9 +174,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     # -- our own ---------------------------------------------------------------------------------------------------
 
     @property
+    def donor_index(self) -> DonorIndex | None:
+        """The donors, once the worker has registered the caches: block size and KV dtype are part of a namespace."""
+        return None if self._serving is None else self._serving.donor_index
+
+    @property
     def namespace(self) -> CacheNamespace | None:
         """The namespace of the engine's own KV, bound to no request; None while, or where, nothing can be reused."""
-        return None if self._standing_refusal() is not None else self._serving()[1]
+        return None if self._standing_refusal() is not None else self._serve().namespace
 
     def plan_of(self, request_id: int) -> SemanticKvPlan | None:
         """The plan of a request that is running; None without one."""
@@ -178,16 +193,16 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self.take_events()
-            return self._news.report(request_id, report_of(tracked))
+            return self._neighbourhood.report(request_id, report_of(tracked))
         report = self.outcomes.of(request_id)
-        return None if report is None else self._news.report(request_id, report)
+        return None if report is None else self._neighbourhood.report(request_id, report)
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
         self.take_events()
         while len(self._requests):
             self._end(self._requests.pop_oldest())
-        self._news.close()
+        self._neighbourhood.close()
         if self._kinds is not None:
             self._kinds.close()
         self._audit.close()
@@ -200,11 +215,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         refusal = self._standing_refusal()
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
-        donor_index, base, block_size = self._serving()
-        assert self._adapters is not None
+        serving = self._serve()
         try:
             check_eligible(request)
-            namespace = base.for_request(salt := cache_salt_of(request), self._adapters.of(request))
+            namespace = serving.namespace.for_request(salt := cache_salt_of(request), serving.adapters.of(request))
         except IneligibleRequest as ineligible:
             return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
@@ -213,14 +227,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         prompt = tokens_of(request, int(request.prompt_len))
         max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
-        match = self._match(namespace)
-        planned, tracked.leases = donor_index.plan(
+        match = self._profiles.match(namespace, serving.pool.geometry, self._runtime.mode)
+        planned, tracked.leases = serving.donor_index.plan(
             LookupRequest(
                 request_id=request_id,
                 namespace_key=namespace.key,
                 tokens=prompt,
                 num_computed_tokens=num_computed_tokens,
-                block_size=block_size,
+                block_size=serving.pool.geometry.block_size,
                 mode=self._runtime.mode,
                 publication_guard=self._runtime.publication_guard,
                 profile=match.profile,
@@ -230,10 +244,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
         donor_id = f"{self._generation}-{request_id}"
         try:
-            tracked.intent = donor_index.intend(donor_id, tracked, max_new_tokens)
+            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens)
             if tracked.intent is not None:
-                self._news.intended(donor_id, namespace, salt)
-            self._news.look_up(tracked)  # last, so that the thread that it wakes does not run beside this lookup
+                self._neighbourhood.intended(donor_id, namespace, salt)
+            self._neighbourhood.look_up(
+                tracked
+            )  # last, so that the thread that it wakes does not run beside this lookup
         except Exception:
             self._let_go(tracked)
             raise
@@ -247,26 +263,23 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return self._refusal or self._runtime.refusal
         return None if self._runtime.pool is not None else "caches_not_registered"
 
-    def _serving(self) -> tuple[DonorIndex, CacheNamespace, int]:
-        """Returns the donor index, the engine's namespace and its block size, built from the registered caches."""
-        assert self._facts is not None
-        assert self._runtime.pool is not None
+    def _serve(self) -> _Serving:
+        """What look-ups need, from the caches that are registered; it is built once."""
         pool = self._runtime.pool
-        if self.donor_index is None or self._namespace is None:
-            self._adapters = Adapters(self._llm_args, self._settings.digest_cache_path)
-            self._namespace = namespace_for(
-                self._llm_args, self._facts, self._settings, pool.geometry.block_size, pool.dtype, self._adapters
+        assert self._facts is not None
+        assert pool is not None
+        if self._serving is None:
+            settings, block_size = self._settings, pool.geometry.block_size
+            adapters = Adapters(self._llm_args, settings.digest_cache_path)
+            namespace = namespace_for(self._llm_args, self._facts, settings, block_size, pool.dtype, adapters)
+            donor_index = DonorIndex(
+                settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event, self._kinds
             )
-            self.donor_index = DonorIndex(
-                self._settings, pool, self._news, self._runtime.disk, self._metrics.tier_event, self._kinds
-            )
-            self._metrics.watch(self.donor_index)
-            self._audit.profile(self._match(self._namespace), self._namespace, pool.geometry)
-        return self.donor_index, self._namespace, pool.geometry.block_size
-
-    def _match(self, namespace: CacheNamespace) -> ProfileMatch:
-        assert self._runtime.pool is not None
-        return self._profiles.match(namespace, self._runtime.pool.geometry, self._runtime.mode)
+            self._serving = _Serving(donor_index, namespace, adapters, pool)
+            self._metrics.watch(donor_index)
+            match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
+            self._audit.profile(match, namespace, pool.geometry)
+        return self._serving
 
     def _forget_replayed(self, request_id: int) -> None:
         """A paused request is asked about again; what was decided before its blocks were lost no longer holds."""
@@ -313,7 +326,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(request)
         commands = OffloadCommands()
         if self.donor_index is not None:
-            self.donor_index.prefetch(self._news.near_donors())
+            self.donor_index.prefetch(self._neighbourhood.near_donors())
             commands = self.donor_index.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
@@ -338,18 +351,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if tracked is not None:
                 tracked.is_followed = False
 
-    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], donor_index: DonorIndex) -> None:
-        """Blocks behind the engine's own prefix are the request's alone: whoever had them before has ended, told of or
-        not.
+    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], serving: _Serving) -> None:
+        """Blocks behind the engine's own prefix are the request's alone: those that had them have ended, told or not.
 
-        Into the first of them the engine copies what it has of its tokens, beside the stream of its forwards. One that
-        does not hold what is saved may take a block for that from which a save still reads.
+        Into the first of them the engine copies what it has of its tokens, beside the stream of its forwards. An engine
+        that does not hold what is saved may take a block for it from which a save still reads.
         """
-        shared, copied = divmod(tracked.num_computed_tokens, self._serving()[2])
+        shared, copied = divmod(tracked.num_computed_tokens, serving.pool.geometry.block_size)
         for ended in self._requests.displaced(block_ids[shared:], tracked):
             self._end(ended)
         if copied and not self._holds_saved_blocks and shared < len(block_ids):
-            donor_index.copied_into(block_ids[shared])
+            serving.donor_index.copied_into(block_ids[shared])
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
@@ -357,11 +369,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
         self._record_outcome(tracked)
         tracked.release_leases()
-        saving = False
-        if tracked.intent is not None and self.donor_index is not None and not tracked.forward_failed:
-            tokens = savable_tokens(tracked, block_ids, self._serving()[2])
-            donor_tokens = tokens_of(request, tokens)
-            saving = self.donor_index.begin_save(tracked.intent, tracked.namespace_key, donor_tokens, tracked.block_ids)
+        saving, serving = False, self._serving
+        if tracked.intent is not None and serving is not None and not tracked.forward_failed:
+            tokens = tokens_of(request, savable_tokens(tracked, block_ids, serving.pool.geometry.block_size))
+            saving = serving.donor_index.begin_save(tracked.intent, tracked.namespace_key, tokens, tracked.block_ids)
         if not saving:
             self._let_go(tracked)
         return saving

@@ -100,30 +100,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         cannot be had, on any rank.
         """
         self._register(kv_cache_tensor)
-        self._runtime.caches_registered()
-
-    def _register(self, kv_cache_tensor: torch.Tensor) -> None:
-        join_ranks(self._runtime, self._llm_args)
-        failure = None
-        try:
-            self._take_pool(kv_cache_tensor)
-        except ConfigurationError as error:
-            failure = error
-        agree_on_start(self._runtime, failure)
-
-    def _take_pool(self, kv_cache_tensor: torch.Tensor) -> None:
-        if self._facts is None or self._runtime.refusal is not None:
-            return
-        ranks = int(getattr(self._llm_args, "tensor_parallel_size", None) or 1)
-        geometry = geometry_of(kv_cache_tensor, self._facts, ranks)
-        if geometry is None or self.store is not None:
-            why = "does not fit the model" if geometry is None else "is the second one of this engine"
-            logger.warning("KV reuse is off: %s %s", described(kv_cache_tensor), why)
-            self._followed.clear()
-            self._runtime.refusal = "pool_layout"
-            return
-        self._open(kv_cache_tensor, geometry, self._facts.rotation)
-        self._runtime.pool = PoolFacts(geometry, kv_cache_tensor.shape[0], kv_cache_tensor.dtype)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
@@ -131,18 +107,42 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             pool = layout.as_single_pool_tensor() if len(layout.groups) == 1 else None
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
-            self._refuse("pool_layout")
+            self._register(None, "pool_layout")
             return
         if pool is None:
             logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
-            self._refuse("layer_groups")
+            self._register(None, "layer_groups")
             return
         self.register_kv_caches(pool)
 
-    def _refuse(self, reason: str) -> None:
-        self._runtime.refusal = self._runtime.refusal or reason
-        join_ranks(self._runtime, self._llm_args)
-        agree_on_start(self._runtime, None)
+    def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
+        runtime, failure = self._runtime, None
+        runtime.refusal = runtime.refusal or refusal
+        join_ranks(runtime, self._llm_args)
+        try:
+            if self._facts is not None and runtime.refusal is None:
+                self._take_pool(pool, self._facts)
+        except ConfigurationError as error:
+            failure = error
+        agree_on_start(runtime, failure)
+        if pool is not None:
+            self._attach(pool)
+        runtime.caches_registered()
+
+    def _attach(self, pool: torch.Tensor) -> None:
+        """For a wrapper that executes plans: attaches it to the engine of these caches."""
+
+    def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
+        ranks = int(getattr(self._llm_args, "tensor_parallel_size", None) or 1)
+        geometry = geometry_of(pool, facts, ranks)
+        if geometry is None or self.store is not None:
+            why = "does not fit the model" if geometry is None else "is the second one of this engine"
+            logger.warning("KV reuse is off: %s %s", described(pool), why)
+            self._followed.clear()
+            self._runtime.refusal = "pool_layout"
+            return
+        self._open(pool, geometry, facts.rotation)
+        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype)
 
     def register_forward_pass_callable(self) -> None:
         """None: nothing has to run after a forward, because saves wait for their own event."""
@@ -175,7 +175,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             try:
                 self._load(metadata.plans)
             finally:
-                # Behind the loads, which the running requests wait for; and told of whatever becomes of these.
+                # Behind the loads, which the running requests wait for, and also when these have failed.
                 if self.saver is not None:
                     for donor_id in metadata.commands.promotions:
                         self.saver.promote(donor_id)
@@ -285,7 +285,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self.transfers.fetch(donor_id)
 
     def _begin_iteration(self) -> None:
-        """What a forward that failed was to write, nobody knows: its requests are not kept."""
+        """Requests whose forward has failed are not kept: what it was to write is unknown."""
         if self._completed_iteration != self._iteration:
             for followed in self._followed.values():
                 followed.is_whole &= followed.iteration != self._iteration
@@ -313,7 +313,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             if error is not None:
                 self._runtime.failed_loads.append(plan.request_id)
                 if plan.execution.mode is EngineMode.STOCK:
-                    # The stock engine skips these tokens whatever we do: an error is the only answer not wrong.
+                    # The stock engine skips these tokens in any case: only an error is not wrong.
                     raise error
                 logger.error(
                     "request %d: its donors cannot be placed; the engine computes everything",

@@ -1,11 +1,8 @@
-"""The table from an anchor's key to the places where it stands: open addressing in buckets that split (compiled).
+"""Where donors hold each anchor: a table from the anchor's key to its newest place, and from a place to older ones.
 
-A directory of 2**depth bucket numbers is addressed by a key's leading bits; inside a bucket a key is looked for from
-its home slot on. A full bucket splits in two, and the directory doubles when it must (Fagin et al., "Extendible
-Hashing", TODS 1979), so that no insertion moves more than one bucket. The key of an entry is made from the tokens.
-
-Entry (int64): 30 bits of the key << 34 | 1 << 33 | many << 32 | place, or block when `many`. 0 is an empty slot and 1
-one that was emptied. Entries and cells change by one store each: a reader sees the state before or after it.
+The table is extendible (Fagin et al., "Extendible Hashing", TODS 1979): a directory of 2**depth bucket numbers is
+addressed by a key's leading bits, a full bucket splits in two, and the directory doubles when it must. So a change
+moves no more than the buckets that it fills. Every step handles all keys of a prompt or donor at once.
 """
 
 from __future__ import annotations
@@ -13,267 +10,239 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import inner
-from semblend_trt.discovery.donor_pages import gram_at, space_key_at
-from semblend_trt.discovery.index_memory import (
-    BLOCK_CELLS,
-    BLOCKS,
-    BUCKET_SLOTS,
-    BUCKETS,
-    STATES,
-    Words,
-    address_of,
-    take,
-    token_address,
-)
-from semblend_trt.discovery.raw_memory import load_word, prefetch, store_token, store_word
+from semblend_trt.errors import CapacityError
 
-Directory = npt.NDArray[np.uint32]
+Keys = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.int32]
 
-EMPTY, EMPTIED = 0, 1
-MAX_DEPTH = 24
-_TAG_SHIFT, _LIVE, _MANY, _REFERENCE = 34, 1 << 33, 1 << 32, (1 << 32) - 1
-_TAG_MASK = (1 << 30) - 1
-_SLOT_MASK = BUCKET_SLOTS - 1
-# With more, searches for keys that are not there become long.
-_MOST_FILLED = BUCKET_SLOTS * 7 // 10
-# With fewer entries a full bucket is only rid of its emptied slots.
-_WORTH_SPLITTING = BUCKET_SLOTS // 2
-NEXT = BLOCK_CELLS * 8
-
-# splitmix64's finaliser (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+# A slot is a word: 36 bits of a key, the last of them set, and the number of the key's newest place in the other 28.
+# Without a key it is 0, or _EMPTIED where one stood before.
+_KEY_BITS, _NUMBER_BITS = 36, np.uint64(28)
+_NUMBER = np.uint64((1 << 28) - 1)
+_EMPTIED = np.uint64(1)
+# A bucket has rows of a cache line, which are filled from the left: a row that does not end in 0 may have overflowed.
+_ROWS, _SLOTS = 256, 8
+# With more words, searches for keys that are not there take more steps.
+_MOST_FILLED = _ROWS * _SLOTS * 6 // 10
+# With fewer keys a full bucket is only rid of its emptied slots.
+_WORTH_SPLITTING = _MOST_FILLED * 7 // 10
+# Places are given to donors in pages.
+_PAGE_BITS, _PAGE = 4, 16
+_GONE = -1
+_MOST_PAGES = 1 << (28 - _PAGE_BITS)
+_GROWTH_BYTES = 1 << 22
 
 
-@inner
-def key_of(gram: np.uint64, mask: np.uint64, space_key: int) -> int:
-    """The key of a gram's hash in a namespace; `mask` says which bits of the hash count: all, outside of tests."""
-    value = (gram & mask) ^ np.uint64(space_key)
-    value = (value ^ (value >> _S30)) * _MIX_1
-    value = (value ^ (value >> _S27)) * _MIX_2
-    return np.int64(value ^ (value >> _S31))
+class AnchorTable:
+    """Places by key: uint64, all bits of which are random. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._directory: Integers = np.zeros(1, dtype=np.int64)
+        self._buckets = 1
+        self._rows: Keys = np.zeros((_ROWS, _SLOTS), dtype=np.uint64)
+        self._filled: Integers = np.zeros(1, dtype=np.int64)
+        # Of each place: position in the donor, and the next older and newer place of its key. Place 0 stands for none;
+        # what is written to it is never read.
+        self._positions: Pages = np.zeros(_PAGE, dtype=np.int32)
+        self._older: Pages = np.zeros(_PAGE, dtype=np.int32)
+        self._newer: Pages = np.zeros(_PAGE, dtype=np.int32)
+        self._donors: Pages = np.zeros(1, dtype=np.int32)
+        self._pages = 1
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table, in bytes."""
+        arrays = (self._directory, self._rows, self._filled, self._positions, self._older, self._newer, self._donors)
+        return sum(array.nbytes for array in arrays)
+
+    def add(self, donor: int, keys: Keys, positions: Integers) -> Pages:
+        """Enters the keys [n] of a donor (a number below 2**31) that stand at `positions` (int64 [n], below 2**31).
+
+        Returns the pages of its places, for `remove`. Raises CapacityError.
+        """
+        pages = self._take_pages(-(-len(keys) // _PAGE))
+        places = _places_of(pages, len(keys))
+        self._donors[pages] = donor
+        self._positions[places] = positions
+        keys = _shortened(keys)
+        order = np.argsort(keys, kind="stable")
+        keys, places = keys[order], places[order]
+        # A key that comes again: the later place is the newer one.
+        again = np.flatnonzero(keys[1:] == keys[:-1])
+        self._older[places[again + 1]] = places[again]
+        self._newer[places[again]] = places[again + 1]
+        is_newest, is_oldest = np.ones(len(keys), dtype=np.bool_), np.ones(len(keys), dtype=np.bool_)
+        is_newest[again], is_oldest[again + 1] = False, False
+        keys, newest, oldest = keys[is_newest], places[is_newest], places[is_oldest]
+        slots = self._slots_for(keys)
+        words = self._rows.reshape(-1)
+        before = (words[slots] & _NUMBER).astype(np.int64)
+        self._older[oldest] = before
+        self._newer[before] = oldest
+        self._newer[newest] = 0
+        words[slots] = keys << _NUMBER_BITS | newest.astype(np.uint64)
+        return pages
+
+    def remove(self, pages: Pages, keys: Keys) -> None:
+        """Takes out the places in the pages that `add` returned for `keys`."""
+        places = _places_of(pages, len(keys))
+        self._positions[places] = _GONE
+        older, newer = self._older[places], self._newer[places]
+        for links, ends in ((self._older, older), (self._newer, newer)):
+            while len(gone := np.flatnonzero(self._positions[ends] == _GONE)):
+                ends[gone] = links[ends[gone]]
+        self._older[newer] = older
+        self._newer[older] = newer
+        was_newest = newer == 0
+        keys, left = _shortened(keys[was_newest]), older[was_newest].astype(np.uint64)
+        which, slots = self._find(keys)
+        self._rows.reshape(-1)[slots] = np.where(left > 0, keys << _NUMBER_BITS | left, _EMPTIED)[which]
+        self._free += pages.tolist()
+
+    def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers]:
+        """The newest places of each key, `most` of a key and `limit` in all, those of all keys before more of any.
+
+        Returns indices into `keys`, numbers of donors, and positions in them, int64 [places] each.
+        """
+        which, slots = self._find(_shortened(keys))
+        places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
+        found = []
+        for _ in range(most):
+            which, places = which[:limit], places[:limit]
+            found.append((which, places))
+            limit -= len(places)
+            places = self._older[places].astype(np.int64)
+            has_older = places > 0
+            which, places = which[has_older], places[has_older]
+            if not len(places):
+                break
+        which, places = (np.concatenate(each) for each in zip(*found, strict=True))
+        return which, self._donors[places >> _PAGE_BITS].astype(np.int64), self._positions[places].astype(np.int64)
+
+    def _home_rows(self, keys: Keys) -> Integers:
+        buckets = self._directory[(keys >> np.uint64(_KEY_BITS - self._depth)).astype(np.int64)]
+        rows: Integers = buckets * _ROWS + (keys.view(np.int64) >> 1 & _ROWS - 1)
+        return rows
+
+    def _find(self, keys: Keys) -> tuple[Integers, Integers]:
+        """Indices of those `keys` that are in the table, and their slots: int64 [found] each."""
+        rows, waiting = self._home_rows(keys), np.arange(len(keys))
+        which, slots = [waiting[:0]], [waiting[:0]]
+        while len(waiting):
+            words = self._rows.take(rows, axis=0)
+            hits = np.flatnonzero(words >> _NUMBER_BITS == keys[:, None])
+            found = hits // _SLOTS
+            which.append(waiting[found])
+            slots.append(rows[found] * _SLOTS + hits % _SLOTS)
+            overflowed = words[:, -1] != 0
+            overflowed[found] = False
+            left = np.flatnonzero(overflowed)
+            waiting, keys = waiting[left], keys[left]
+            rows = _next_rows(rows[left], keys)
+        return np.concatenate(which), np.concatenate(slots)
+
+    def _slots_for(self, keys: Keys) -> Integers:
+        """The slots of `keys`, each given once, int64 [n]; keys that are not in the table get new ones."""
+        which, found = self._find(keys)
+        missing = np.ones(len(keys), dtype=np.bool_)
+        missing[which] = False
+        if self._make_room(keys[missing]):
+            return self._slots_for(keys)
+        slots = np.empty(len(keys), dtype=np.int64)
+        slots[which] = found
+        slots[missing] = self._claim(keys[missing])
+        return slots
+
+    def _claim(self, keys: Keys) -> Integers:
+        """Enters `keys`, each given once, which are not in the table and have room there; returns their slots."""
+        slots = np.empty(len(keys), dtype=np.int64)
+        rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
+        while len(waiting):
+            order = np.argsort(rows, kind="stable")
+            rows, waiting = rows[order], waiting[order]
+            # A row's free slots are its last ones; keys of one row take one behind the other.
+            column = np.count_nonzero(self._rows[rows], axis=1) + np.arange(len(rows)) - np.searchsorted(rows, rows)
+            fits = column < _SLOTS
+            entered, chosen = waiting[fits], rows[fits] * _SLOTS + column[fits]
+            slots[entered] = chosen
+            words[chosen] = keys[entered] << _NUMBER_BITS
+            waiting = waiting[~fits]
+            rows = _next_rows(rows[~fits], keys[waiting])
+        return slots
+
+    def _make_room(self, keys: Keys) -> bool:
+        """Makes room for new `keys`; True when words have moved for that, and there may still be too little."""
+        buckets, coming = np.unique(self._home_rows(keys) // _ROWS, return_counts=True)
+        filled = self._filled[buckets] + coming
+        crowded = np.flatnonzero(filled > _MOST_FILLED)
+        if not len(crowded):
+            self._filled[buckets] = filled
+        for bucket, count in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
+            self._rebuild(bucket, count)
+        return len(crowded) > 0
+
+    def _rebuild(self, bucket: int, coming: int) -> None:
+        """Enters a bucket's words anew, without the emptied slots; into two buckets where they are many."""
+        held = self._rows[bucket * _ROWS : (bucket + 1) * _ROWS].reshape(-1)
+        held = held[held > _NUMBER]
+        other = bucket
+        if len(held) + coming > _WORTH_SPLITTING:
+            entries = np.flatnonzero(self._directory == bucket)
+            if len(entries) == 1:
+                self._directory, self._depth = np.repeat(self._directory, 2), self._depth + 1
+                entries = 2 * entries[0] + np.arange(2)
+            other = self._take_bucket()
+            self._directory[entries[len(entries) // 2 :]] = other
+        self._rows[bucket * _ROWS : (bucket + 1) * _ROWS] = 0
+        slots = self._claim(held >> _NUMBER_BITS)
+        self._rows.reshape(-1)[slots] = held
+        moved = int((slots >= other * _ROWS * _SLOTS).sum()) if other != bucket else 0
+        self._filled[other] = moved
+        self._filled[bucket] = len(held) - moved
+
+    def _take_bucket(self) -> int:
+        self._buckets += 1
+        _grow(self._rows, self._buckets * _ROWS)
+        _grow(self._filled, self._buckets)
+        return self._buckets - 1
+
+    def _take_pages(self, count: int) -> Pages:
+        new = max(0, count - len(self._free))
+        if self._pages + new > _MOST_PAGES:
+            raise CapacityError(
+                f"the span index holds all of the {_MOST_PAGES * _PAGE} anchors that it can; remove donors first"
+            )
+        free = len(self._free) - (count - new)
+        taken = self._free[free:] + list(range(self._pages, self._pages + new))
+        del self._free[free:]
+        self._pages += new
+        _grow(self._donors, self._pages)
+        for array in (self._positions, self._older, self._newer):
+            _grow(array, self._pages * _PAGE)
+        return np.array(taken, dtype=np.int32)
 
 
-@inner
-def leading_bits(key: int, count: int) -> int:
-    return ((key >> 32) & 0xFFFFFFFF) >> (32 - count)
+def _shortened(keys: Keys) -> Keys:
+    """The bits of each key that a slot holds, which are never 0."""
+    shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
+    return shortened
 
 
-@inner
-def bucket_of(directory: Directory, depth: int, key: int) -> int:
-    return np.int64(directory[leading_bits(key, depth)])
+def _next_rows(rows: Integers, keys: Keys) -> Integers:
+    """Where in the same bucket a key stands whose row is full. Steps of many sizes keep full rows from clustering."""
+    steps = keys.view(np.int64) >> 9 | 1
+    return rows & -_ROWS | rows + steps & _ROWS - 1
 
 
-@inner
-def home_address(chunks: Words, bucket: int, key: int) -> int:
-    return address_of(chunks, BUCKETS, bucket) + ((key & _SLOT_MASK) << 3)
+def _places_of(pages: Pages, count: int) -> Integers:
+    return (pages[:, None].astype(np.int64) * _PAGE + np.arange(_PAGE)).reshape(-1)[:count]
 
 
-@inner
-def is_many(entry: int) -> bool:
-    return entry & _MANY != 0
-
-
-@inner
-def reference_of(entry: int) -> int:
-    return entry & _REFERENCE
-
-
-@inner
-def slot_of(chunks: Words, bucket: int, key: int) -> int:
-    """Address of the first slot from the key's home on that holds its entry or is empty, 0 when there is none."""
-    base, slot, tag = address_of(chunks, BUCKETS, bucket), key & _SLOT_MASK, _tag_of(key)
-    for _ in range(BUCKET_SLOTS):
-        entry = load_word(base + (slot << 3))
-        if entry == EMPTY or (entry & _LIVE != 0 and (entry >> _TAG_SHIFT) & _TAG_MASK == tag):
-            return base + (slot << 3)
-        slot = (slot + 1) & _SLOT_MASK
-    return 0
-
-
-@inner
-def entry_of(chunks: Words, bucket: int, key: int) -> int:
-    """The key's entry, EMPTY when there is none."""
-    base, slot, tag = address_of(chunks, BUCKETS, bucket), key & _SLOT_MASK, _tag_of(key)
-    for _ in range(BUCKET_SLOTS):
-        entry = load_word(base + (slot << 3))
-        if entry == EMPTY or (entry & _LIVE != 0 and (entry >> _TAG_SHIFT) & _TAG_MASK == tag):
-            return entry
-        slot = (slot + 1) & _SLOT_MASK
-    return EMPTY
-
-
-@inner
-def insert(
-    chunks: Words, counts: Words, retired: Words, directory: Directory, depth: int, mask: np.uint64,
-    key: int, place: int, most_blocks: int,
-) -> bool:  # fmt: skip
-    """Enters a place under a key; False when the directory must double first. Of a key the newest places stay."""
-    while True:
-        bucket = bucket_of(directory, depth, key)
-        slot = slot_of(chunks, bucket, key)
-        if slot and load_word(slot) != EMPTY:
-            _insert_again(chunks, counts, retired, slot, place, most_blocks)
-            return True
-        slot = _free_slot(chunks, bucket, key)
-        state = address_of(chunks, STATES, bucket)
-        word = load_word(state)
-        fresh = 1 if load_word(slot) == EMPTY else 0
-        if not fresh or (word >> 16) & 0xFFFF < _MOST_FILLED:
-            store_word(slot, _tag_of(key) << _TAG_SHIFT | _LIVE | place)
-            store_word(state, word + 1 + (fresh << 16))
-            return True
-        shared = word >> 32
-        split = 1 if word & 0xFFFF > _WORTH_SPLITTING else 0
-        if split and shared == depth:
-            return False
-        prefix = leading_bits(key, shared)
-        _rebuild(chunks, counts, retired, directory, depth, mask, bucket, prefix, shared, split)
-
-
-@inner
-def erase(chunks: Words, retired: Words, directory: Directory, depth: int, key: int, place: int) -> None:
-    """Takes a place from under a key, if it is still there."""
-    bucket = bucket_of(directory, depth, key)
-    slot = slot_of(chunks, bucket, key)
-    entry = load_word(slot) if slot else EMPTY
-    if entry == EMPTY:
-        return
-    if not is_many(entry):
-        if reference_of(entry) == place:
-            _empty(chunks, bucket, slot)
-        return
-    before, block = slot, reference_of(entry)
-    while True:
-        base = address_of(chunks, BLOCKS, block)
-        behind = load_word(base + NEXT)
-        left = 0
-        for cell in range(BLOCK_CELLS):
-            if load_word(base + 8 * cell) == place + 1:
-                store_word(base + 8 * cell, 0)
-            left += load_word(base + 8 * cell) != 0
-        if left == 0:
-            _unlink(chunks, bucket, slot, before, behind)
-            retire(retired, BLOCKS, block)
-        else:
-            before = base + NEXT
-        if behind == 0:
-            return
-        block = behind - 1
-
-
-@inner
-def retire(retired: Words, pool: int, number: int) -> None:
-    """Notes a record that is to be given back once nobody reads it; `retired[0]` counts the notes."""
-    retired[0] += 1
-    retired[retired[0]] = pool << 32 | number
-
-
-@inner
-def _tag_of(key: int) -> int:
-    return (key >> 9) & _TAG_MASK
-
-
-@inner
-def _free_slot(chunks: Words, bucket: int, key: int) -> int:
-    """Address of the first slot from the key's home on that holds no entry; a bucket always has one."""
-    base, slot = address_of(chunks, BUCKETS, bucket), key & _SLOT_MASK
-    while load_word(base + (slot << 3)) & _LIVE:
-        slot = (slot + 1) & _SLOT_MASK
-    return base + (slot << 3)
-
-
-@inner
-def _empty(chunks: Words, bucket: int, slot: int) -> None:
-    state = address_of(chunks, STATES, bucket)
-    store_word(slot, EMPTIED)
-    store_word(state, load_word(state) - 1)
-
-
-@inner
-def _unlink(chunks: Words, bucket: int, slot: int, before: int, behind: int) -> None:
-    """Takes a block out of its chain: `before` is the address of what refers to it, `behind` what it refers to."""
-    if before != slot:
-        store_word(before, behind)
-    elif behind == 0:
-        _empty(chunks, bucket, slot)
-    else:
-        store_word(slot, load_word(slot) & ~_REFERENCE | (behind - 1))
-
-
-@inner
-def _insert_again(chunks: Words, counts: Words, retired: Words, slot: int, place: int, most_blocks: int) -> None:
-    """Adds a place to an entry's newest block; a full one gets a block before it, and the oldest goes."""
-    entry = load_word(slot)
-    first, behind = reference_of(entry) + 1, 0
-    if is_many(entry):
-        head = address_of(chunks, BLOCKS, first - 1)
-        for cell in range(BLOCK_CELLS):
-            if load_word(head + 8 * cell) == 0:
-                store_word(head + 8 * cell, place + 1)
-                return
-        behind = first
-    block = take(chunks, counts, BLOCKS)
-    base = address_of(chunks, BLOCKS, block)
-    store_word(base, place + 1 if behind else first)
-    store_word(base + 8, 0 if behind else place + 1)
-    for cell in range(2, BLOCK_CELLS):
-        store_word(base + 8 * cell, 0)
-    store_word(base + NEXT, behind)
-    store_word(slot, entry & ~_REFERENCE | _MANY | block)
-    for _ in range(most_blocks - 1):
-        if behind == 0:
-            return
-        base = address_of(chunks, BLOCKS, behind - 1)
-        behind = load_word(base + NEXT)
-    if behind:
-        store_word(base + NEXT, 0)
-        retire(retired, BLOCKS, behind - 1)
-
-
-@inner
-def _first_place(chunks: Words, entry: int) -> int:
-    """One of the places of an entry."""
-    if not is_many(entry):
-        return reference_of(entry)
-    base = address_of(chunks, BLOCKS, reference_of(entry))
-    for cell in range(BLOCK_CELLS):
-        if load_word(base + 8 * cell):
-            return load_word(base + 8 * cell) - 1
-    return 0
-
-
-@inner
-def _rebuild(
-    chunks: Words, counts: Words, retired: Words, directory: Directory, depth: int, mask: np.uint64,
-    bucket: int, prefix: int, shared: int, split: int,
-) -> None:  # fmt: skip
-    """Copies a bucket's entries into a bucket without emptied slots, or by their next bit into two when `split`."""
-    old = address_of(chunks, BUCKETS, bucket)
-    for slot in range(BUCKET_SLOTS):
-        entry = load_word(old + 8 * slot)
-        if entry & _LIVE:
-            prefetch(token_address(chunks, _first_place(chunks, entry)))
-    # The directory's slots of each part follow each other.
-    part_bits = shared + split
-    for part in range(1 + split):
-        target = take(chunks, counts, BUCKETS)
-        base = address_of(chunks, BUCKETS, target)
-        for slot in range(BUCKET_SLOTS):
-            store_word(base + 8 * slot, EMPTY)
-        held = 0
-        for slot in range(BUCKET_SLOTS):
-            entry = load_word(old + 8 * slot)
-            if entry & _LIVE:
-                place = _first_place(chunks, entry)
-                key = key_of(gram_at(chunks, place), mask, space_key_at(chunks, place))
-                if leading_bits(key, part_bits) & split == part:
-                    store_word(_free_slot(chunks, target, key), entry)
-                    held += 1
-        store_word(address_of(chunks, STATES, target), part_bits << 32 | held << 16 | held)
-        slots = 1 << (depth - part_bits)
-        first = ((prefix << split) | part) * slots
-        for index in range(first, first + slots):
-            store_token(directory.ctypes.data + 4 * index, np.int32(target))
-    retire(retired, BUCKETS, bucket)
+def _grow(array: npt.NDArray[np.generic], count: int) -> None:
+    """Makes `array` at least `count` long. The C library moves pages of large arrays, it does not copy them."""
+    if len(array) < count:
+        spare = min(count // 2, _GROWTH_BYTES * len(array) // array.nbytes)
+        array.resize((count + spare, *array.shape[1:]), refcheck=False)

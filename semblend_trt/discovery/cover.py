@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from semblend_trt.discovery.run import Run
+from semblend_trt.discovery.span_index import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -9,17 +9,19 @@ only needs fewer of the same anchors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+import threading
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.winnowing import GRAM_TOKENS, WINDOW_GRAMS, anchors
-
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 HashArray: TypeAlias = npt.NDArray[np.uint64]
+Positions: TypeAlias = npt.NDArray[np.int64]
+_Ranks: TypeAlias = npt.NDArray[np.uint32]
+_Flags: TypeAlias = npt.NDArray[np.bool_]
 
+GRAM_TOKENS, WINDOW_GRAMS = 16, 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
 # With still fewer anchors a lookup would hardly be quicker, and bounds would hide more.
 WIDEST_RUN = 64
@@ -27,16 +29,32 @@ MAX_TOKENS = 1 << 28
 # Anchors of one hash kept of one sequence.
 MAX_REPEATS = 8
 
+RANK_BASE = 0x9E3779B1
+_FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8)]
+# Grams of one repeated token rank behind all others: they say the least about where they stand.
+_CONSTANT = np.uint32(0xFFFFFFFF)
+_HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
+_NO_ENDS: Positions = np.empty(0, dtype=np.int64)
+# Grams that are ranked together, so that what is made on the way stays in the processor's cache.
+_BLOCK = 1 << 15
+_ROOM = _BLOCK + 4 * WIDEST_RUN
 
-@dataclass(frozen=True, slots=True)
-class Fingerprints:
+
+class _Scratch(threading.local):
+    """Each thread's memory for a block: to be given new memory takes longer than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.ranks, self.halves, self.minima, self.one, self.other = np.empty((5, _ROOM), dtype=np.uint32)
+
+
+_scratch = _Scratch()
+
+
+class Fingerprints(NamedTuple):
     """Anchors of one sequence: `hashes` uint64 [n] of the grams that start at `positions` int64 [n], ascending."""
 
     hashes: HashArray
-    positions: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.positions)
+    positions: Positions
 
 
 def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
@@ -55,12 +73,15 @@ def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
         low, largest = int(array.min()), np.iinfo(np.int32).max
         if low < 0 or (array.dtype != np.int32 and int(array.max()) > largest):
             raise ValueError(f"token ids span {low}..{int(array.max())}; they must lie in 0..{largest}")
-    array = np.ascontiguousarray(array, dtype=np.int32)
-    # Compiled functions are compiled again for arrays that may not be written.
-    return array if array.flags.writeable else array.copy()
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def fingerprint(tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: int = GUARANTEED_RUN) -> Fingerprints:
+def fingerprint(
+    tokens: TokenArray,
+    max_repeats: int = MAX_REPEATS,
+    shortest: int = GUARANTEED_RUN,
+    ends: Positions = _NO_ENDS,
+) -> Fingerprints:
     """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): of ordinary text about one in 9 tokens, for
     runs of 64 tokens one in 25.
 
@@ -69,8 +90,105 @@ def fingerprint(tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: in
     smaller `shortest`. A stretch of one repeated token keeps its first and last gram only. Of one hash, the first half
     of `max_repeats` anchors and the last half are kept: text that repeats itself then costs no more than text that does
     not, and its ends still align. No anchors for shorter input.
+
+    Before each of `ends` (int64 [texts - 1], ascending) a text ends, and the next begins: anchors are chosen of each by
+    itself.
     """
     shortest = min(shortest, WIDEST_RUN)
     if len(tokens) < shortest:
         return Fingerprints(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
-    return Fingerprints(*anchors(tokens, shortest - GRAM_TOKENS + 1, max_repeats))
+    window = shortest - GRAM_TOKENS + 1
+    repeated = _repeated_token(tokens, ends)
+    hashes, positions = [], []
+    for first in range(0, len(tokens) - GRAM_TOKENS + 1, _BLOCK):
+        # A gram's windows reach beyond the block.
+        low = max(0, first - window + 1)
+        ranks = _rank(tokens[low : first + _BLOCK + window + GRAM_TOKENS - 2])
+        if repeated is None:
+            chosen = _chosen(ranks, window, ends - low)
+        else:
+            constant, outer = (flags[low : low + len(ranks)] for flags in repeated)
+            ranks[constant] = _CONSTANT
+            chosen = _chosen(ranks, window, ends - low) & ~constant | outer
+        found = np.flatnonzero(chosen[first - low : first - low + _BLOCK]) + (first - low)
+        halves = _scratch.halves
+        hashes.append(halves[found].astype(np.uint64) << _HALF | halves[found + GRAM_TOKENS // 2])
+        positions.append(found + low)
+    return _thinned(np.concatenate(hashes), np.concatenate(positions), ends, max_repeats)
+
+
+def _rank(tokens: TokenArray) -> _Ranks:
+    """Of each gram the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
+
+    It is made of the sums over 1, 2, 4 and 8 tokens; those over 8 stay in the scratch memory.
+    """
+    rooms = (_scratch.other, _scratch.one, _scratch.halves, _scratch.ranks)
+    sums: _Ranks = np.multiply(tokens.view(np.uint32), _FACTORS[0], out=_scratch.one[: len(tokens)])
+    for length, factor, room in zip((1, 2, 4, 8), _FACTORS, rooms, strict=True):
+        joined = np.multiply(sums[:-length], factor, out=room[: len(sums) - length])
+        joined += sums[length:]
+        sums = joined
+    return sums
+
+
+def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
+    """Which ranks are the least of some `window` consecutive ones of the same text.
+
+    They equal the greatest of the minima of the windows that hold them.
+    """
+    minima = _scratch.minima[: len(ranks) + window - 1]
+    minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
+    # Windows that reach beyond an end have the minimum 0, which is the greatest of none.
+    minima[: window - 1] = minima[len(ranks) :] = 0
+    if len(ends):
+        reaching = (ends[:, None] - np.arange(1, window + GRAM_TOKENS - 1)).reshape(-1) + window - 1
+        minima[reaching[(reaching >= 0) & (reaching < len(minima))]] = 0
+    greatest = _reduce(np.maximum, minima, window)
+    chosen: _Flags = greatest == ranks
+    # Tokens of 0 on both sides of an end make a gram of that rank.
+    return chosen & (greatest > 0) if len(ends) else chosen
+
+
+def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
+    """`ufunc` over every `window` consecutive values, in the scratch memory."""
+    length, room, spare = 1, _scratch.one, _scratch.other
+    while length < window:
+        step = min(length, window - length)
+        values = ufunc(values[:-step], values[step:], out=room[: len(values) - step])
+        room, spare = spare, room
+        length += step
+    return values
+
+
+def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
+    """Which grams are one repeated token, and which of them begin or end a stretch that fills a window of grams.
+
+    None where no gram is; most texts are told by parts of 8 tokens, of which such a gram holds a whole one.
+    """
+    parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
+    parts = parts[parts[:, 0] == parts[:, 7]]
+    if not (parts == parts[:, :1]).all(axis=1).any():
+        return None
+    changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
+    edges = np.unique(np.concatenate([[0], changes, ends, [len(tokens)]]))
+    begins, lengths = edges[:-1], np.diff(edges)
+    grams = len(tokens) - GRAM_TOKENS + 1
+    constant = np.repeat(edges[1:], lengths)[:grams] - np.arange(grams) >= GRAM_TOKENS
+    outer, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
+    outer[begins[long]] = outer[(begins + lengths)[long] - GRAM_TOKENS] = True
+    return constant, outer
+
+
+def _thinned(hashes: HashArray, positions: Positions, ends: Positions, most: int) -> Fingerprints:
+    """Keeps at most `most` anchors of one hash in a text, the first half of them and the last."""
+    keys = hashes + np.searchsorted(ends, positions, side="right").astype(np.uint64) * _ODD if len(ends) else hashes
+    ordered = np.sort(keys)
+    if len(keys) <= most or not (ordered[most:] == ordered[:-most]).any():
+        return Fingerprints(hashes, positions)
+    _, group, totals = np.unique(keys, return_inverse=True, return_counts=True)
+    order = np.argsort(group, kind="stable")
+    before = np.empty(len(keys), dtype=np.int64)
+    before[order] = np.arange(len(keys)) - np.repeat(np.cumsum(totals) - totals, totals)
+    last = most // 2
+    kept = (before < most - last) | (totals[group] - before <= last)
+    return Fingerprints(hashes[kept], positions[kept])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from semblend_trt.discovery.run import Run
+    from semblend_trt.discovery.span_index import Run
 
 # Two differences of 8 tokens, and between them up to 31 equal ones, which are too few to be found as a run.
 MAX_GAP = 48

@@ -6,32 +6,49 @@ without them, when it cannot.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.cover import Cover, Preference, chain, cover
-from semblend_trt.discovery.deadline import Deadline
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
 from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
-from semblend_trt.discovery.plan_parts import cut_to_block, exact_run, holes_of, span_of
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.run import Run
-    from semblend_trt.discovery.span_index import SpanIndex
+    from semblend_trt.discovery.span_index import Run, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 
 # Runs among which the best are chosen, the longest of all found: text that stands in hundreds of donors offers more.
 MAX_PIECES = 256
+
+
+class Deadline:
+    """`milliseconds` of work from now on, in processor time of this thread.
+
+    Time in which the thread waits for a processor or for the interpreter does not count: a lookup given up would not
+    bring it back, and the request would lose its reuse to another thread's work.
+    """
+
+    __slots__ = ("_clock", "_end")
+
+    def __init__(self, milliseconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+        """`clock` tells seconds."""
+        self._clock = clock
+        self._end = clock() + milliseconds / 1000
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() > self._end
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +306,41 @@ def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> 
 
 def _place(span: PlanSpan) -> tuple[int, int, int]:
     return span.donor_start, span.target_start, span.length
+
+
+def span_of(run: Run, *, exact: bool = False) -> PlanSpan:
+    return PlanSpan(run.donor_id, run.donor_start, run.target_start, run.length, exact)
+
+
+def exact_run(
+    runs: Sequence[Run], begin: int, end: int, is_near: Callable[[str], bool] = lambda _donor_id: False
+) -> Run | None:
+    """The longest run whose donor starts as the prompt starts, cut to [begin, end); None when there is none.
+
+    Of equally long ones a near donor's is taken.
+    """
+    from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
+    best = min(
+        from_start, key=lambda run: (-min(run.target_end, end), not is_near(run.donor_id), run.donor_id), default=None
+    )
+    return None if best is None else best.within(begin, end)
+
+
+def cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
+    """`spans` up to the last block's end that they reach; a last span that has less than `min_span` left is dropped."""
+    for last in range(len(spans) - 1, -1, -1):
+        span = spans[last]
+        length = span.target_end // block_size * block_size - span.target_start
+        if length >= min_span:
+            return [*spans[:last], replace(span, length=length)]
+    return []
+
+
+def holes_of(spans: Sequence[PlanSpan], position: int) -> list[range]:
+    """Ranges between `position` and the end of the last span that no span covers."""
+    holes = []
+    for span in spans:
+        if span.target_start > position:
+            holes.append(range(position, span.target_start))
+        position = span.target_end
+    return holes

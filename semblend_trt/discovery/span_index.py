@@ -7,135 +7,160 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import deque
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from semblend_trt.discovery.anchor_table import MAX_DEPTH, Directory
+from semblend_trt.discovery.anchor_table import AnchorTable
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
-from semblend_trt.discovery.index_memory import (
-    BLOCK_CELLS,
-    BLOCKS,
-    BORN,
-    BUCKETS,
-    DIED,
-    DONORS,
-    FRESH,
-    PAGE_TOKENS,
-    SPARE,
-    TOKENS,
-    IndexMemory,
-    Words,
-)
-from semblend_trt.discovery.index_writing import (
-    NUMBER_MASK,
-    SPARE_BLOCKS,
-    SPARE_BUCKETS,
-    enter_anchors,
-    erase_anchors,
-    free_records,
-    read_tokens,
-    stamp_donor,
-    write_tokens,
-)
-from semblend_trt.discovery.readers import Readers
-from semblend_trt.discovery.run import Run, ScanBounds, ScanWork
-from semblend_trt.discovery.span_search import search
-from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Run", "ScanBounds", "ScanWork", "SpanIndex", "warm_up"]
+    from semblend_trt.discovery.anchor_table import Keys, Pages
+    from semblend_trt.discovery.fingerprint import HashArray, Positions, TokenArray
 
 _ALL_BITS = (1 << 64) - 1
-_RETIRED_ROOM = 1 << 14
-_warm = threading.Event()
+# A diagonal is a donor's number << 32 plus the distance from a place in the prompt to that in the donor.
+_DONOR_SHIFT = 32
+# Tokens compared at once, first and at most.
+_FEWEST_COMPARED, _MOST_COMPARED = 64, 1 << 15
+
+
+class Run(NamedTuple):
+    """`length` tokens of `donor_id` from `donor_start` that equal the prompt's from `target_start`."""
+
+    donor_id: str
+    donor_start: int
+    target_start: int
+    length: int
+
+    @property
+    def target_end(self) -> int:
+        return self.target_start + self.length
+
+    def within(self, begin: int, end: int) -> Run | None:
+        """The part of the run inside prompt positions [begin, end), None when there is none."""
+        first, last = max(begin, self.target_start), min(end, self.target_end)
+        if first >= last:
+            return None
+        if last - first == self.length:
+            return self
+        return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanBounds:
+    """What one lookup may cost at most; the newest places of every anchor are tried before more of any.
+
+    `max_repeats`: anchors of one hash kept of one sequence. `max_bucket`: newest donor places tried of one anchor.
+    `max_pairs`: places tried in all. `max_extensions`: places compared token by token, those first whose donor holds
+    most anchors of the prompt at the same distance. `max_compared`: tokens found equal, after which no further place is
+    compared.
+    Below them all, every run of the wanted length that is not one repeated token is found; above them, what is found is
+    still right.
+
+    So a prompt of n tokens with a anchors costs no more, however many donors hold its text, than a x max_bucket places
+    read, max_extensions comparisons, and max_compared + n + 2 tokens found equal.
+    """
+
+    max_repeats: int = 8
+    max_bucket: int = 32
+    max_pairs: int = 1 << 17
+    max_extensions: int = 1024
+    max_compared: int = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWork:
+    """What one lookup did cost: the prompt's anchors, places read for them, places compared token by token, and tokens
+    found equal, with one more for each end."""
+
+    anchors: int = 0
+    places: int = 0
+    extensions: int = 0
+    compared: int = 0
 
 
 @dataclass(slots=True)
 class _Namespace:
-    """A namespace with donors: its number, and the number its keys are mixed with.
+    """A namespace of `donors` donors. Its keys are its anchors' hashes times `factor`.
 
-    That is random, so that nobody can choose text that crowds one bucket or meets another namespace's keys.
+    The factor is odd and random, so that nobody can choose texts whose keys fall together (Dietzfelbinger et al., "A
+    Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997).
     """
 
-    number: int
-    space_key: int
+    factor: np.uint64
     donors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """What lookups see beside the memory: the table's directory, of 2**depth bucket numbers."""
-
-    directory: Directory
-    depth: int
+class _Donor:
+    donor_id: str
+    namespace_key: str
+    tokens: TokenArray
+    number: int
+    pages: Pages
 
 
 class SpanIndex:
-    """Donors by the text they hold. Lookups run beside each other and beside a change, and none waits for another: each
-    finds what was indexed when it began. Changes wait for each other.
+    """Donors by the text they hold. Thread safe: a lock is held while anchors are entered or looked up, never while
+    tokens are compared.
 
     `hash_mask` says which bits of a gram's hash count, for tests that force collisions; answers stay right whatever it
     is.
     """
 
     def __init__(self, bounds: ScanBounds | None = None, hash_mask: int = _ALL_BITS) -> None:
-        warm_up()
         self._bounds = bounds or ScanBounds()
         self._mask = np.uint64(hash_mask)
-        self._writing = threading.Lock()
-        self._memory = IndexMemory()
-        self._retired: Words = np.zeros(_RETIRED_ROOM, dtype=np.int64)
-        self._donors: dict[str, int] = {}
-        # Names stay until no lookup can find the donor any more; a number is not given to another before.
-        self._names: dict[int, str] = {}
-        self._spaces: dict[str, _Namespace] = {}
-        self._space_of: dict[int, str] = {}
-        self._next_space = 1
-        # By version: donors whose anchors wait to be erased, and records that wait to be given back.
-        self._leaving: deque[tuple[int, int]] = deque()
-        self._unread: deque[tuple[int, Words]] = deque()
-        self._readers = Readers(_State(self._first_directory(), 0))
+        self._lock = threading.Lock()
+        self._table = AnchorTable()
+        self._donors: dict[str, _Donor] = {}
+        self._by_number: list[_Donor | None] = []
+        self._free_numbers: list[int] = []
+        self._namespaces: dict[str, _Namespace] = {}
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
         """Makes `tokens` (integers [n]; copied) findable as `donor_id`.
 
         Raises ValueError when the id is taken or a token id is bad, CapacityError when the index is full.
         """
-        held = as_token_array(tokens)
+        held = as_token_array(tokens).copy()
         anchors = fingerprint(held, self._bounds.max_repeats)
-        with self._writing:
+        with self._lock:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
-            self._collect()
-            self._memory.provide(DONORS, 1)
-            self._memory.provide(TOKENS, -(-len(held) // PAGE_TOKENS))
-            space = self._enter_space(namespace_key)
-            memory = self._memory
-            donor = write_tokens(memory.chunks, memory.counts, held, space.number, space.space_key)
-            self._names[donor], self._space_of[donor] = donor_id, namespace_key
-            try:
-                self._enter_anchors(donor, anchors)
-            except BaseException:
-                self._withdraw(donor)
-                raise
-            self._donors[donor_id] = donor
-            stamp_donor(memory.chunks, donor, BORN, self._readers.version + 1)
-            self._readers.advance()
-            self._collect()
+            space = self._namespaces.get(namespace_key) or _Namespace(np.uint64(secrets.randbits(64) | 1))
+            number = self._free_numbers[-1] if self._free_numbers else len(self._by_number)
+            pages = self._table.add(number, self._keys(anchors.hashes, space), anchors.positions)
+            donor = self._donors[donor_id] = _Donor(donor_id, namespace_key, held, number, pages)
+            if self._free_numbers:
+                self._by_number[self._free_numbers.pop()] = donor
+            else:
+                self._by_number.append(donor)
+            self._namespaces[namespace_key] = space
+            space.donors += 1
 
     def remove(self, donor_id: str) -> bool:
         """Forgets a donor; False when it is not indexed."""
-        with self._writing:
-            donor = self._donors.pop(donor_id, None)
-            if donor is None:
+        donor = self._donors.get(donor_id)
+        if donor is None:
+            return False
+        hashes = fingerprint(donor.tokens, self._bounds.max_repeats).hashes
+        with self._lock:
+            if self._donors.get(donor_id) is not donor:
                 return False
-            self._withdraw(donor)
-            self._collect()
+            space = self._namespaces[donor.namespace_key]
+            self._table.remove(donor.pages, self._keys(hashes, space))
+            self._by_number[donor.number] = None
+            self._free_numbers.append(donor.number)
+            del self._donors[donor_id]
+            space.donors -= 1
+            if not space.donors:
+                del self._namespaces[donor.namespace_key]
         return True
 
     def find(self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN) -> list[Run]:
@@ -151,28 +176,33 @@ class SpanIndex:
         self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN
     ) -> tuple[list[Run], ScanWork]:
         """As `find`, and what it took."""
-        prompt = as_token_array(tokens)
-        space = self._spaces.get(namespace_key)
-        shortest = max(shortest, GUARANTEED_RUN)
-        if space is None or len(prompt) < shortest:
+        prompt, shortest, bounds = as_token_array(tokens), max(shortest, GUARANTEED_RUN), self._bounds
+        if namespace_key not in self._namespaces:
             return [], ScanWork()
-        bounds = self._bounds
         anchors = fingerprint(prompt, bounds.max_repeats, shortest)
-        with self._readers.reading() as (state, version):
-            rows, *counts = search(
-                self._memory.chunks, state.directory, state.depth, self._mask, space.space_key, space.number, version,
-                prompt, anchors.hashes, anchors.positions, bounds.max_bucket, bounds.max_pairs, bounds.max_extensions,
-                bounds.max_compared, shortest,
-            )  # fmt: skip
-            # One run may have been found twice; numbers mean these names until the lookup ends.
-            names = self._names
-            places = {(target, -length, names[donor], start) for donor, start, target, length in rows.tolist()}
-        runs = [Run(donor_id, start, target, -negative) for target, negative, donor_id, start in sorted(places)]
-        return runs, ScanWork(len(anchors), *counts)
+        nominations, places = self._nominate(namespace_key, anchors)
+        runs, extensions, compared = [], 0, 0
+        for donor, shift, nominated in nominations:
+            targets, next_target = sorted(nominated.tolist()), 0
+            while next_target < len(targets):
+                if extensions == bounds.max_extensions or compared > bounds.max_compared:
+                    break
+                target = targets[next_target]
+                place = target + shift
+                ahead = _equal(donor.tokens[place:], prompt[target:], targets[-1] - target + _FEWEST_COMPARED)
+                # Without an equal token here the anchor's key is another gram's.
+                behind = _equal(donor.tokens[:place][::-1], prompt[:target][::-1], _FEWEST_COMPARED) if ahead else 0
+                extensions, compared = extensions + 1, compared + ahead + behind + 2
+                if ahead + behind >= shortest:
+                    runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
+                next_target = bisect_left(targets, target + max(ahead, 1))
+        runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
+        return runs, ScanWork(len(anchors.positions), places, extensions, compared)
 
     def used_bytes(self) -> int:
-        """Memory of tokens, table and records, in bytes; not the names, which the interpreter holds."""
-        return self._memory.used_bytes() + self._readers.state.directory.nbytes
+        """Memory of tokens and anchors, in bytes; not the names, which the interpreter holds."""
+        with self._lock:
+            return self._table.nbytes + sum(each.tokens.nbytes + each.pages.nbytes for each in self._donors.values())
 
     def __len__(self) -> int:
         return len(self._donors)
@@ -180,101 +210,52 @@ class SpanIndex:
     def __contains__(self, donor_id: object) -> bool:
         return donor_id in self._donors
 
-    def _enter_anchors(self, donor: int, anchors: Fingerprints) -> None:
-        """Enters a donor's anchors, making room whenever the compiled loop stops for the lack of it."""
-        memory, most_blocks, done = self._memory, -(-self._bounds.max_bucket // BLOCK_CELLS), 0
-        while True:
-            state = self._readers.state
-            memory.provide(BUCKETS, SPARE_BUCKETS)
-            memory.provide(BLOCKS, SPARE_BLOCKS)
-            done = enter_anchors(
-                memory.chunks, memory.counts, self._retired, state.directory, state.depth, self._mask, donor,
-                anchors.hashes, anchors.positions, done, most_blocks,
-            )  # fmt: skip
-            if done == len(anchors):
-                return
-            self._set_aside()
-            if done < 0:
-                self._double_directory()
-                done = -done - 1
+    def _keys(self, hashes: HashArray, space: _Namespace) -> Keys:
+        keys: Keys = (hashes & self._mask) * space.factor
+        return keys
 
-    def _erase_anchors(self, donor: int) -> None:
-        memory, state, done = self._memory, self._readers.state, 0
-        anchors = fingerprint(read_tokens(memory.chunks, donor), self._bounds.max_repeats)
-        while done < len(anchors):
-            done = erase_anchors(
-                memory.chunks, self._retired, state.directory, state.depth, self._mask, donor, anchors.hashes,
-                anchors.positions, done,
-            )  # fmt: skip
-            self._set_aside()
+    def _nominate(self, namespace_key: str, anchors: Fingerprints) -> tuple[list[tuple[_Donor, int, Positions]], int]:
+        """Where the namespace's donors hold anchors of a prompt, and how many places were read.
 
-    def _withdraw(self, donor: int) -> None:
-        """Hides a donor from lookups that begin from now on; its anchors go when those before have ended."""
-        version = self._readers.version + 1
-        stamp_donor(self._memory.chunks, donor, DIED, version)
-        self._leaving.append((version, donor))
-        self._readers.advance()
-
-    def _collect(self) -> None:
-        """Erases what no lookup in progress may find any more, and frees what none may read."""
-        oldest = self._readers.oldest()
-        while self._leaving and self._leaving[0][0] <= oldest:
-            _, donor = self._leaving.popleft()
-            self._erase_anchors(donor)
-            self._leave_space(donor)
-            self._retired[0] += 1
-            self._retired[self._retired[0]] = DONORS << 32 | donor
-        self._set_aside()
-        oldest = self._readers.oldest()
-        while self._unread and self._unread[0][0] <= oldest:
-            _, records = self._unread.popleft()
-            for record in records[records >> 32 == DONORS].tolist():
-                del self._names[record & NUMBER_MASK]
-            free_records(self._memory.chunks, self._memory.counts, records)
-
-    def _set_aside(self) -> None:
-        """Keeps retired records until the lookups in progress, which may still read them, have ended."""
-        count = int(self._retired[0])
-        if count:
-            self._readers.advance()
-            self._unread.append((self._readers.version, self._retired[1 : count + 1].copy()))
-            self._retired[0] = 0
-
-    def _first_directory(self) -> Directory:
-        """One bucket, which the memory gives out empty, for all keys."""
-        self._memory.provide(BUCKETS, SPARE_BUCKETS)
-        self._memory.counts[FRESH, BUCKETS] += 1
-        self._memory.counts[SPARE, BUCKETS] -= 1
-        return np.zeros(1, dtype=np.uint32)
-
-    def _double_directory(self) -> None:
-        state = self._readers.state
-        if state.depth == MAX_DEPTH:
-            raise CapacityError(f"the span index holds all of the {1 << MAX_DEPTH} buckets that it can; remove donors")
-        self._readers.advance(_State(np.repeat(state.directory, 2), state.depth + 1))
-
-    def _enter_space(self, namespace_key: str) -> _Namespace:
-        space = self._spaces.get(namespace_key)
-        if space is None:
-            space = _Namespace(self._next_space, secrets.randbits(63))
-            self._next_space += 1
-            self._spaces[namespace_key] = space
-        space.donors += 1
-        return space
-
-    def _leave_space(self, donor: int) -> None:
-        namespace_key = self._space_of.pop(donor)
-        space = self._spaces[namespace_key]
-        space.donors -= 1
-        if not space.donors:
-            del self._spaces[namespace_key]
+        Each is a donor, how much further on its tokens stand than the prompt's, and the anchors' positions in the
+        prompt; those of most anchors come first.
+        """
+        bounds = self._bounds
+        with self._lock:
+            space = self._namespaces.get(namespace_key)
+            if space is None:
+                return [], 0
+            keys = self._keys(anchors.hashes, space)
+            which, numbers, places = self._table.find(keys, bounds.max_bucket, bounds.max_pairs)
+            if not len(which):
+                return [], 0
+            targets = anchors.positions[which]
+            diagonals = (numbers << _DONOR_SHIFT) + (places - targets)
+            order = np.argsort(diagonals, kind="stable")
+            diagonals = diagonals[order]
+            edges = np.flatnonzero(diagonals[1:] != diagonals[:-1]) + 1
+            begins, ends = np.append(0, edges), np.append(edges, len(order))
+            most = np.argsort(begins - ends, kind="stable")[: bounds.max_extensions]
+            nominations = []
+            for begin, end in zip(begins[most].tolist(), ends[most].tolist(), strict=True):
+                first = order[begin]
+                donor = self._by_number[numbers[first]]
+                # Another namespace's anchor may have the same key.
+                if donor is not None and donor.namespace_key == namespace_key:
+                    nominations.append((donor, int(places[first] - targets[first]), targets[order[begin:end]]))
+            return nominations, len(which)
 
 
-def warm_up() -> None:
-    """Compiles what an index runs, or loads it from disk, so that no request waits for it."""
-    if not _warm.is_set():
-        _warm.set()
-        index = SpanIndex()
-        index.add("", "", np.arange(GUARANTEED_RUN))
-        index.find("", np.arange(GUARANTEED_RUN))
-        index.remove("")
+def _equal(left: TokenArray, right: TokenArray, step: int) -> int:
+    """Number of tokens that are equal from the beginning on; `step` are compared first, then ever more at once."""
+    length, done = min(len(left), len(right)), 0
+    left, right = left[:length], right[:length]
+    while done < length:
+        step = min(step, _MOST_COMPARED)
+        differ = left[done : done + step] != right[done : done + step]
+        first = int(differ.argmax())
+        if differ[first]:
+            return done + first
+        done += step
+        step *= 4
+    return length

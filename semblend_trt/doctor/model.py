@@ -1,8 +1,8 @@
-"""What is known of a model, what of it would be refused, and whether the settings suit it."""
+"""What is known of a model, what of it would be refused, and whether the settings and their reuse profile suit it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
+from semblend_trt.plan import WINDOW_TOKENS
 from semblend_trt.policy import ReusePolicy, terms_of
+from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
 
 AUTO = "auto"
-_chapter = Chapter("model")
+_LEFT_OPEN = "dtypes other than the KV cache's, and the parallel layout, are compared when the engine starts"
+_model, _profile = Chapter("model"), Chapter("profile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,15 @@ def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
     try:
         facts = model_facts(name)
     except UnsupportedModelError as error:
-        return _chapter.refused(error.reason, str(error))
+        return _model.refused(error.reason, str(error))
     except ConfigurationError as error:
-        return _chapter.refused("configuration", str(error))
+        return _model.refused("configuration", str(error))
     except Exception as error:
-        return _chapter.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
+        return _model.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
     dtype = _own_dtype(name) if kv_dtype == AUTO else getattr(torch, kv_dtype, None)
     if dtype not in SUPPORTED_DTYPES and (kv_dtype != AUTO or dtype is not None):
         told = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
-        return _chapter.refused("pool_layout", f"a KV cache of {told} is not taken; float32, bfloat16 and float16 are")
+        return _model.refused("pool_layout", f"a KV cache of {told} is not taken; float32, bfloat16 and float16 are")
     return KnownModel(name, facts, dtype)
 
 
@@ -71,7 +74,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
     """Geometry, rotation and size of its KV, and what of the settings does not suit it."""
     yield from _described(known.facts)
     if known.dtype is None:
-        yield _chapter.note("its configuration names no dtype; give that of the KV cache with --kv-dtype")
+        yield _model.note("its configuration names no dtype; give that of the KV cache with --kv-dtype")
     elif settings is not None:
         yield _size(known, known.dtype, settings)
     if settings is not None:
@@ -79,8 +82,37 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
         yield from _identity(known, settings)
 
 
+def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
+    """Says what the profile allows, and compares it with `known` as far as that is known without its engine."""
+    if settings.policy is not ReusePolicy.VERIFIED:
+        if settings.profile_path is not None:
+            yield _profile.note(f"SEMBLEND_PROFILE is set, but policy {settings.policy.value} uses no profile")
+        return
+    if settings.profile_path is None:
+        yield _profile.note(
+            "SEMBLEND_PROFILE is not set: only identical text from position 0 is reused; make a profile with "
+            "`python -m validation calibrate --model ...`",
+            "no_profile",
+        )
+        return
+    try:
+        held = ReuseProfile.read(settings.profile_path)
+    except ConfigurationError as error:
+        yield _profile.refused("profile_unreadable", str(error))
+        return
+    yield _profile.ok(_allowed(held), policy=held.policy, boundary=held.boundary, date=held.date)
+    if known is None:
+        yield _profile.note(f"made for model {held.namespace['model']}; --model compares it with one")
+        return
+    differences = _differences(held, settings, known)
+    if differences:
+        yield _profile.refused("profile_mismatch", " ".join(differences), differences=differences)
+    else:
+        yield _profile.ok(f"it can hold for {known.name} in {' or '.join(held.engines)}; {_LEFT_OPEN}")
+
+
 def _described(facts: ModelFacts) -> Iterator[Finding]:
-    yield _chapter.ok(
+    yield _model.ok(
         f"{facts.model_type}: {facts.num_layers} layers, {facts.num_heads} query and {facts.kv_heads} KV heads of "
         f"{facts.head_dim} channels, {facts.max_positions} positions",
         num_layers=facts.num_layers,
@@ -90,14 +122,14 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         max_positions=facts.max_positions,
     )
     rotation, parameters = facts.rotation, dict(facts.rope_parameters)
-    yield _chapter.ok(
+    yield _model.ok(
         f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
         f"{rotation.rotary_dim} of {facts.head_dim} channels: its KV can be moved to other positions",
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )
     if facts.quantization is not None:
-        yield _chapter.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
+        yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
 
 
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
@@ -114,8 +146,8 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
     text = f"{per_token} bytes of KV a token in {told}, on one rank; room for donors: {held or 'none'}"
     if tokens["host"] < settings.min_donor_tokens and tokens["device"] < settings.min_donor_tokens:
-        return _chapter.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
-    return _chapter.ok(text, bytes_per_token=per_token, tokens=tokens)
+        return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
+    return _model.ok(text, bytes_per_token=per_token, tokens=tokens)
 
 
 def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
@@ -123,11 +155,11 @@ def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
     try:
         terms = terms_of(settings.policy, settings, facts.num_layers)
     except ConfigurationError as error:
-        yield _chapter.refused("configuration", str(error))
+        yield _model.refused("configuration", str(error))
         return
     reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
     if reason:
-        yield _chapter.note(
+        yield _model.note(
             f"policy {settings.policy.value} needs the wrapper; a stock engine reuses identical text from position 0",
             reason,
         )
@@ -141,7 +173,7 @@ def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
         ("tokenizer files", namespace.tokenizer_revision, "SEMBLEND_TOKENIZER_REVISION"),
     ):
         if is_unknown(value):
-            yield _chapter.note(
+            yield _model.note(
                 f"its {told} are not on this machine, or cannot be read: where they are not on the engine's either, "
                 f"no reuse profile holds and donors on disk are not found again; {variable} can name them"
             )
@@ -153,3 +185,31 @@ def _own_dtype(name: str) -> torch.dtype | None:
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
+    """What keeps the profile from holding for every engine of the model; what depends on the engine is left open."""
+    made_for: dict[str, Any] = held.namespace
+    ranks = made_for["tensor_parallel"]
+    namespace = model.namespace(
+        settings,
+        dtype=made_for["compute_dtype"],
+        kv_cache_config=SimpleNamespace(dtype=made_for["cache_dtype"]),
+        tensor_parallel_size=ranks["tp_size"],
+        pipeline_parallel_size=ranks["pp_size"],
+        context_parallel_size=ranks["cp_size"],
+    )
+    open_fields: dict[str, Any] = {"backend_cache_layout": held.engines[0]}
+    if model.dtype is None:
+        open_fields["kv_dtype"] = made_for["kv_dtype"]
+    tensor_parallel_size = ranks["tp_size"] if isinstance(ranks["tp_size"], int) else 1
+    return held.differences(replace(namespace, **open_fields), model.geometry(tensor_parallel_size))
+
+
+def _allowed(held: ReuseProfile) -> str:
+    told = f"made on {held.date}: policy {held.policy}"
+    if held.check is not None:
+        told += f", tokens that deviate by more than {held.check.threshold:g} at layer {held.check.layer} are computed"
+        if held.check.window_threshold is not None:
+            told += f", and {WINDOW_TOKENS} in a row that do by more than {held.check.window_threshold:g} on average"
+    return told + (f", the lowest {held.boundary} layers are computed for all" if held.boundary else "")

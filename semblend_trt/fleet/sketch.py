@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.discovery.compiled import entry, inner
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, MAX_REPEATS, as_token_array, fingerprint
-from semblend_trt.discovery.winnowing import WINDOW_GRAMS, anchors
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from semblend_trt.discovery.fingerprint import TokenArray
 
 
-_Tokens = npt.NDArray[np.int32]
 _Counts = npt.NDArray[np.int64]
 _Hashes = npt.NDArray[np.uint64]
 _Entries = npt.NDArray[np.uint32]
@@ -111,26 +109,21 @@ def _sample(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int, entries
 
 
 @entry
-def sampled(tokens: _Tokens, ends: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Counts, _Entries]:
-    """Samples of texts that stand one behind the other in `tokens`, int32 [n].
+def _sampled(hashes: _Hashes, stops: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Entries]:
+    """Samples of texts whose anchors' hashes stand one behind the other.
 
-    Text i ends at `ends[i]` (int64 [texts]) and has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of each:
-    its level, the lowest at which at most `most` of its anchors' keyed hashes begin with as many zero bits; how many
-    anchors it has; where its entries stop in the last array, uint32, which holds the low 32 bits of those hashes in
-    order.
+    Those of text i end at `stops[i]` (int64 [texts]); it has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of
+    each: its level, the lowest at which at most `most` of its anchors' keyed hashes begin with as many zero bits; where
+    its entries stop in the last array, uint32, which holds the low 32 bits of those hashes in order.
     """
-    count = len(ends)
-    levels, found = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    stops, entries = np.empty(count, dtype=np.int64), np.empty(count * most, dtype=np.uint32)
-    start, stop = 0, 0
-    for at in range(count):
-        if ends[at] - start >= GUARANTEED_RUN:
-            hashes, _positions = anchors(tokens[start : ends[at]], WINDOW_GRAMS, MAX_REPEATS)
-            found[at] = len(hashes)
-            levels[at], taken = _sample(hashes, keys[at, 0], keys[at, 1], most, entries[stop:])
-            stop += taken
-        start, stops[at] = ends[at], stop
-    return levels, found, stops, entries[:stop]
+    levels, ends = np.zeros(len(stops), dtype=np.int64), np.empty(len(stops), dtype=np.int64)
+    entries = np.empty(len(stops) * most, dtype=np.uint32)
+    start, end = 0, 0
+    for at in range(len(stops)):
+        levels[at], taken = _sample(hashes[start : stops[at]], keys[at, 0], keys[at, 1], most, entries[end:])
+        end += taken
+        start, ends[at] = stops[at], end
+    return levels, ends, entries[:end]
 
 
 MAX_SKETCH_BYTES = 4096
@@ -220,14 +213,17 @@ def sketches_of(
 ) -> list[bytes]:
     """`sketch_of`, as bytes, for texts that stand one behind the other in `tokens` (from `as_token_array`).
 
-    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. One step without the interpreter's
-    lock makes all of them. Raises ValueError for a key that is not KEY_BYTES long.
+    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises
+    ValueError for a key that is not KEY_BYTES long.
     """
     halves = np.array([_halves(key) for key in keys], dtype=np.uint64)
-    levels, anchors, stops, entries = sampled(tokens, ends, halves, max_entries)
+    anchors = fingerprint(tokens, ends=ends[:-1])
+    stops = np.searchsorted(anchors.positions, ends)
+    levels, entry_stops, entries = _sampled(anchors.hashes, stops, halves, max_entries)
+    counts = np.diff(stops, prepend=0)
     written = entries.astype("<u4", copy=False).tobytes()
     sketches, start = [], 0
-    for level, count, stop in zip(levels.tolist(), anchors.tolist(), stops.tolist(), strict=True):
+    for level, count, stop in zip(levels.tolist(), counts.tolist(), entry_stops.tolist(), strict=True):
         header = _HEADER.pack(_MAGIC, _VERSION, level, stop - start, count)
         sketches.append(header + written[4 * start : 4 * stop])
         start = stop

@@ -64,8 +64,8 @@ def serve(llm, prompt, **options):
     scheduler = llm.connector_scheduler
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
-    if scheduler._news.neighbours is not None:
-        assert scheduler._news.neighbours.settle(WAIT)
+    if scheduler._neighbourhood.neighbours is not None:
+        assert scheduler._neighbourhood.neighbours.settle(WAIT)
     return output, scheduler.reuse_of(output.request_id)
 
 

@@ -220,7 +220,7 @@ def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, 
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp_path, monkeypatch):
     """Prompts that nobody shares are looked up once; nothing is copied in, fetched or promised for them."""
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
-    library = llm.connector_scheduler._serving()[0]
+    library = llm.connector_scheduler.donor_index
     lookups, fetched, plan = [], [], library.plan
     monkeypatch.setattr(library, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
     monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)

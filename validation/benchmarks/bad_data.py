@@ -19,7 +19,7 @@ import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.benchmarks.fleet_server import NAMESPACE
-from semblend_trt.doctor.options import read_options
+from semblend_trt.doctor.trtllm import read_options
 from semblend_trt.donors.disk_tier import FOLDER, DiskTier
 from semblend_trt.donors.donor_file import DonorFileError, DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv

@@ -1,19 +1,81 @@
-"""A connector that keeps the contract, with every call on record, and engines to run it in."""
+"""A connector that keeps the contract, with every call on record, engines to run it in, and what tests ask of them."""
 
 from __future__ import annotations
 
+import random
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from engine_wrapper.embedded.block_manager import common_length
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 
 BLOCK = 8
+LAYERS = 3
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
+SIX = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def prompt(length, seed=0):
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def answers(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def form(contract, groups, **fields):
+    """The arguments of an engine: `groups` None is the V1 cache manager, () V2 with one group."""
+    cache = fields.pop("cache", {})
+    if groups is not None:
+        cache = cache | {"use_kv_cache_manager_v2": True}
+    return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
+
+
+def forget_prefixes(llm):
+    """Empties the reuse tree, so that only donors know what was served."""
+    manager = llm.block_manager
+    while (block := manager._tree.evict()) is not None:
+        manager._free.append(block)
+
+
+def teach(llm, tokens, **options):
+    """Serves `tokens` once, after which only donors know them."""
+    llm.generate([tokens], TWO, **options)
+    llm.settle()
+    forget_prefixes(llm)
+
+
+def teach_shelf(llm, shelf, tokens):
+    """Has the shelf keep `tokens`; its records begin behind that. The salt keeps the exact cache out of it."""
+    shelf.saves = True
+    teach(llm, tokens, cache_salt="donor")
+    shelf.saves = False
+    for record in (shelf.calls, shelf.outputs, shelf.polls):
+        record.clear()
+
+
+@contextmanager
+def fails_once(owner, name):
+    """The next call of `owner`'s method raises."""
+    sound, calls = getattr(owner, name), []
+
+    def broken(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("injected")
+        return sound(*arguments)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(owner, name, broken)
+        yield
+    assert calls
 
 
 @dataclass
@@ -106,7 +168,7 @@ class ShelfWorker(KvCacheConnectorWorker):
 
     def register_kv_caches(self, kv_cache_tensor):
         self.shelf.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
-        self.view = pool_view(kv_cache_tensor, KvGeometry(3, 2, 16, BLOCK))
+        self.view = pool_view(kv_cache_tensor, KvGeometry(LAYERS, 2, 16, BLOCK))
 
     def start_load_kv(self, stream):
         self.shelf.calls.append(("start_load_kv",))
@@ -193,3 +255,9 @@ def make_shelf_llm(make_llm):
         return llm, shelf_of(llm.llm_args)
 
     return make
+
+
+@pytest.fixture
+def cold(make_llm):
+    """The answers of an engine that reuses nothing."""
+    return lambda prompts, params=SIX: answers(make_llm(cache={"enable_block_reuse": False}).generate(prompts, params))

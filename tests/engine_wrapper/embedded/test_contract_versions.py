@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from contextlib import contextmanager
 from dataclasses import fields
 
 import pytest
@@ -17,11 +15,22 @@ from semblend_trt.connector.contract import BOUND_ATTRIBUTES, VERSIONS
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded.conftest import BLOCK, ShelfScheduler, ShelfWorker, shelf_of
+from tests.engine_wrapper.embedded.conftest import (
+    BLOCK,
+    LAYERS,
+    SIX,
+    TWO,
+    ShelfScheduler,
+    ShelfWorker,
+    answers,
+    fails_once,
+    forget_prefixes,
+    form,
+    prompt,
+    shelf_of,
+    teach_shelf,
+)
 
-LAYERS = 3
-TWO = SamplingParams(max_tokens=2, ignore_eos=True)
-SIX = SamplingParams(max_tokens=6, ignore_eos=True)
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
     "1.1": BASE_FIELDS,
@@ -29,39 +38,17 @@ FIELDS = {
     "1.3rc": (*BASE_FIELDS, "priorities", "cache_salt_id"),
     "main": (*BASE_FIELDS, "block_hashes", "priorities", "cache_salt", "new_block_ids_by_layer_group"),
 }
+V1_CONTRACTS = [*FIELDS, "embedded"]
+FREEING = [name for name in FIELDS if not VERSIONS[name].holds_saved_blocks]
 FORMS = [
     pytest.param("1.1", None, id="1.1-flat"),
     pytest.param("1.2", None, id="1.2-flat"),
     pytest.param("1.3rc", None, id="1.3rc-flat"),
+    pytest.param("embedded", None, id="embedded"),
     pytest.param("main", None, id="main-flat"),
     pytest.param("main", (), id="main-one-group"),
     pytest.param("main", ((0, 2), (1,)), id="main-two-groups"),
 ]
-POOLED = FORMS[:-1]  # those in which one tensor describes the pool
-
-
-def prompt(length, seed=0):
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
-
-
-def answers(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def form(contract, groups, **fields):
-    """The arguments of an engine: `groups` None is the V1 cache manager, () V2 with one group."""
-    cache = fields.pop("cache", {})
-    if groups is not None:
-        cache = cache | {"use_kv_cache_manager_v2": True}
-    return fields | {"contract": contract, "cache": cache, "layer_groups": groups or None}
-
-
-def forget_prefixes(llm):
-    """Empties the reuse tree, so that only donors know what was served."""
-    manager = llm.block_manager
-    while (block := manager._tree.evict()) is not None:
-        manager._free.append(block)
 
 
 class GroupedScheduler(ShelfScheduler):
@@ -146,7 +133,7 @@ def test_calls_and_their_order(make_engine, contract, groups):
     version = VERSIONS[contract]
     llm, shelf = make_engine(contract, groups)
     registered = "register_kv_caches" if groups is None else "register_kv_cache_layout"
-    waits = ["wait_for_initialization"] if contract in ("1.3rc", "main") else []
+    waits = ["wait_for_initialization"] if contract not in ("1.1", "1.2") else []
     assert shelf.names() == [registered, *waits]
     shelf.calls.clear()
     llm.generate([prompt(5)], TWO)
@@ -167,16 +154,14 @@ def test_fields_of_a_scheduled_request(make_engine, contract, groups):
     llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
     output = shelf.outputs[0]
     (data,) = output.new_requests
-    assert tuple(each.name for each in fields(data)) == FIELDS[contract]
-    assert hasattr(output, "attention_dp_rank") == (contract == "main")
+    assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["main"])
+    assert hasattr(output, "attention_dp_rank") == (contract in ("main", "embedded"))
     by_group = getattr(data, "new_block_ids_by_layer_group", [])
     assert [len(ids) for ids in by_group] == [3] * (0 if groups is None else len(groups) or 1)
     assert len(data.new_block_ids) == (0 if groups and len(groups) > 1 else 3)
     assert getattr(data, "block_hashes", []) == []
-    if contract == "main":
-        assert data.cache_salt == "s"
-    if contract == "1.3rc":
-        assert isinstance(data.cache_salt_id, int)
+    assert getattr(data, "cache_salt", "s") == "s"
+    assert isinstance(getattr(data, "cache_salt_id", 0), int)
 
 
 @pytest.mark.parametrize("contract", FIELDS)
@@ -199,13 +184,13 @@ def test_v2_asks_with_the_request_itself(make_engine):
     assert [type(asked) for asked in llm.connector_scheduler.asked] == [LlmRequest]
 
 
-@pytest.mark.parametrize(("contract", "groups", "told"), [("1.3rc", None, 14), ("main", None, 8), ("main", (), 14)])
+@pytest.mark.parametrize(
+    ("contract", "groups", "told"), [("1.3rc", None, 14), ("main", None, 8), ("main", (), 14), ("embedded", None, 14)]
+)
 def test_which_local_match_is_told(make_engine, contract, groups, told):
     llm, shelf = make_engine(contract, groups)
-    tokens = prompt(20)
-    first = answers(llm.generate([tokens], TWO))
-    assert answers(llm.generate([tokens[:15]], TWO))[0] != []
-    assert answers(llm.generate([tokens], TWO)) == first
+    llm.generate([prompt(20)], TWO)
+    llm.generate([prompt(20)[:15]], TWO)
     queries = [call[1:] for call in shelf.calls if call[0] == "get_num_new_matched_tokens"]
     assert queries[1] == (2, told)
 
@@ -216,16 +201,14 @@ def test_which_local_match_is_told(make_engine, contract, groups, told):
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
-def test_loads_change_no_answer(make_engine, make_llm, contract, groups, asynchronous, overlap):
+def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronous, overlap):
     llm, shelf = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
     donor = prompt(60)
-    shelf.saves = True
-    llm.generate([donor], TWO, cache_salt="donor")
-    llm.settle()
-    shelf.saves, shelf.asynchronous, shelf.polls_a_load_takes = False, asynchronous, 1
+    teach_shelf(llm, shelf, donor)
+    shelf.asynchronous, shelf.polls_a_load_takes = asynchronous, 1
     prompts = [donor[:37] + prompt(20, 1), prompt(9, 2)]
     outputs = llm.generate(prompts, SIX)
-    assert answers(outputs) == answers(make_llm(cache={"enable_block_reuse": False}).generate(prompts, SIX))
+    assert answers(outputs) == cold(prompts)
     assert [output.reused_tokens for output in outputs] == [37, 0]
     assert llm.executor.pending_transfers == []
 
@@ -259,59 +242,60 @@ def test_v2_publishes_prompts_only(make_engine):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, make_llm, overlap):
+def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold, overlap):
     llm, shelf = make_engine("main", (), disable_overlap_scheduler=not overlap)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     llm.executor.pause(next(iter(llm.executor._active.values())))
     outputs = list(stream)
-    assert outputs[-1].outputs[0].token_ids == answers(make_llm().generate([prompt(20)], SIX))[0]
+    assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
     assert outputs[-1].prompt_token_ids == prompt(20)
     assert shelf.count("get_num_new_matched_tokens") == 2
     assert sum(len(each.new_requests) for each in shelf.outputs) == 2
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-def test_requests_that_outgrow_the_pool_take_turns(make_engine, make_llm, overlap):
+def test_requests_that_outgrow_the_pool_take_turns(make_engine, cold, overlap):
     many = SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [prompt(20, seed) for seed in range(4)]
     llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=not overlap)
-    assert answers(llm.generate(prompts, many)) == answers(make_llm().generate(prompts, many))
+    assert answers(llm.generate(prompts, many)) == cold(prompts, many)
     assert shelf.count("get_num_new_matched_tokens") > len(prompts)  # somebody was paused
     assert llm.block_manager.num_free_blocks == 12
 
 
-def test_an_offer_beyond_the_free_blocks_is_taken_in_part(make_engine, make_llm):
+def test_an_offer_beyond_the_free_blocks_is_taken_in_part(make_engine, cold):
     llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, max_num_tokens=16)
     donor = prompt(80)
-    shelf.saves = True
-    llm.generate([donor], TWO, cache_salt="donor")
-    llm.settle()
-    shelf.saves = False
+    teach_shelf(llm, shelf, donor)
     other = llm.generate_async(prompt(30, 3), SamplingParams(max_tokens=8, ignore_eos=True))
     next(other)
     outputs = llm.generate([donor], TWO)
     list(other)
     assert 0 < outputs[0].reused_tokens < 79
-    assert answers(outputs) == answers(make_llm().generate([donor], TWO))
+    assert answers(outputs) == cold([donor], TWO)
 
 
-@pytest.mark.parametrize("contract", FIELDS)
+@pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
     llm, shelf = make_engine(contract, None)
     donor = prompt(40)
-    shelf.saves = True
-    llm.generate([donor], TWO, cache_salt="donor")
-    llm.settle()
-    shelf.saves, shelf.asynchronous, shelf.polls_a_load_takes = False, True, 3
+    teach_shelf(llm, shelf, donor)
+    shelf.asynchronous, shelf.polls_a_load_takes = True, 3
     free = llm.block_manager.num_free_blocks
     stream = llm.generate_async(donor, TWO)
     llm.executor.step()
     llm.abort(stream.request_id)
-    assert (llm.block_manager.num_free_blocks == free) == (contract != "main")
+    assert (free - llm.block_manager.num_free_blocks, shelf.count("request_finished")) == {
+        "1.1": (0, 1),
+        "main": (5, 0),
+        "embedded": (5, 0),
+    }.get(contract, (0, 0))
     llm.settle()
     assert llm.block_manager.num_free_blocks == free
-    assert shelf.count("request_finished") == 1 + (contract == "1.1")
+    assert shelf.count("request_finished") == (contract in ("1.1", "embedded"))
+    assert next(stream).outputs[0].finish_reason == "cancelled"
+    assert llm.generate([donor], TWO)[0].cached_tokens == 0  # nothing of the abandoned load was published
 
 
 def cut_short(llm, tokens, how):
@@ -349,26 +333,6 @@ def test_a_paused_request_that_is_cancelled_disappears_as_well(make_engine):
 
 # -- a version's habits ------------------------------------------------------------------------------------------------
 
-V1_CONTRACTS = [*FIELDS, "embedded"]
-FREEING = [name for name in FIELDS if not VERSIONS[name].holds_saved_blocks]
-
-
-@contextmanager
-def fails_once(owner, name):
-    """The next call of `owner`'s method raises."""
-    sound, calls = getattr(owner, name), []
-
-    def broken(*arguments):
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise RuntimeError("injected")
-        return sound(*arguments)
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(owner, name, broken)
-        yield
-    assert calls
-
 
 def part_of(llm, where):
     return llm.executor.model_runner if where == "forward" else llm.connector_worker
@@ -376,7 +340,7 @@ def part_of(llm, where):
 
 @pytest.mark.parametrize("where", ["forward", "save_kv_layer", "wait_for_save"])
 @pytest.mark.parametrize("contract", FIELDS)
-def test_a_forward_that_fails_ends_the_running_requests(make_engine, make_llm, contract, where):
+def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
     llm, shelf = make_engine(contract, None, max_batch_size=2)
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
@@ -394,12 +358,12 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, make_llm, c
     assert llm.block_manager.num_reusable_blocks == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     # What waited is served as if nothing had been.
-    assert [list(streams[2])[-1].outputs[0].token_ids] == answers(make_llm().generate([prompt(20, 2)], SIX))
+    assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 @pytest.mark.parametrize("contract", FIELDS)
-def test_a_prompt_whose_forward_fails_is_not_published(make_engine, make_llm, contract, overlap):
+def test_a_prompt_whose_forward_fails_is_not_published(make_engine, cold, contract, overlap):
     llm, _ = make_engine(contract, None, max_num_tokens=16, disable_overlap_scheduler=not overlap)
     stream = llm.generate_async(prompt(40), SIX)
     llm.executor.step()
@@ -409,7 +373,7 @@ def test_a_prompt_whose_forward_fails_is_not_published(make_engine, make_llm, co
     assert llm.block_manager.num_reusable_blocks == 2
     (output,) = llm.generate([prompt(40)], SIX)
     assert output.cached_tokens == 2 * BLOCK
-    assert answers([output]) == answers(make_llm().generate([prompt(40)], SIX))
+    assert answers([output]) == cold([prompt(40)])
 
 
 def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
@@ -509,22 +473,17 @@ def test_of_saves_that_end_together_one_may_be_unpinned(make_engine, contract):
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, make_llm, contract):
+def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, contract):
     llm, shelf = make_engine(contract, None, cache={"enable_block_reuse": False})
     donor = prompt(40)
-    shelf.saves = True
-    llm.generate([donor], TWO)
-    llm.settle()
-    shelf.saves = False
-    shelf.calls.clear()
-    shelf.outputs.clear()
+    teach_shelf(llm, shelf, donor)
     (output,) = llm.generate([donor], SIX)
     assert shelf.count("get_num_new_matched_tokens") == (contract == "main")
     assert shelf.count("update_state_after_alloc") == 1
     (data,) = shelf.outputs[0].new_requests
     assert (data.computed_position, data.num_scheduled_tokens) == (-39 if contract == "main" else 0, 40)
     assert (output.cached_tokens, output.reused_tokens) == (0, 0)
-    assert answers([output]) == answers(make_llm().generate([donor], SIX))
+    assert answers([output]) == cold([donor])
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
@@ -596,122 +555,3 @@ def test_regions_describe_the_pool(make_engine):
             assert region.address_of(5) == pool[5, layer].data_ptr()
             with pytest.raises(IndexError, match="slot -1"):
                 region.address_of(-1)
-
-
-# -- our connector ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def make_ours(make_llm, monkeypatch):
-    def make(contract, groups, module="semblend_trt.connector", policy="exact", **fields):
-        monkeypatch.setenv("SEMBLEND_POLICY", policy)
-        monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
-        names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-        return make_llm(*names, module=module, **form(contract, groups, **fields))
-
-    return make
-
-
-def check_nothing_is_held(llm):
-    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
-    assert len(llm.connector_worker._followed) == 0
-    assert not llm.connector_scheduler._runtime.faults
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize(("contract", "groups"), POOLED)
-def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, make_llm, contract, groups, overlap):
-    llm = make_ours(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=64)
-    donor = prompt(200)
-    llm.generate([donor], TWO)
-    llm.settle()
-    forget_prefixes(llm)
-    prompts = [donor[:150] + prompt(40, 1), prompt(90, 2)]
-    outputs = llm.generate(prompts, SIX)
-    llm.settle()
-    assert answers(outputs) == answers(make_llm().generate(prompts, SIX))
-    assert [output.reused_tokens for output in outputs] == [150, 0]
-    check_nothing_is_held(llm)
-
-
-@pytest.mark.parametrize(("contract", "groups"), POOLED)
-def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, make_llm, contract, groups):
-    # The lowest layers run on the document as well, which fits; the last row of the prompt runs behind them.
-    llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
-    document = prompt(160)
-    llm.generate([prompt(24, 1) + document], TWO)
-    llm.settle()
-    shifted = prompt(37, 2) + document + prompt(12, 3)
-    (output,) = outputs = llm.generate([shifted], SIX)
-    llm.settle()
-    assert answers(outputs) == answers(make_llm().generate([shifted], SIX))
-    assert output.reused_tokens == len(document)
-    again = llm.generate([shifted], SIX)[0]
-    assert again.cached_tokens < 37 + BLOCK  # nothing approximate was published
-    llm.settle()
-    check_nothing_is_held(llm)
-
-
-def test_ours_serves_several_layer_groups_cold(make_ours, make_llm):
-    llm = make_ours("main", ((0, 1), (2,)))
-    prompts = [prompt(100), prompt(100)]
-    for _ in range(2):
-        outputs = llm.generate(prompts, SIX)
-        assert answers(outputs) == answers(make_llm().generate(prompts, SIX))
-    assert {output.reuse_reason for output in outputs} == {"layer_groups"}
-    assert llm.executor.pending_transfers == []
-
-
-@pytest.mark.parametrize("module", ["semblend_trt.connector", "engine_wrapper.connector"])
-def test_ours_takes_a_short_honour(make_ours, make_llm, module):
-    policy = "exact" if module == "semblend_trt.connector" else "boundary"
-    llm = make_ours(
-        "main", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
-    )
-    donor = prompt(280)
-    llm.generate([donor], TWO)
-    llm.settle()
-    forget_prefixes(llm)
-    other = llm.generate_async(prompt(120, 3), SamplingParams(max_tokens=8, ignore_eos=True))
-    next(other)
-    outputs = llm.generate([donor], TWO)
-    list(other)
-    llm.settle()
-    assert 0 < outputs[0].reused_tokens < 279
-    assert answers(outputs) == answers(make_llm().generate([donor], TWO))
-    check_nothing_is_held(llm)
-
-
-def test_ours_loads_again_after_a_pause(make_ours, make_llm):
-    llm = make_ours("main", ())
-    donor = prompt(200)
-    llm.generate([donor], TWO)
-    llm.settle()
-    forget_prefixes(llm)
-    question = donor[:150] + prompt(20, 1)
-    stream = llm.generate_async(question, SIX)
-    next(stream)
-    llm.executor.pause(next(iter(llm.executor._active.values())))
-    forget_prefixes(llm)
-    outputs = list(stream)
-    llm.settle()
-    assert outputs[-1].outputs[0].token_ids == answers(make_llm().generate([question], SIX))[0]
-    check_nothing_is_held(llm)
-
-
-@pytest.mark.parametrize("how", ["failed", "cancelled"])
-@pytest.mark.parametrize(("contract", "groups"), POOLED)
-def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypatch, contract, groups, how):
-    monkeypatch.setattr("semblend_trt.connector.requests.MAX_SILENT_ITERATIONS", 4)
-    llm = make_ours(contract, groups)
-    donor = prompt(200)
-    llm.generate([donor], TWO)
-    llm.settle()
-    forget_prefixes(llm)
-    cut_short(llm, donor[:150] + prompt(40, 1), how)
-    llm.generate([prompt(30, 2)], SIX)
-    llm.settle()
-    check_nothing_is_held(llm)
-    assert llm.connector_scheduler.donor_index.catalog.stats().saving == 0
-    assert len(llm.connector_scheduler._requests) == 0

@@ -15,46 +15,34 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
-from tests.engine_wrapper.embedded.conftest import BLOCK, ShelfScheduler, ShelfWorker, shelf_of
-
-LAYERS = 3
-TWO = SamplingParams(max_tokens=2, ignore_eos=True)
-SIX = SamplingParams(max_tokens=6, ignore_eos=True)
-
-
-def prompt(length, seed=0):
-    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def answer(output):
-    return output.outputs[0].token_ids
-
-
-def answers(outputs):
-    return [answer(output) for output in outputs]
-
+from tests.engine_wrapper.embedded.conftest import (
+    BLOCK,
+    LAYERS,
+    SIX,
+    TWO,
+    ShelfScheduler,
+    ShelfWorker,
+    answers,
+    prompt,
+    teach_shelf,
+)
+from tests.engine_wrapper.serving import token_ids
 
 # -- the order and number of calls ------------------------------------------------------------------------------------
 
 
-def test_calls_come_in_the_contracts_order(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    assert shelf.names() == ["register_kv_caches", "wait_for_initialization"]
-    shelf.calls.clear()
-    llm.generate([prompt(5)], TWO)
-    layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
-    forward = ["build_connector_meta", "start_load_kv", *layers, "forward_pass_callable", "wait_for_save"]
-    assert shelf.names() == [
-        *["get_num_new_matched_tokens", "update_state_after_alloc", *forward, "get_finished"],
-        *[*forward, "request_finished", "get_finished"],
-    ]
-    assert [layer for name, *layer in shelf.calls if name == "save_kv_layer"] == [[0], [1], [2]] * 2
-
-
 def test_the_pool_is_registered_whole(make_shelf_llm):
     llm, shelf = make_shelf_llm()
-    assert shelf.calls[0] == ("register_kv_caches", (128, LAYERS, 2, 2 * BLOCK * 16))
+    assert shelf.calls == [("register_kv_caches", (128, LAYERS, 2, 2 * BLOCK * 16)), ("wait_for_initialization",)]
     assert runtime_for(llm.llm_args).engine is llm.executor
+
+
+@pytest.mark.parametrize("does_nothing", [False, True])
+def test_layer_hooks_can_be_left_out_or_do_nothing(make_shelf_llm, does_nothing):
+    llm, shelf = make_shelf_llm(layer_hooks=does_nothing)
+    llm.connector_worker.uses_layer_hooks = not does_nothing
+    llm.generate([prompt(5)], TWO)
+    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
 
 
 def test_call_counts_over_chunks(make_shelf_llm):
@@ -83,19 +71,6 @@ def test_call_counts_over_chunks(make_shelf_llm):
     assert [[len(d.new_block_ids) for d in each] for each in cached] == [[0], [0], [1]]
 
 
-def test_layer_hooks_can_be_left_out(make_shelf_llm):
-    llm, shelf = make_shelf_llm(layer_hooks=False)
-    llm.generate([prompt(5)], TWO)
-    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
-
-
-def test_layer_hooks_that_do_nothing_are_not_called(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    llm.connector_worker.uses_layer_hooks = False
-    llm.generate([prompt(5)], TWO)
-    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
-
-
 def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
     llm, shelf = make_shelf_llm()
     shelf.calls.clear()
@@ -104,53 +79,12 @@ def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
     assert shelf.names() == ["get_finished"] * 2
 
 
-def test_the_local_match_is_told_to_the_connector(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    tokens = prompt(20)
-    llm.generate([tokens, prompt(7, 1)], TWO)
-    llm.generate([tokens[:15]], TWO)
-    queries = [call[1:] for call in shelf.calls if call[0] == "get_num_new_matched_tokens"]
-    assert queries == [(1, 0), (2, 0), (3, 14)]
-
-
-def test_with_block_reuse_off_the_connector_is_not_asked(make_shelf_llm):
-    llm, shelf = make_shelf_llm(cache={"enable_block_reuse": False})
-    (output,) = llm.generate([prompt(20)], TWO)
-    assert shelf.count("get_num_new_matched_tokens") == 0
-    assert shelf.count("update_state_after_alloc") == shelf.count("request_finished") == 1
-    assert output.cached_tokens == 0
-
-
 # -- loads and saves --------------------------------------------------------------------------------------------------
-
-
-def saved(llm, shelf, tokens, salt="donor"):
-    """Serves `tokens` once so that they are a donor; the salt keeps the exact cache out of it."""
-    shelf.saves = True
-    llm.generate([tokens], TWO, cache_salt=salt)
-    llm.settle()
-    shelf.saves = False
-    shelf.calls.clear()
-    shelf.outputs.clear()
-    shelf.polls.clear()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("common", [BLOCK, 21, 39])
-def test_matched_tokens_are_skipped_and_the_answer_is_the_same(make_shelf_llm, make_llm, asynchronous, common):
-    tokens = [*prompt(common), *prompt(40 - common, 1)]
-    (cold,) = make_llm().generate([tokens], SIX)
-    llm, shelf = make_shelf_llm()
-    saved(llm, shelf, prompt(common))
-    shelf.asynchronous, shelf.polls_a_load_takes = asynchronous, 3
-    (warm,) = llm.generate([tokens], SIX)
-    assert answer(warm) == answer(cold)
-    assert (warm.cached_tokens, warm.reused_tokens, warm.computed_tokens) == (0, common, 40 - common)
 
 
 def test_a_synchronous_load_is_announced_at_its_first_token(make_shelf_llm):
     llm, shelf = make_shelf_llm()
-    saved(llm, shelf, prompt(30))
+    teach_shelf(llm, shelf, prompt(30))
     llm.generate([prompt(40)], TWO)
     (data,) = shelf.outputs[0].new_requests
     assert (data.computed_position, data.num_scheduled_tokens) == (0, 10)
@@ -159,7 +93,7 @@ def test_a_synchronous_load_is_announced_at_its_first_token(make_shelf_llm):
 
 def test_an_asynchronous_load_parks_its_request_while_others_run(make_shelf_llm):
     llm, shelf = make_shelf_llm()
-    saved(llm, shelf, prompt(30))
+    teach_shelf(llm, shelf, prompt(30))
     shelf.asynchronous, shelf.polls_a_load_takes = True, 4
     parked = llm.generate_async(prompt(40), TWO)
     other = prompt(12, 1)
@@ -175,7 +109,7 @@ def test_an_asynchronous_load_parks_its_request_while_others_run(make_shelf_llm)
 
 def test_an_iteration_that_parks_everything_runs_no_forward(make_shelf_llm):
     llm, shelf = make_shelf_llm()
-    saved(llm, shelf, prompt(30))
+    teach_shelf(llm, shelf, prompt(30))
     shelf.asynchronous, shelf.polls_a_load_takes = True, 1
     stream = llm.generate_async(prompt(40), TWO)
     assert llm.executor.step() is False
@@ -211,14 +145,14 @@ def test_held_blocks_keep_their_content_under_pressure(make_shelf_llm, make_llm)
         llm.generate([prompt(40, seed)], TWO)
     llm.settle()
     (warm,) = llm.generate([[*tokens, 1, 2]], SIX)
-    assert (warm.reused_tokens, answer(warm)) == (30, answer(cold))
+    assert (warm.reused_tokens, token_ids(warm)) == (30, token_ids(cold))
 
 
 def test_a_request_waits_for_blocks_that_a_save_holds(make_shelf_llm):
     llm, shelf = make_shelf_llm(cache={"max_tokens": 4 * BLOCK})
     shelf.saves, shelf.polls_a_save_takes = True, 5
     llm.generate([prompt(20)], TWO)
-    assert len(answer(llm.generate([prompt(20, 1)], TWO)[0])) == 2
+    assert len(token_ids(llm.generate([prompt(20, 1)], TWO)[0])) == 2
 
 
 def test_a_transfer_that_never_ends_is_named(make_shelf_llm):
@@ -239,16 +173,6 @@ class OffersEverything(ShelfScheduler):
         return request.prompt_len - num_computed_tokens, False
 
 
-class AwaitsNothing(ShelfScheduler):
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 0, True
-
-
-class SendsAFunction(ShelfScheduler):
-    def build_connector_meta(self, scheduler_output):
-        return lambda: None
-
-
 class Raises(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids):
         raise OSError("the disk is gone")
@@ -263,8 +187,6 @@ class ReportsStrangers(ShelfWorker):
     ("scheduler", "worker", "rule"),
     [
         ("OffersEverything", "ShelfWorker", "one_token_left"),
-        ("AwaitsNothing", "ShelfWorker", "asynchronous_needs_tokens"),
-        ("SendsAFunction", "ShelfWorker", "metadata_picklable"),
         ("ShelfScheduler", "ReportsStrangers", "finished_id_handed_in"),
     ],
 )
@@ -319,24 +241,6 @@ def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_shelf_
     assert llm.executor.num_unfinished == 0
 
 
-def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    saved(llm, shelf, prompt(30))
-    free = llm.block_manager.num_free_blocks
-    shelf.asynchronous, shelf.polls_a_load_takes = True, 2
-    stream = llm.generate_async(prompt(40), TWO)
-    llm.executor.step()
-    assert llm.abort(stream.request_id) is True
-    assert llm.block_manager.num_free_blocks == free - 5
-    assert shelf.count("request_finished") == 0
-    llm.settle()
-    assert llm.block_manager.num_free_blocks == free
-    assert shelf.count("request_finished") == 1
-    assert next(stream).outputs[0].finish_reason == "cancelled"
-    (cold,) = llm.generate([prompt(40)], TWO)
-    assert cold.cached_tokens == 0  # nothing of the abandoned load was published
-
-
 def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     poisoned = ModelRunner(tiny_qwen2_path, device="cpu")
     with torch.no_grad():
@@ -351,7 +255,7 @@ def test_one_failing_request_leaves_the_others_alone(tiny_qwen2_path, make_llm):
     assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
     assert "request 1 failed" in bad.error
     assert "not finite" in bad.error
-    assert answer(good) == answer(cold)
+    assert token_ids(good) == token_ids(cold)
     assert llm.block_manager.num_free_blocks == free
     assert llm.generate([poisoned_prompt], SIX)[0].cached_tokens == 0
     for seed in range(4):  # the poisoned block comes round again
@@ -391,7 +295,7 @@ def test_only_written_chunks_are_reusable(make_llm):
     second = llm.generate_async(tokens, SIX)
     *_, last = first
     *_, also = second
-    assert answer(last) == answer(also) == answer(cold)
+    assert token_ids(last) == token_ids(also) == token_ids(cold)
     assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
     assert also.cached_tokens == 48
 
@@ -410,7 +314,7 @@ def test_generated_tokens_are_reusable_but_for_the_last(make_llm):
     llm = make_llm()
     first = prompt(12)
     (output,) = llm.generate([first], SamplingParams(max_tokens=13, ignore_eos=True))
-    (follow_up,) = llm.generate([[*first, *answer(output), 1, 2]], TWO)
+    (follow_up,) = llm.generate([[*first, *token_ids(output), 1, 2]], TWO)
     assert follow_up.cached_tokens == 24  # 12 + 13 tokens, of which the newest was never written
 
 
@@ -443,9 +347,3 @@ def test_an_engine_and_its_pool_are_collected(make_shelf_llm, runner, tiny_qwen2
     del llm
     gc.collect()
     assert pool() is None
-
-
-def test_shelves_belong_to_one_engine(make_shelf_llm):
-    first, second = make_shelf_llm(), make_shelf_llm()
-    assert first[1] is not second[1]
-    assert shelf_of(first[0].llm_args) is first[1]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 import weakref
 
 import numpy as np
@@ -16,19 +21,18 @@ from engine_wrapper.embedded.llm import (
     KvCacheConnectorConfig,
     LlmArgs,
     SamplingParams,
+    interrupts_held,
 )
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.pool import DEFAULT_POOL_BYTES, pool_blocks
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from tests.engine_wrapper.embedded.conftest import answers
+from tests.engine_wrapper.serving import token_ids
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 WARM = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
 TEXT = "The quick brown fox jumps over the lazy dog."
-
-
-def tokens_of(output):
-    return output.outputs[0].token_ids
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -38,19 +42,19 @@ def test_one_output_for_each_prompt_in_order(make_llm):
     llm = make_llm()
     ids = llm.tokenizer.encode(TEXT)
     text, tokens, array = llm.generate([TEXT, ids, np.array(ids)], FOUR)
-    assert tokens_of(text) == tokens_of(tokens) == tokens_of(array)
+    assert token_ids(text) == token_ids(tokens) == token_ids(array)
     assert (text.prompt, tokens.prompt) == (TEXT, None)
     assert text.prompt_token_ids == tokens.prompt_token_ids == ids
     assert [output.request_id for output in (text, tokens, array)] == [1, 2, 3]
     for prompts in (TEXT, ids, np.array(ids), [np.array(ids)], tuple(ids)):
-        assert [tokens_of(output) for output in llm.generate(prompts, FOUR)] == [tokens_of(text)]
+        assert [token_ids(output) for output in llm.generate(prompts, FOUR)] == [token_ids(text)]
 
 
 def test_greedy_equals_the_models_own_generation(make_llm, runner):
     ids = runner.tokenizer.encode(TEXT)
     expected = runner.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     (output,) = make_llm().generate([ids], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert tokens_of(output) == expected[0, len(ids) :].tolist()
+    assert token_ids(output) == expected[0, len(ids) :].tolist()
 
 
 def test_the_record_of_a_request(make_llm):
@@ -83,22 +87,22 @@ def test_the_models_end_token_stops_unless_ignored(tiny_qwen2_path):
         hidden = runner.model.lm_head.weight
         hidden[eos] = 0
     with LLM(model=tiny_qwen2_path, runner=runner) as llm:
-        plain = tokens_of(llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))[0])
+        plain = token_ids(llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))[0])
         with torch.no_grad():
             hidden[eos] = hidden[plain[2]] * 1.5
         (stopped,) = llm.generate([TEXT], SamplingParams(max_tokens=6))
         (ignored,) = llm.generate([TEXT], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert (stopped.outputs[0].finish_reason, tokens_of(stopped)[-1]) == ("stop", eos)
-    assert len(tokens_of(stopped)) <= 3
-    assert len(tokens_of(ignored)) == 6
+    assert (stopped.outputs[0].finish_reason, token_ids(stopped)[-1]) == ("stop", eos)
+    assert len(token_ids(stopped)) <= 3
+    assert len(token_ids(ignored)) == 6
 
 
 def test_a_seed_fixes_the_tokens_whatever_runs_beside(make_llm):
     llm = make_llm()
     (alone,) = llm.generate([TEXT], WARM)
     beside = llm.generate(["something else", TEXT, "and more"], [FOUR, WARM, WARM])
-    assert tokens_of(beside[1]) == tokens_of(alone)
-    different = [tokens_of(llm.generate([TEXT], SamplingParams(8, 1.0, seed=seed))[0]) for seed in range(4)]
+    assert token_ids(beside[1]) == token_ids(alone)
+    different = [token_ids(llm.generate([TEXT], SamplingParams(8, 1.0, seed=seed))[0]) for seed in range(4)]
     assert len(set(map(tuple, different))) > 1
 
 
@@ -106,7 +110,7 @@ def test_settings_for_each_prompt(make_llm):
     llm = make_llm()
     lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 2)]
     outputs = llm.generate([TEXT] * 3, lengths, cache_salt=["a", None, "b"])
-    assert [len(tokens_of(output)) for output in outputs] == [1, 3, 2]
+    assert [len(token_ids(output)) for output in outputs] == [1, 3, 2]
     assert llm.generate([TEXT], FOUR, cache_salt="b")[0].cached_tokens > 0
     assert llm.generate([TEXT], FOUR, cache_salt="c")[0].cached_tokens == 0
 
@@ -118,7 +122,7 @@ def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner)
     (output,) = make_llm().generate([ids], params)
     with torch.no_grad():
         plain = runner.model(torch.tensor([[*ids, *forced]])).logits[0, len(ids) - 1 : -1]
-    assert tokens_of(output) == list(forced)
+    assert token_ids(output) == list(forced)
     assert output.outputs[0].generation_logits.shape == (3, 257)
     assert (output.outputs[0].generation_logits - plain).abs().max() <= 1e-4
 
@@ -128,9 +132,9 @@ def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner)
 def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
     with LLM(model=tiny_model_paths[family], dtype=dtype, device="cpu", max_num_tokens=32) as llm:
         (cold,) = llm.generate([TEXT], FOUR)
-        assert (len(tokens_of(cold)), llm.executor.pool.tensor.dtype) == (4, getattr(torch, dtype))
+        assert (len(token_ids(cold)), llm.executor.pool.tensor.dtype) == (4, getattr(torch, dtype))
         if dtype == "float32":
-            assert tokens_of(llm.generate([TEXT], FOUR)[0]) == tokens_of(cold)
+            assert token_ids(llm.generate([TEXT], FOUR)[0]) == token_ids(cold)
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -140,23 +144,23 @@ def test_a_stream_gives_one_output_for_every_token(make_llm):
     llm = make_llm()
     (whole,) = llm.generate([TEXT], FOUR)
     parts = list(llm.generate_async(TEXT, FOUR))
-    assert [tokens_of(part) for part in parts] == [tokens_of(whole)[: n + 1] for n in range(4)]
+    assert [token_ids(part) for part in parts] == [token_ids(whole)[: n + 1] for n in range(4)]
     assert [part.finished for part in parts] == [False, False, False, True]
     assert [part.outputs[0].finish_reason for part in parts] == [None, None, None, "length"]
     assert parts[-1].outputs[0].text == whole.outputs[0].text
     (final,) = llm.generate_async(TEXT, FOUR, streaming=False)
-    assert tokens_of(final) == tokens_of(whole)
+    assert token_ids(final) == token_ids(whole)
 
 
 def test_streams_run_together_and_beside_generate(make_llm):
     llm = make_llm()
-    expected = [tokens_of(output) for output in llm.generate([TEXT, "another prompt"], FOUR)]
+    expected = [token_ids(output) for output in llm.generate([TEXT, "another prompt"], FOUR)]
     first, second = llm.generate_async(TEXT, FOUR), llm.generate_async("another prompt", FOUR)
     next(first)
     next(second)
     assert llm.executor.num_unfinished == 2
-    assert tokens_of(llm.generate([TEXT], FOUR)[0]) == expected[0]
-    assert [tokens_of(list(first)[-1]), tokens_of(list(second)[-1])] == expected
+    assert token_ids(llm.generate([TEXT], FOUR)[0]) == expected[0]
+    assert [token_ids(list(first)[-1]), token_ids(list(second)[-1])] == expected
 
 
 def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
@@ -177,7 +181,7 @@ def test_an_aborted_stream_ends_with_what_it_has(make_llm):
     next(stream)
     assert llm.abort(stream.request_id)
     (last,) = stream
-    assert (len(tokens_of(last)), last.outputs[0].finish_reason, last.finished) == (1, "cancelled", True)
+    assert (len(token_ids(last)), last.outputs[0].finish_reason, last.finished) == (1, "cancelled", True)
     assert not llm.abort(stream.request_id)
     assert not llm.abort(999)
 
@@ -190,7 +194,7 @@ def test_engines_share_weights_and_nothing_else(make_llm):
     assert first.executor.model_runner.model is second.executor.model_runner.model
     (cold,) = first.generate([TEXT], FOUR)
     (other,) = second.generate([TEXT], FOUR)
-    assert (other.cached_tokens, tokens_of(other)) == (0, tokens_of(cold))
+    assert (other.cached_tokens, token_ids(other)) == (0, token_ids(cold))
     first.executor.model_runner.plan_source = lambda request_id: None
     assert second.executor.model_runner.plan_source is None
 
@@ -360,3 +364,137 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
     assert namespace_of(adopted).unknown_fields == ("model_revision",)
     monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")
     assert namespace_of(adopted).unknown_fields == ()
+
+
+# -- Ctrl-C ends the requests of a call where the engine is whole, and the engine serves on --------------------
+
+EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
+PROMPTS = [[*range(1, 60)], [*range(100, 130)]]
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def held(reached: list[int], interrupts: int):
+    with interrupts_held(), interrupts_held():
+        for number in range(interrupts):
+            interrupt()
+            reached.append(number)
+
+
+@pytest.mark.parametrize(("interrupts", "expected"), [(1, [0]), (2, [0])])
+def test_the_first_interrupt_waits_for_the_end_and_the_second_does_not(interrupts: int, expected: list[int]):
+    reached: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(reached, interrupts)
+    assert reached == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_hold_nothing():
+    handlers = []
+
+    def look():
+        with interrupts_held():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(60)
+    assert handlers == [signal.default_int_handler]
+
+
+class Interrupting:
+    """A forward that calls `act` the `number`-th time, at its end."""
+
+    def __init__(self, llm, act, number):
+        self._runner, self._act, self._left = llm.executor.model_runner, act, number
+        self._forward = self._runner.forward
+        self._runner.forward = self
+
+    def __call__(self, *arguments, **named):
+        result = self._forward(*arguments, **named)
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+        return result
+
+
+def raises():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("act", [interrupt, raises])
+@pytest.mark.parametrize("fields", [{}, {"contract": "1.1"}, {"contract": "1.2", "disable_overlap_scheduler": False}])
+def test_the_engine_serves_on(make_shelf_llm, make_llm, fields, act, number):
+    expected = answers(make_llm().generate(PROMPTS, EIGHT))
+    llm, _ = make_shelf_llm(max_num_tokens=32, **fields)
+    free = llm.block_manager.num_free_blocks
+    Interrupting(llm, act, number)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, EIGHT)
+    llm.settle()
+    assert llm.executor.num_unfinished == 0
+    assert llm.block_manager.num_free_blocks == free
+    assert answers(llm.generate(PROMPTS, EIGHT)) == expected
+
+
+def test_another_callers_request_goes_on(make_llm):
+    expected = answers(make_llm().generate(PROMPTS[:1], EIGHT))
+    llm = make_llm()
+    stream = llm.generate_async(PROMPTS[0], EIGHT)
+    next(stream)
+    Interrupting(llm, interrupt, 1)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], EIGHT)
+    *_, last = stream
+    assert answers([last]) == expected
+
+
+def test_a_request_is_not_left_behind_when_it_is_interrupted_on_its_way_in(make_llm, monkeypatch):
+    llm = make_llm()
+    enqueue = llm.executor.enqueue
+
+    def interrupted(requests):
+        enqueue(requests)
+        interrupt()
+
+    monkeypatch.setattr(llm.executor, "enqueue", interrupted)
+    for serve in (llm.generate, llm.generate_async):
+        with pytest.raises(KeyboardInterrupt):
+            serve(PROMPTS[0], EIGHT)
+    assert llm.executor.num_unfinished == 0
+
+
+CHILD = """
+import sys
+from engine_wrapper.embedded.llm import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu")
+params, prompt = SamplingParams(max_tokens=8, ignore_eos=True), list(range(1, 60))
+expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+runner = llm.executor.model_runner
+forward = runner.forward
+def waiting(*arguments, **named):
+    print("forward", flush=True)
+    sys.stdin.readline()
+    return forward(*arguments, **named)
+runner.forward = waiting
+try:
+    llm.generate(prompt, params)
+except KeyboardInterrupt:
+    runner.forward = forward
+    print("same" if llm.generate(prompt, params)[0].outputs[0].token_ids == expected else "other", flush=True)
+"""
+
+
+def test_a_real_signal_inside_a_forward(tiny_qwen2_path):
+    command = [sys.executable, "-c", CHILD, str(tiny_qwen2_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "forward\n"
+        os.kill(child.pid, signal.SIGINT)
+        output, _ = child.communicate("\n", timeout=300)
+    assert (child.returncode, output) == (0, "same\n")

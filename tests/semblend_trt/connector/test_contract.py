@@ -6,7 +6,7 @@ import pytest
 
 from semblend_trt.connector import contract
 from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, version_of
-from tests.semblend_trt.doctor.test_engine import module_of
+from tests.semblend_trt.doctor.test_trtllm import module_of
 
 
 @pytest.mark.parametrize("name", VERSIONS)

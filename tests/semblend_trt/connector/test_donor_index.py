@@ -1,6 +1,8 @@
-"""Index and catalog stay in step: a donor is found only while its bytes are held, and never counted twice."""
+"""Index, catalog and tiers stay in step: a donor is found only while its bytes are held, and never counted twice."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 import pytest
@@ -11,27 +13,45 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.donor_index import DonorIndex
+from semblend_trt.connector.donor_index import MAX_FETCHES, MAX_PREFETCHES, MAX_PROMOTIONS, DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.donor_file import DonorText, file_bytes
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadCommands
+from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import PoolFacts, SavedDonor
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
+TEXT = 64
+FILE_BYTES = file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, TEXT)
 
 
-def library(host_tokens=1000, **overrides):
-    settings = load_settings(
-        policy="position_fix", host_bytes=host_tokens * TOKEN_BYTES, min_reuse_ratio=0, **overrides
-    )
-    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), DonorPublisher(), None, lambda kind: None, None)
+class Publisher(DonorPublisher):
+    """Keeps what it is told of donors that come, move and go."""
+
+    def __init__(self):
+        self.told = []
+
+    def found(self, donor_id, namespace_key, tokens, tier):
+        self.told.append(("found", donor_id, tier))
+
+    def moved(self, donor_id, tier):
+        self.told.append(("moved", donor_id, tier))
+
+    def gone(self, donor_id):
+        self.told.append(("gone", donor_id))
 
 
-def text(seed, length):
+def index_of(host_tokens=1000, publisher=None, link=None, count=lambda kind: None, **overrides):
+    chosen = {"policy": "position_fix", "min_reuse_ratio": 0, "host_bytes": host_tokens * TOKEN_BYTES} | overrides
+    pool = PoolFacts(GEOMETRY, 64, torch.float32)
+    return DonorIndex(load_settings(**chosen), pool, publisher or DonorPublisher(), link, count, None)
+
+
+def text(seed, length=TEXT):
     return np.random.default_rng(seed).integers(0, 5000, length, dtype=np.int32)
 
 
@@ -39,179 +59,338 @@ def tracked(request_id, prompt, key="namespace"):
     return TrackedRequest(request_id, key, prompt, 0)
 
 
-def keep(books, donor_id, tokens, key="namespace"):
-    intent = books.intend(donor_id, tracked(1, tokens, key), 0)
-    assert books.begin_save(intent, key, tokens)
-    books.saved(SavedDonor(donor_id, len(tokens)))
+def begin(index, donor_id, tokens, key="namespace", block_ids=()):
+    intent = index.intend(donor_id, tracked(1, tokens, key), 0)
+    assert index.begin_save(intent, key, tokens, block_ids)
     return intent
 
 
-def lookup(tokens, key="namespace"):
-    return LookupRequest(
-        request_id=9,
-        namespace_key=key,
-        tokens=np.concatenate([text(999, 40), tokens, text(998, 10)]),
-        num_computed_tokens=0,
-        block_size=16,
-        mode=EngineMode.WRAPPER,
-        publication_guard=True,
+def keep(index, donor_id, tokens, key="namespace"):
+    intent = begin(index, donor_id, tokens, key)
+    index.saved(SavedDonor(donor_id, len(tokens)))
+    return intent
+
+
+def plan(index, tokens, key="namespace"):
+    """What is planned for a prompt with `tokens` in its middle, and the leases."""
+    return index.plan(
+        LookupRequest(
+            request_id=9,
+            namespace_key=key,
+            tokens=np.concatenate([text(999, 40), tokens, text(998, 10)]),
+            num_computed_tokens=0,
+            block_size=16,
+            mode=EngineMode.WRAPPER,
+            publication_guard=True,
+        )
     )
 
 
+def reused(index, tokens, key="namespace"):
+    """Tokens that a look-up reuses; its leases are given back."""
+    planned, leases = plan(index, tokens, key)
+    for lease in leases:
+        lease.release()
+    return 0 if planned.plan is None else planned.plan.reused_tokens
+
+
 def test_donor_is_found_only_once_it_is_held():
-    books, tokens = library(), text(1, 200)
-    intent = books.intend("donor", tracked(1, tokens), 0)
-    assert books.plan(lookup(tokens))[0].plan is None
-    books.begin_save(intent, "namespace", tokens)
-    assert books.plan(lookup(tokens))[0].plan is None
-    books.saved(SavedDonor("donor", len(tokens)))
-    planned, leases = books.plan(lookup(tokens))
+    index, tokens = index_of(), text(1, 200)
+    intent = index.intend("donor", tracked(1, tokens), 0)
+    assert reused(index, tokens) == 0
+    index.begin_save(intent, "namespace", tokens)
+    assert reused(index, tokens) == 0
+    index.saved(SavedDonor("donor", len(tokens)))
+    planned, leases = plan(index, tokens)
     assert planned.plan.reused_tokens == 200
     assert [lease.donor_id for lease in leases] == ["donor"]
+    for key in ("other", ""):
+        planned, _ = plan(index, tokens, key)
+        assert (planned.plan, planned.runs_found) == (None, 0)
 
 
-def test_failed_save_leaves_nothing():
-    books, tokens = library(), text(1, 200)
-    intent = books.intend("donor", tracked(1, tokens), 0)
-    books.begin_save(intent, "namespace", tokens)
-    books.saved(SavedDonor("donor", 0, "disk on fire"))
-    assert books.catalog.stats().used_bytes == 0
-    assert books.plan(lookup(tokens))[0].plan is None
-    assert books.intend("donor-2", tracked(2, tokens), 0) is not None
-
-
-def test_only_saved_tokens_are_indexed():
-    books, tokens = library(), text(1, 200)
-    intent = books.intend("donor", tracked(1, tokens), 0)
-    books.begin_save(intent, "namespace", tokens)
-    books.saved(SavedDonor("donor", 120))
-    assert books.plan(lookup(tokens))[0].plan.reused_tokens == 120
-    assert books.catalog.stats().used_bytes == 120 * TOKEN_BYTES
-
-
-def test_what_is_too_short_when_it_is_saved_goes_from_the_workers_too():
-    books, tokens = library(min_donor_tokens=64), text(1, 200)
-    intent = books.intend("donor", tracked(1, tokens), 0)
-    books.begin_save(intent, "namespace", tokens)
-    books.saved(SavedDonor("donor", 40))
-    assert books.catalog.stats().used_bytes == 0
-    assert books.take_commands().drops == ["donor"]
+@pytest.mark.parametrize(("saved", "held"), [(120, 120), (40, 0), (0, 0)])
+def test_what_was_saved_is_found_and_what_is_too_short_goes_from_the_workers_too(saved, held):
+    index, tokens = index_of(), text(1, 200)
+    begin(index, "donor", tokens)
+    index.saved(SavedDonor("donor", saved, None if saved else "disk on fire"))
+    assert index.catalog.stats().used_bytes == held * TOKEN_BYTES
+    assert reused(index, tokens) == held
+    assert index.take_commands().drops == ([] if held else ["donor"])
+    assert (index.intend("again", tracked(2, tokens), 0) is None) == bool(held)
 
 
 def test_a_block_that_the_engine_copies_into_spoils_what_is_saved_from_it():
-    books = library()
+    index = index_of()
     for name, blocks in (("a", [3, 4]), ("b", [5])):
-        intent = books.intend(name, tracked(1, text(1, 200), name), 0)
-        books.begin_save(intent, name, text(1, 200), blocks)
-    books.copied_into(4)
+        begin(index, name, text(1, 200), name, blocks)
+    index.copied_into(4)
     for name in "ab":
-        books.saved(SavedDonor(name, 200))
-    assert [books.catalog.tier(name) for name in "ab"] == [None, Tier.HOST]
-    assert books.take_commands().drops == ["a"]
+        index.saved(SavedDonor(name, 200))
+    assert [index.catalog.tier(name) for name in "ab"] == [None, Tier.HOST]
+    assert index.take_commands().drops == ["a"]
 
 
 def test_same_text_is_kept_once():
-    books, tokens = library(), text(1, 200)
-    keep(books, "donor", tokens)
-    assert books.intend("again", tracked(2, tokens), 0) is None
-    assert books.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
+    index, tokens = index_of(), text(1, 200)
+    keep(index, "donor", tokens)
+    assert index.intend("again", tracked(2, tokens), 0) is None
+    assert index.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
 
 
 def test_short_requests_do_not_become_donors():
-    books = library(min_donor_tokens=64)
-    assert books.intend("donor", tracked(1, text(1, 63)), 0) is None
-    intent = books.intend("donor", tracked(1, text(1, 63)), 30)
-    assert books.begin_save(intent, "namespace", text(1, 63)) is False
-    assert books.catalog.stats().used_bytes == 0
+    index = index_of()
+    assert index.intend("donor", tracked(1, text(1, 63)), 0) is None
+    intent = index.intend("donor", tracked(1, text(1, 63)), 30)
+    assert index.begin_save(intent, "namespace", text(1, 63)) is False
+    assert index.catalog.stats().used_bytes == 0
 
 
 def test_room_is_reserved_before_the_save_and_evicts_the_oldest():
-    books = library(host_tokens=500)
-    keep(books, "a", text(1, 200))
-    keep(books, "b", text(2, 200))
-    intent = books.intend("c", tracked(3, text(3, 200)), 0)
-    assert books.take_commands() == OffloadCommands(drops=["a"])
-    assert books.take_commands() == OffloadCommands()
-    assert intent.max_tokens == 200
-    assert books.plan(lookup(text(1, 200)))[0].plan is None
-
-
-def test_intents_name_the_tier_and_orders_say_who_moves_down():
-    books = library(host_tokens=300, device_bytes=15 * 16 * TOKEN_BYTES)
-    assert keep(books, "a", text(1, 200)).tier is Tier.DEVICE
-    assert keep(books, "b", text(2, 200)).tier is Tier.DEVICE
-    assert books.take_commands() == OffloadCommands(offloads=["a"])
-    assert books.plan(lookup(text(1, 200)))[0].plan.reused_tokens == 200  # found wherever it lies
-    _, leases = books.plan(lookup(text(2, 200)))
-    assert books.intend("c", tracked(3, text(3, 200)), 0) is None  # both are leased by now
-    for lease in leases:
-        lease.release()
-    assert books.intend("c", tracked(3, text(3, 200)), 0).tier is Tier.DEVICE
+    index = index_of(host_tokens=500)
+    keep(index, "a", text(1, 200))
+    keep(index, "b", text(2, 200))
+    assert index.intend("c", tracked(3, text(3, 200)), 0).max_tokens == 200
+    assert index.take_commands() == OffloadCommands(drops=["a"])
+    assert index.take_commands() == OffloadCommands()
+    assert reused(index, text(1, 200)) == 0
 
 
 def test_donor_lost_on_its_way_down_is_found_no_more():
-    books, tokens = library(device_bytes=13 * 16 * TOKEN_BYTES), text(1, 200)
-    keep(books, "donor", tokens)
-    keep(books, "other", text(2, 200))
-    assert books.take_commands().offloads == ["donor"]
-    books.saved(SavedDonor("donor", 0, "out of memory"))
-    assert books.plan(lookup(tokens))[0].plan is None
-    assert books.catalog.tier("donor") is None
-    assert books.take_commands().drops == ["donor"]
+    index, tokens = index_of(device_bytes=13 * 16 * TOKEN_BYTES), text(1, 200)
+    assert keep(index, "donor", tokens).tier is Tier.DEVICE
+    keep(index, "other", text(2, 200))
+    assert index.take_commands() == OffloadCommands(offloads=["donor"])
+    index.saved(SavedDonor("donor", 0, "out of memory"))
+    assert (reused(index, tokens), index.catalog.tier("donor")) == (0, None)
+    assert index.take_commands().drops == ["donor"]
 
 
-def test_leased_donor_stays_and_the_request_is_simply_not_kept():
-    books = library(host_tokens=250)
-    keep(books, "a", text(1, 200))
-    _, leases = books.plan(lookup(text(1, 200)))
-    assert books.intend("b", tracked(2, text(2, 200)), 0) is None
-    for lease in leases:
-        lease.release()
-    assert books.intend("b", tracked(2, text(2, 200)), 0) is not None
-    assert books.take_commands().drops == ["a"]
-
-
-def test_lost_donors_are_dropped_unless_somebody_reads_them():
-    books, tokens = library(), text(1, 200)
-    keep(books, "donor", tokens)
-    _, leases = books.plan(lookup(tokens))
-    assert books.lost({"donor"}) == []
-    leases[0].release()
-    assert books.lost({"donor", "never-heard-of"}) == ["donor"]
-    assert books.plan(lookup(tokens))[0].plan is None
+def test_a_leased_donor_stays_whatever_is_to_be_kept_or_lost():
+    index, tokens = index_of(host_tokens=250), text(1, 200)
+    keep(index, "a", tokens)
+    _, (lease,) = plan(index, tokens)
+    assert index.intend("b", tracked(2, text(2, 200)), 0) is None
+    assert index.lost({"a"}) == []
+    lease.release()
+    assert index.lost({"a", "never-heard-of"}) == ["a"]
+    assert index.intend("b", tracked(2, text(2, 200)), 0) is not None
+    assert index.take_commands().drops == ["a"]
 
 
 def test_donor_that_cannot_be_leased_is_planned_around():
-    books, tokens = library(host_tokens=2000), text(1, 200)
-    keep(books, "gone", tokens)
-    keep(books, "held", np.concatenate([text(7, 3), tokens[:150]]))
-    books.catalog.drop("gone")  # the index still names it
-    planned, leases = books.plan(lookup(tokens))
+    index, tokens = index_of(host_tokens=2000), text(1, 200)
+    keep(index, "gone", tokens)
+    keep(index, "held", np.concatenate([text(7, 3), tokens[:150]]))
+    index.catalog.drop("gone")  # the index still names it
+    planned, leases = plan(index, tokens)
     assert [lease.donor_id for lease in leases] == ["held"]
     assert planned.plan.reused_tokens == 150
 
 
-@pytest.mark.parametrize("key", ["other", ""])
-def test_other_namespaces_find_nothing(key):
-    books, tokens = library(), text(1, 200)
-    keep(books, "donor", tokens)
-    planned, _ = books.plan(lookup(tokens, key))
-    assert (planned.plan, planned.runs_found) == (None, 0)
+class Tiers:
+    """An index with room for so many texts in memory, on the card and on disk, and what it told."""
+
+    def __init__(self, host=4, device=0, disk=64, is_read=True, **overrides):
+        self.publisher, self.events = Publisher(), []
+        self.link = DiskLink() if disk else None
+        room = {"device_bytes": device * TEXT * TOKEN_BYTES, "disk_bytes": disk * FILE_BYTES}
+        self.index = index_of(host * TEXT, self.publisher, self.link, self.events.append, **room | overrides)
+        if is_read:
+            self.hear(OffloadEventKind.FILES_READ)
+
+    @property
+    def told(self):
+        """What the publisher heard since the last time."""
+        told, self.publisher.told = self.publisher.told, []
+        return told
+
+    def hear(self, kind, *donor_ids):
+        self.index.take_events(deque(OffloadEvent(kind, donor_id) for donor_id in donor_ids or [""]))
+
+    def keep(self, *donor_ids):
+        """Donors whose text is named by their id; returns the commands that made room for them."""
+        for donor_id in donor_ids:
+            keep(self.index, donor_id, self.text(donor_id))
+        return self.index.take_commands()
+
+    def find(self, *donor_ids, length=TEXT):
+        """Donors whose files lay on the disk."""
+        for donor_id in donor_ids:
+            held = DonorText("namespace", self.text(donor_id, length), donor_id.encode())
+            self.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
+        self.index.take_events(deque())
+
+    def look_up(self, *donor_ids):
+        """Looks a prompt with all of these texts up; returns the tokens reused, and the commands."""
+        return reused(self.index, np.concatenate([self.text(each) for each in donor_ids])), self.index.take_commands()
+
+    def text(self, donor_id, length=TEXT):
+        return text(int.from_bytes(donor_id.encode(), "little"), length)
+
+    def tiers(self, *donor_ids):
+        return [self.index.catalog.tier(donor_id) for donor_id in donor_ids]
 
 
-class LibraryMachine(RuleBasedStateMachine):
+def test_the_displaced_of_the_card_move_down_and_get_a_file():
+    tiers = Tiers(host=2, device=1)
+    assert tiers.keep("first") == OffloadCommands()
+    assert tiers.keep("second") == OffloadCommands(offloads=["first"], writes=["first"])
+    assert tiers.told == [("moved", "first", "host")]
+
+
+def test_what_has_a_file_is_released_and_not_dropped():
+    tiers = Tiers(host=1)
+    tiers.keep("first")
+    tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
+    assert tiers.keep("second") == OffloadCommands(releases=["first"])
+    assert tiers.told == [("moved", "first", "disk")]
+    assert tiers.index.catalog.resting() == {"first"}
+
+
+@pytest.mark.parametrize("event", [OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED])
+def test_without_a_file_a_donor_that_leaves_memory_is_gone(event):
+    tiers = Tiers(host=1)
+    tiers.keep("first")
+    tiers.hear(event, "first")
+    assert tiers.index.catalog.stats().disk_bytes_used == 0
+    assert tiers.keep("second").drops == ["first"]
+    assert tiers.told == [("gone", "first")]
+
+
+def test_texts_wait_for_their_files_and_only_once_the_folder_is_read():
+    tiers = Tiers(is_read=False)
+    assert not keep(tiers.index, "early", text(1)).is_written
+    tiers.hear(OffloadEventKind.FILES_READ)
+    assert begin(tiers.index, "donor", text(2)).is_written
+    assert {name: len(each.tokens) for name, each in tiers.link.texts.items()} == {"early": TEXT, "donor": TEXT}
+    tiers.index.saved(SavedDonor("donor", 0, "no memory"))
+    tiers.index.lost({"early"})
+    assert tiers.link.texts == {}
+
+
+def test_a_donor_on_disk_is_fetched_once_and_reused_when_it_is_there():
+    tiers = Tiers()
+    tiers.find("donor")
+    assert tiers.look_up("donor") == (0, OffloadCommands(fetches=["donor"]))
+    assert tiers.look_up("donor") == (0, OffloadCommands())
+    assert plan(tiers.index, tiers.text("donor"))[0].outcome_reason == "donor_on_disk"
+    tiers.hear(OffloadEventKind.FETCHED, "donor")
+    assert tiers.told == [("found", "donor", "disk"), ("moved", "donor", "host")]
+    assert tiers.look_up("donor")[0] == TEXT
+
+
+def test_a_donor_that_cannot_be_read_back_is_gone():
+    tiers = Tiers()
+    tiers.find("donor")
+    tiers.look_up("donor")
+    tiers.hear(OffloadEventKind.FETCH_FAILED, "donor")
+    assert tiers.look_up("donor") == (0, OffloadCommands(drops=["donor"]))
+    assert (len(tiers.index.catalog), tiers.told[-1]) == (0, ("gone", "donor"))
+
+
+def test_few_donors_are_fetched_at_a_time():
+    names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
+    tiers = Tiers(host=len(names))
+    tiers.find(*names)
+    tiers.find()  # a few at a time
+    assert tiers.look_up(*names)[1].fetches == names[:MAX_FETCHES]
+    tiers.hear(OffloadEventKind.FETCHED, names[0])
+    assert tiers.look_up(*names)[1].fetches == [names[MAX_FETCHES]]
+
+
+def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
+    names = ["c", "a", "b", "d"]
+    tiers = Tiers()
+    tiers.keep("held")
+    tiers.find(*names)
+    tiers.index.prefetch(["unknown", "held", *names])
+    assert tiers.index.take_commands() == OffloadCommands(fetches=names[:MAX_PREFETCHES])
+    tiers.hear(OffloadEventKind.FETCHED, "c")
+    assert tiers.look_up("c")[0] == TEXT
+
+
+def test_no_donor_is_lost_for_one_that_is_only_near():
+    tiers = Tiers(host=1)
+    tiers.find("near")
+    tiers.keep("held")
+    tiers.hear(OffloadEventKind.WRITE_FAILED, "held")
+    tiers.index.prefetch(["near"])
+    assert tiers.index.take_commands() == OffloadCommands()
+    assert tiers.look_up("near")[1] == OffloadCommands(drops=["held"], fetches=["near"])
+
+
+def test_a_used_donor_of_the_host_is_promoted_once():
+    tiers = Tiers(host=20, device=1)
+    tiers.keep("first", "second")
+    tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
+    assert tiers.look_up("first")[1] == OffloadCommands(offloads=["second"], writes=["second"], promotions=["first"])
+    assert tiers.look_up("first") == (TEXT, OffloadCommands())
+    tiers.hear(OffloadEventKind.PROMOTED, "first")
+    assert tiers.tiers("first", "second") == [Tier.DEVICE, Tier.HOST]
+    assert tiers.told[-2:] == [("moved", "second", "host"), ("moved", "first", "device")]
+
+
+def test_a_donor_that_cannot_be_promoted_stays_where_it_is():
+    tiers = Tiers(host=20, device=1, disk=0)
+    tiers.keep("first", "second")
+    assert tiers.look_up("first")[1].promotions == ["first"]
+    tiers.hear(OffloadEventKind.PROMOTE_FAILED, "first")
+    assert (tiers.tiers("first"), tiers.told[-1]) == ([Tier.HOST], ("moved", "first", "host"))
+    assert tiers.index.catalog.stats().device_blocks_used == 0
+    assert tiers.look_up("first")[1].promotions == ["first"]
+
+
+def test_few_donors_are_promoted_at_a_time():
+    names = [f"donor-{number}" for number in range(MAX_PROMOTIONS + 1)]
+    tiers = Tiers(host=100, device=MAX_PROMOTIONS + 1, disk=0)
+    tiers.keep(*names, *(f"later-{number}" for number in range(MAX_PROMOTIONS + 1)))
+    assert tiers.look_up(*names)[1].promotions == names[:MAX_PROMOTIONS]
+
+
+def test_found_files_are_taken_in_a_few_at_a_time():
+    tiers, names = Tiers(), [f"donor-{number}" for number in range(6)]
+    tiers.find(*names)
+    assert tiers.told == [("found", name, "disk") for name in names[:4]]
+    tiers.find()
+    assert tiers.index.catalog.resting() == set(names)
+
+
+@pytest.mark.parametrize("limits", [{"disk": 2}, {"max_donors": 2}])
+def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
+    """They are found the longest unused first, of a life with a larger budget, or while new donors take places."""
+    tiers = Tiers(**limits)
+    tiers.find("oldest", "older", "newest")
+    assert tiers.index.catalog.resting() == {"older", "newest"}
+    assert tiers.index.take_commands() == OffloadCommands(drops=["oldest"])
+    assert tiers.told[-2:] == [("gone", "oldest"), ("found", "newest", "disk")]
+    tiers.find("older", length=2 * TEXT)  # its id is taken
+    tiers.find("huge", length=1 << 16)
+    assert tiers.index.take_commands() == OffloadCommands(drops=["older", "huge"])
+    assert tiers.index.catalog.resting() == {"older", "newest"}
+
+
+def test_every_event_is_counted_even_of_donors_that_are_not_known():
+    tiers = Tiers(device=1, is_read=False)
+    for kind in OffloadEventKind:
+        tiers.hear(kind, "unknown")
+    assert tiers.events == list(OffloadEventKind)
+    assert (len(tiers.index.catalog), tiers.index.take_commands()) == (0, OffloadCommands())
+
+
+class DonorIndexMachine(RuleBasedStateMachine):
     """Random intents, saves, failures, cancels and leases against what must always hold."""
 
     def __init__(self):
         super().__init__()
-        self.books = library(host_tokens=600)
+        self.index = index_of(host_tokens=600)
         self.open, self.leases, self.serial = [], [], 0
 
     @rule(seed=st.integers(0, 6), length=st.integers(64, 250))
     def intend(self, seed, length):
         self.serial += 1
         tokens = text(seed, length)
-        intent = self.books.intend(f"donor-{self.serial}", tracked(self.serial, tokens), 0)
+        intent = self.index.intend(f"donor-{self.serial}", tracked(self.serial, tokens), 0)
         if intent is not None:
             self.open.append((intent, tokens))
 
@@ -219,17 +398,17 @@ class LibraryMachine(RuleBasedStateMachine):
     def save(self, fails):
         if self.open:
             intent, tokens = self.open.pop(0)
-            assert self.books.begin_save(intent, "namespace", tokens)
-            self.books.saved(SavedDonor(intent.donor_id, 0 if fails else len(tokens), "injected" if fails else None))
+            assert self.index.begin_save(intent, "namespace", tokens)
+            self.index.saved(SavedDonor(intent.donor_id, 0 if fails else len(tokens), "injected" if fails else None))
 
     @rule()
     def cancel(self):
         if self.open:
-            self.books.cancel(self.open.pop()[0])
+            self.index.cancel(self.open.pop()[0])
 
     @rule(seed=st.integers(0, 6))
     def read(self, seed):
-        planned, leases = self.books.plan(lookup(text(seed, 200)))
+        planned, leases = plan(self.index, text(seed, 200))
         self.leases.extend(leases)
         if planned.plan is not None:
             assert {lease.donor_id for lease in leases} == {span.donor_id for span in planned.plan.spans}
@@ -241,7 +420,7 @@ class LibraryMachine(RuleBasedStateMachine):
 
     @invariant()
     def budget_holds_and_leases_agree(self):
-        stats = self.books.catalog.stats()
+        stats = self.index.catalog.stats()
         assert stats.used_bytes <= 600 * TOKEN_BYTES
         assert stats.leases == len(self.leases)
         assert stats.saving == len(self.open)
@@ -250,8 +429,8 @@ class LibraryMachine(RuleBasedStateMachine):
         self.release()
         while self.open:
             self.cancel()
-        assert self.books.catalog.stats().leases == 0
+        assert self.index.catalog.stats().leases == 0
 
 
-TestLibraryMachine = LibraryMachine.TestCase
-TestLibraryMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)
+TestDonorIndexMachine = DonorIndexMachine.TestCase
+TestDonorIndexMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.discovery.fingerprint import (
+    GRAM_TOKENS,
     GUARANTEED_RUN,
+    RANK_BASE,
     WIDEST_RUN,
+    WINDOW_GRAMS,
     Fingerprints,
     as_token_array,
     fingerprint,
 )
-from semblend_trt.discovery.winnowing import GRAM_TOKENS, RANK_BASE, WINDOW_GRAMS
 
 MAX_ID = 2**31 - 1
 
@@ -25,31 +27,20 @@ def every_anchor(tokens: np.ndarray) -> Fingerprints:
     return fingerprint(tokens, max_repeats=1 << 20)
 
 
-def reference_hashes(tokens: np.ndarray) -> list[int]:
-    """The definition, in Python integers."""
-    mask, base = (1 << 64) - 1, 0x9E3779B97F4A7C15
-    hashes = []
-    for start in range(len(tokens) - GRAM_TOKENS + 1):
+def reference_sums(tokens: np.ndarray, length: int) -> list[int]:
+    """Of every `length` tokens the polynomial in RANK_BASE modulo 2**32, in Python integers."""
+    sums = []
+    for start in range(len(tokens) - length + 1):
         value = 0
-        for token in tokens[start : start + GRAM_TOKENS].tolist():
-            value = (value + token) * base & mask
-        hashes.append(value)
-    return hashes
-
-
-def reference_ranks(tokens: np.ndarray) -> list[int]:
-    ranks = []
-    for start in range(len(tokens) - GRAM_TOKENS + 1):
-        value = 0
-        for token in tokens[start : start + GRAM_TOKENS].tolist():
+        for token in tokens[start : start + length].tolist():
             value = (value + token) * RANK_BASE & 0xFFFFFFFF
-        ranks.append(min(value, 0xFFFFFFFE))
-    return ranks
+        sums.append(value)
+    return sums
 
 
 def reference_positions(tokens: np.ndarray, window: int = WINDOW_GRAMS) -> list[int]:
     """Every minimum of every window of grams, for tokens without a stretch of one repeated token."""
-    ranks = reference_ranks(tokens)
+    ranks = reference_sums(tokens, GRAM_TOKENS)
     chosen = set()
     for begin in range(len(ranks) - window + 1):
         least = min(ranks[begin : begin + window])
@@ -57,15 +48,15 @@ def reference_positions(tokens: np.ndarray, window: int = WINDOW_GRAMS) -> list[
     return sorted(chosen)
 
 
-# Around 2048 grams, a block of the compiled loop ends.
-@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 40, 300, 2_062, 2_063, 2_064, 2_095, 5_001])
+# Around 32,768 grams a block ends.
+@pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 40, 300, 32_782, 32_783, 32_784, 33_000])
 @pytest.mark.parametrize("vocabulary", [2, 50, MAX_ID + 1])
 def test_anchors_are_the_window_minima(length: int, vocabulary: int) -> None:
     tokens = random_tokens(2, length, vocabulary)
     anchors = every_anchor(tokens)
     assert anchors.positions.tolist() == reference_positions(tokens)
-    hashes = reference_hashes(tokens)
-    assert anchors.hashes.tolist() == [hashes[at] for at in anchors.positions]
+    halves = reference_sums(tokens, GRAM_TOKENS // 2)
+    assert anchors.hashes.tolist() == [halves[at] << 32 | halves[at + GRAM_TOKENS // 2] for at in anchors.positions]
 
 
 @pytest.mark.parametrize("shortest", [33, 47, 48, 63, WIDEST_RUN, 1_000])
@@ -79,7 +70,7 @@ def test_anchors_for_longer_runs_are_some_of_the_others(shortest: int, length: i
 
 
 def test_anchors_for_runs_of_64_are_one_in_25() -> None:
-    assert len(fingerprint(random_tokens(3, 20_000), shortest=64)) == pytest.approx(20_000 / 25, rel=0.08)
+    assert len(fingerprint(random_tokens(3, 20_000), shortest=64).positions) == pytest.approx(20_000 / 25, rel=0.08)
 
 
 @given(
@@ -113,7 +104,7 @@ def test_runs_of_32_tokens_are_guaranteed() -> None:
 
 def test_ordinary_text_gets_about_two_anchors_a_window() -> None:
     anchors = fingerprint(random_tokens(3, 20_000))
-    assert len(anchors) == pytest.approx(20_000 * 2 / (WINDOW_GRAMS + 1), rel=0.05)
+    assert len(anchors.positions) == pytest.approx(20_000 * 2 / (WINDOW_GRAMS + 1), rel=0.05)
 
 
 @pytest.mark.parametrize("length", [GUARANTEED_RUN, 1_000, 100_000])
@@ -133,8 +124,8 @@ def test_a_stretch_of_one_token_inside_text_is_anchored_at_its_ends() -> None:
 def test_thinning_bounds_the_anchors_of_periodic_text(period: int) -> None:
     tokens = np.tile(np.arange(period, dtype=np.int32), 10_000 // period)
     anchors, thinned = every_anchor(tokens), fingerprint(tokens, 8)
-    assert len(anchors) > 400
-    assert len(thinned) <= 8 * period
+    assert len(anchors.positions) > 400
+    assert len(thinned.positions) <= 8 * period
     assert thinned.positions[0] == anchors.positions[0]
     assert thinned.positions[-1] == anchors.positions[-1]
     assert np.all(np.diff(thinned.positions) > 0)
@@ -159,7 +150,7 @@ def test_thinning_leaves_ordinary_text_alone() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, GRAM_TOKENS, GUARANTEED_RUN - 1])
 def test_short_input_has_no_anchors(length: int) -> None:
-    assert len(fingerprint(random_tokens(7, length))) == 0
+    assert len(fingerprint(random_tokens(7, length)).positions) == 0
 
 
 @pytest.mark.parametrize("bad", [[-1], [MAX_ID + 1], [0.5], ["a"], [[1, 2]], 7, [True]])
@@ -175,5 +166,19 @@ def test_good_token_ids_become_contiguous_int32(good: object) -> None:
     array = as_token_array(good)  # type: ignore[arg-type]
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
-    assert array.flags.writeable
     assert array.tolist() == [int(token) for token in good]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_texts_behind_each_other_have_the_anchors_that_each_has_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.choice([0, 5, 31, 32, 33, 60, 200, 700, 33_000 if seed % 10 == 0 else 9], rng.integers(1, 9))
+    texts = [random_tokens(rng.integers(1 << 32), length, int(rng.choice([1, 2, 3, 1_000]))) for length in lengths]
+    texts = [np.tile(text, 4) for text in texts] if seed % 3 == 0 else texts
+    ends = np.cumsum([len(text) for text in texts])
+    every = fingerprint(np.concatenate(texts), ends=ends[:-1])
+    stops = np.searchsorted(every.positions, ends)
+    for text, start, end, stop in zip(texts, [0, *stops], ends, stops, strict=False):
+        alone = fingerprint(text)
+        assert every.hashes[start:stop].tolist() == alone.hashes.tolist()
+        assert (every.positions[start:stop] - (end - len(text))).tolist() == alone.positions.tolist()

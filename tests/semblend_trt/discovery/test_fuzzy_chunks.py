@@ -13,8 +13,7 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, ChunkUse, chunks_of, fill
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
-from semblend_trt.discovery.run import Run
-from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.discovery.span_index import Run, SpanIndex
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy

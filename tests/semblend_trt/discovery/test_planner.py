@@ -1,5 +1,6 @@
 """Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,17 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
-from semblend_trt.discovery.deadline import Deadline
-from semblend_trt.discovery.planner import MAX_PIECES, LookupRequest, Planned, Planner
-from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.discovery.planner import (
+    MAX_PIECES,
+    Deadline,
+    LookupRequest,
+    Planned,
+    Planner,
+    cut_to_block,
+    exact_run,
+    holes_of,
+)
+from semblend_trt.discovery.span_index import Run, SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
@@ -134,7 +143,7 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode: EngineMode) -> No
 
 
 def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
-    donors = {"exact": PROMPT[:300], "shifted": np.concatenate([text(5, 9), PROMPT])}
+    donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
     plan = plan_of(planner(donors).plan(request()))
     assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
     assert plan.kind is PlanKind.REQUEST_LOCAL
@@ -248,10 +257,6 @@ def test_verified_without_a_profile_that_justifies_more_is_exact(made: ReuseProf
         assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
 
 
-def test_a_profile_of_policy_exact_says_so() -> None:
-    assert_refused(planner({"a": SHIFTED}, "verified").plan(request(profile=profile("exact"))), "not_exact")
-
-
 def test_a_profile_is_read_by_policy_verified_only() -> None:
     asked = planner({"a": SHIFTED}, "exact")
     assert_refused(asked.plan(request(profile=profile("position_fix"))), "not_exact")
@@ -301,16 +306,10 @@ def test_stock_refuses_a_hole() -> None:
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 def test_without_a_publication_guard_only_exact_kv_is_placed(mode: EngineMode) -> None:
-    shifted = np.concatenate([text(5, 9), PROMPT])
-    assert_refused(planner({"a": shifted}).plan(request(mode=mode, guard=False)), "no_publication_guard")
-    plan = plan_of(planner({"a": shifted, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
+    assert_refused(planner({"a": SHIFTED}).plan(request(mode=mode, guard=False)), "no_publication_guard")
+    plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
     assert plan.kind is PlanKind.EXACT_PREFIX
     assert plan.matched_tokens == 600
-
-
-def test_stock_refuses_a_boundary() -> None:
-    asked = planner({"a": np.concatenate([text(5, 9), PROMPT])}, "boundary", recompute_boundary_layer=2)
-    assert_refused(asked.plan(request(mode=STOCK)), "boundary_needs_wrapper")
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -446,6 +445,58 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
     assert planned.runs_found == 1
     in_time = Deadline(10_000, clock=lambda: float(next(times) / 100))
     assert plan_of(planner({"a": PROMPT}).plan(request(), in_time)).matched_tokens == 839
+
+
+def test_a_deadline_is_over_behind_its_end_and_not_at_it() -> None:
+    times = iter([10.0, 10.0, 10.005, 10.0051])
+    deadline = Deadline(5.0, clock=lambda: next(times))
+    assert [deadline.is_over for _ in range(3)] == [False, False, True]
+
+
+def test_work_ends_a_deadline() -> None:
+    deadline = Deadline(0.001)
+    sum(range(10_000))
+    assert deadline.is_over
+
+
+def test_another_threads_work_does_not_end_a_deadline() -> None:
+    deadline = Deadline(10_000)
+    other = threading.Thread(target=lambda: sum(range(100_000)))
+    other.start()
+    other.join()
+    assert not deadline.is_over
+
+
+# -- what a plan is made of --------------------------------------------------------------------------------------------
+
+
+FIRST, SECOND = PlanSpan("a", 0, 0, 100, exact=True), PlanSpan("b", 7, 100, 70)
+
+
+def test_the_exact_run_is_the_longest_from_both_starts() -> None:
+    runs = [Run("a", 0, 0, 90), Run("b", 0, 0, 120), Run("c", 0, 0, 120), Run("d", 5, 0, 300), Run("e", 0, 5, 300)]
+    assert exact_run(runs, 30, 110) == Run("b", 30, 30, 80)
+    assert exact_run(runs[3:], 0, 400) is None
+    assert exact_run(runs, 120, 400) is None
+
+
+@pytest.mark.parametrize(
+    ("min_span", "expected"),
+    [
+        (1, [FIRST, PlanSpan("b", 7, 100, 60)]),
+        (60, [FIRST, PlanSpan("b", 7, 100, 60)]),
+        (61, [PlanSpan("a", 0, 0, 96, exact=True)]),
+        (97, []),
+    ],
+)
+def test_a_strict_plan_ends_where_a_block_ends(min_span: int, expected: list[PlanSpan]) -> None:
+    assert cut_to_block([FIRST, SECOND], 16, min_span) == expected
+    assert cut_to_block([PlanSpan("a", 0, 33, 14)], 16, 1) == cut_to_block([], 16, 1) == []
+
+
+def test_holes_lie_before_and_between_the_spans() -> None:
+    assert holes_of([FIRST, SECOND], 0) == []
+    assert holes_of([SECOND, PlanSpan("b", 0, 200, 9)], 96) == [range(96, 100), range(170, 200)]
 
 
 # -- any prompt ---------------------------------------------------------------------------------------------------

@@ -1,139 +1,168 @@
-"""The index finds every run a brute-force search finds, and nothing else."""
+"""The index finds every run that brute force finds and nothing else, and what a lookup costs is bounded."""
 
 import threading
 
+import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN
-from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
+from semblend_trt.discovery.span_index import Run, ScanBounds, ScanWork, SpanIndex
 
 # Far above anything these small cases need, so that every run has to be found.
 UNBOUNDED = ScanBounds(
     max_repeats=1 << 20, max_bucket=1 << 20, max_pairs=1 << 40, max_extensions=1 << 40, max_compared=1 << 40
 )
-SHORT_WORDS = st.integers(0, 2**32 - 1)
+BOUNDS = ScanBounds()
+ALL_BITS = (1 << 64) - 1
+FEW_HASHES = {"one-hash": 0, "four-hashes": 3 << 40, "low-byte": 0xFF}
+MEBIBYTE_OF_TOKENS = (1 << 20) // 4
 
 
-def random_tokens(rng: np.random.Generator, length: int, vocabulary: int = 32_000) -> np.ndarray:
-    return rng.integers(0, vocabulary, length, dtype=np.int32)
+def random_tokens(seed: int | np.random.Generator, length: int, vocabulary: int = 32_000) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
 
 
-def brute_force(donors: dict[str, np.ndarray], prompt: np.ndarray) -> set[Run]:
-    """All maximal equal runs of GUARANTEED_RUN tokens and more, one diagonal after the other."""
-    found = set()
+def index_of(
+    donors: dict[str, np.ndarray], bounds: ScanBounds | None = None, hash_mask: int = ALL_BITS, space: str = "space"
+) -> SpanIndex:
+    index = SpanIndex(bounds, hash_mask)
     for donor_id, tokens in donors.items():
-        for shift in range(1 - len(prompt), len(tokens)):
-            length = 0
-            for target in range(max(0, -shift), min(len(prompt), len(tokens) - shift) + 1):
-                inside = target < len(prompt) and target + shift < len(tokens)
-                if inside and prompt[target] == tokens[target + shift]:
-                    length += 1
-                    continue
-                if length >= GUARANTEED_RUN:
-                    found.add(Run(donor_id, target - length + shift, target - length, length))
-                length = 0
-    return found
-
-
-def varied(runs: set[Run], prompt: np.ndarray) -> set[Run]:
-    """Runs that are not one repeated token, which the index promises to find."""
-    return {run for run in runs if len(set(prompt[run.target_start : run.target_end].tolist())) > 1}
-
-
-def planted_case(seed: int, vocabulary: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Up to three donors and a prompt made of pieces of them, of noise and of repetition."""
-    rng = np.random.default_rng(seed)
-    donors = {
-        f"donor-{i}": random_tokens(rng, int(rng.integers(0, 110)), vocabulary) for i in range(rng.integers(1, 4))
-    }
-    pieces = []
-    for _ in range(int(rng.integers(1, 5))):
-        kind = rng.integers(0, 4)
-        source = donors[f"donor-{rng.integers(0, len(donors))}"]
-        if kind == 0 or not len(source):
-            pieces.append(random_tokens(rng, int(rng.integers(0, 40)), vocabulary))
-        elif kind == 1:
-            pieces.append(np.tile(random_tokens(rng, int(rng.integers(1, 5)), vocabulary), int(rng.integers(1, 15))))
-        else:
-            begin = int(rng.integers(0, len(source)))
-            pieces.append(source[begin : begin + int(rng.integers(1, 90))])
-    if rng.integers(0, 2):
-        donors["repeating"] = np.concatenate(pieces[::-1])
-    return donors, np.concatenate(pieces)
-
-
-def index_of(donors: dict[str, np.ndarray], bounds: ScanBounds | None = UNBOUNDED, **kwargs: object) -> SpanIndex:
-    index = SpanIndex(bounds, **kwargs)  # type: ignore[arg-type]
-    for donor_id, tokens in donors.items():
-        index.add("space", donor_id, tokens)
+        index.add(space, donor_id, tokens)
     return index
 
 
-def assert_right(runs: list[Run], donors: dict[str, np.ndarray], prompt: np.ndarray) -> None:
-    """Token-equal, maximal, long enough, each once, sorted."""
-    assert len(set(runs)) == len(runs)
-    assert runs == sorted(runs, key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
-    assert set(runs) <= brute_force(donors, prompt)
+@numba.njit(cache=False)
+def maximal_runs(donor: np.ndarray, prompt: np.ndarray, shortest: int) -> list[tuple[int, int, int, bool]]:
+    """All maximal equal runs, diagonal by diagonal: donor start, prompt start, tokens, whether the tokens differ."""
+    runs = [(0, 0, 0, False)]
+    for shift in range(1 - len(prompt), len(donor)):
+        length, varied = 0, False
+        for target in range(max(0, -shift), min(len(prompt), len(donor) - shift) + 1):
+            inside = target < len(prompt) and target + shift < len(donor)
+            if inside and prompt[target] == donor[target + shift]:
+                varied = varied or (length > 0 and prompt[target] != prompt[target - 1])
+                length += 1
+                continue
+            if length >= shortest:
+                runs.append((target - length + shift, target - length, length, varied))
+            length, varied = 0, False
+    return runs[1:]
 
 
-@settings(max_examples=50)
-@given(SHORT_WORDS, st.sampled_from([2, 3, 8, 1000]))
-def test_equals_brute_force(seed: int, vocabulary: int) -> None:
-    donors, prompt = planted_case(seed, vocabulary)
-    runs = index_of(donors).find("space", prompt)
-    assert_right(runs, donors, prompt)
-    assert varied(brute_force(donors, prompt), prompt) <= set(runs)
+def random_case(rng: np.random.Generator, vocabulary: int, longest: int = 150) -> tuple[list[np.ndarray], np.ndarray]:
+    """Up to three donors, and a prompt of pieces of them, of noise, of repetition and of one token."""
+    donors = [random_tokens(rng, rng.integers(0, longest), vocabulary) for _ in range(rng.integers(1, 4))]
+    pieces = [np.empty(0, dtype=np.int32)]
+    for kind in rng.integers(0, 6, rng.integers(0, 5)):
+        source = donors[rng.integers(0, len(donors))]
+        if kind == 0 or not len(source):
+            pieces.append(random_tokens(rng, rng.integers(0, 40), vocabulary))
+        elif kind == 1:
+            pieces.append(np.tile(random_tokens(rng, rng.integers(1, 5), vocabulary), rng.integers(1, 20)))
+        else:
+            begin = int(rng.integers(0, len(source)))
+            pieces.append(source[begin : begin + int(rng.integers(1, 160))])
+    if rng.integers(0, 2):
+        donors.append(np.concatenate(pieces[::-1]))
+    return donors, np.concatenate(pieces)
 
 
-@settings(max_examples=60)
-@given(SHORT_WORDS, st.sampled_from([2, 3, 1000]))
-def test_answers_stay_right_within_tight_bounds(seed: int, vocabulary: int) -> None:
-    donors, prompt = planted_case(seed, vocabulary)
+def assert_found(
+    found: list[Run], donors: dict[str, np.ndarray], prompt: np.ndarray, shortest: int = 32, *, every: bool = True
+) -> None:
+    """Runs are equal to the token, maximal, long enough, each once and sorted; with `every`, none is missing.
+
+    A run of one repeated token need not be found on every diagonal.
+    """
+    right: set[Run] = set()
+    needed: set[Run] = set()
+    for donor_id, donor in donors.items():
+        for donor_start, target_start, length, varied in maximal_runs(donor, prompt, shortest):
+            run = Run(donor_id, donor_start, target_start, length)
+            right.add(run)
+            if varied and every:
+                needed.add(run)
+    assert needed <= set(found) <= right
+    assert len(set(found)) == len(found)
+    assert found == sorted(found, key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
+
+
+def assert_bounded(work: ScanWork, prompt: np.ndarray, bounds: ScanBounds = BOUNDS) -> None:
+    """As `ScanBounds` says."""
+    assert work.anchors <= len(prompt)
+    assert work.places <= min(work.anchors * bounds.max_bucket, bounds.max_pairs)
+    assert work.extensions <= bounds.max_extensions
+    assert work.compared <= bounds.max_compared + len(prompt) + 2
+
+
+def assert_equal_tokens(runs: list[Run], donors: dict[str, np.ndarray], prompt: np.ndarray) -> None:
+    for run in runs:
+        donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
+        assert np.array_equal(donor, prompt[run.target_start : run.target_end])
+
+
+@pytest.mark.parametrize(
+    ("hash_mask", "indexes"), [(ALL_BITS, 20), (3 << 40, 8), (0, 4)], ids=["all-bits", "four-hashes", "one-hash"]
+)
+def test_equals_brute_force_on_random_cases(hash_mask: int, indexes: int) -> None:
+    """Each index is shared by many cases in namespaces of their own, so adding and removing is tested along."""
+    rng = np.random.default_rng(hash_mask % 1000)
+    runs = 0
+    for _ in range(indexes):
+        index = SpanIndex(UNBOUNDED, hash_mask)
+        for case in range(250):
+            space, shortest = f"space-{case}", int(rng.choice([32, 32, 33, 48, 64, 64, 100]))
+            vocabulary, longest = int(rng.choice([2, 3, 8, 1_000, 2**31])), 400 if rng.integers(0, 20) == 0 else 150
+            parts, prompt = random_case(rng, vocabulary, longest)
+            donors = {f"{space}/{number}": part for number, part in enumerate(parts)}
+            for donor_id, tokens in donors.items():
+                index.add(space, donor_id, tokens)
+            found = index.find(space, prompt, shortest)
+            assert_found(found, donors, prompt, shortest)
+            assert index.find("elsewhere", prompt, shortest) == []
+            runs += len(found)
+            # Every other case leaves its donors, which the later ones must not see.
+            if case % 2:
+                assert all(index.remove(donor_id) for donor_id in donors)
+                assert index.find(space, prompt, shortest) == []
+    assert runs > 30 * indexes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_answers_stay_right_within_tight_bounds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts, prompt = random_case(rng, int(rng.choice([2, 3, 1_000])))
+    donors = {str(number): part for number, part in enumerate(parts)}
     tight = ScanBounds(max_repeats=2, max_bucket=2, max_pairs=5, max_extensions=3)
     runs = index_of(donors, tight).find("space", prompt)
-    assert_right(runs, donors, prompt)
+    assert_found(runs, donors, prompt, every=False)
     assert len(runs) <= 3
 
 
-@pytest.mark.parametrize("hash_mask", [3 << 40, 0], ids=["four-hashes", "one-hash"])
-@settings(max_examples=40)
-@given(seed=SHORT_WORDS)
-def test_forced_hash_collisions_change_no_answer(hash_mask: int, seed: int) -> None:
-    donors, prompt = planted_case(seed, 50)
-    runs = index_of(donors, hash_mask=hash_mask).find("space", prompt)
-    assert_right(runs, donors, prompt)
-    assert varied(brute_force(donors, prompt), prompt) <= set(runs)
-    assert_right(index_of(donors, None, hash_mask=hash_mask).find("space", prompt), donors, prompt)
-
-
-@settings(max_examples=60)
-@given(SHORT_WORDS, st.data())
-def test_removal_removes_and_leaves_the_others(seed: int, data: st.DataObject) -> None:
-    donors, prompt = planted_case(seed, 3)
-    index = index_of(donors)
-    gone = data.draw(st.sets(st.sampled_from(sorted(donors))))
+@pytest.mark.parametrize("seed", range(60))
+def test_removal_removes_and_leaves_the_others(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts, prompt = random_case(rng, 3)
+    donors = {str(number): part for number, part in enumerate(parts)}
+    index = index_of(donors, UNBOUNDED)
+    gone = {donor_id for donor_id in donors if rng.integers(0, 2)}
     for donor_id in gone:
         assert index.remove(donor_id)
         assert not index.remove(donor_id)
         assert donor_id not in index
     left = {donor_id: tokens for donor_id, tokens in donors.items() if donor_id not in gone}
-    assert index.find("space", prompt) == index_of(left).find("space", prompt)
+    assert index.find("space", prompt) == index_of(left, UNBOUNDED).find("space", prompt)
     for donor_id in gone:
         index.add("space", donor_id, donors[donor_id])
-    assert index.find("space", prompt) == index_of(donors).find("space", prompt)
+    assert index.find("space", prompt) == index_of(donors, UNBOUNDED).find("space", prompt)
     assert len(index) == len(donors)
 
 
-@settings(max_examples=30)
-@given(SHORT_WORDS)
+@pytest.mark.parametrize("seed", range(20))
 def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
-    donors, prompt = planted_case(seed, 3)
-    index = index_of(donors, None)
+    parts, prompt = random_case(np.random.default_rng(seed), 3)
+    index = index_of({str(number): part for number, part in enumerate(parts)})
     alone = index.find("space", prompt)
-    assert index.find("elsewhere", prompt) == []
     # A crowd of equal donors in another namespace may not use up any bound of this one.
     for copy in range(100):
         index.add("elsewhere", f"foreign-{copy}", prompt)
@@ -142,8 +171,7 @@ def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
 
 
 def test_ids_are_one_for_all_namespaces_and_taken_once() -> None:
-    index = SpanIndex()
-    index.add("space", "donor", np.arange(100))
+    index = index_of({"donor": np.arange(100)})
     for namespace in ("space", "elsewhere"):
         with pytest.raises(ValueError, match="donor is already indexed"):
             index.add(namespace, "donor", np.arange(50))
@@ -163,93 +191,104 @@ def test_the_index_keeps_its_own_copy() -> None:
 def test_a_document_is_found_at_any_shift_in_any_of_many_donors() -> None:
     rng = np.random.default_rng(11)
     donors = {f"donor-{i}": random_tokens(rng, 2_000) for i in range(30)}
-    index = index_of(donors, None)
     prompt = np.concatenate([random_tokens(rng, 777), donors["donor-4"][500:1900], donors["donor-9"][:1000]])
-    assert index.find("space", prompt) == [Run("donor-4", 500, 777, 1400), Run("donor-9", 0, 2177, 1000)]
+    found = index_of(donors).find("space", prompt)
+    assert found == [Run("donor-4", 500, 777, 1400), Run("donor-9", 0, 2177, 1000)]
 
 
 @pytest.mark.known_defect(33)
 def test_boilerplate_in_every_donor_does_not_hide_a_document() -> None:
     rng = np.random.default_rng(12)
     boilerplate = random_tokens(rng, 400)
-    documents = [random_tokens(rng, 600) for _ in range(300)]
-    index = SpanIndex()
-    for number, document in enumerate(documents):
-        index.add("space", f"donor-{number}", np.concatenate([boilerplate, document]))
-    runs = index.find("space", np.concatenate([boilerplate, documents[3]]))
+    donors = {f"donor-{i}": np.concatenate([boilerplate, random_tokens(rng, 600)]) for i in range(300)}
+    runs = index_of(donors).find("space", donors["donor-3"])
     assert Run("donor-3", 0, 0, 1000) in runs
-    assert len(runs) <= 4 * ScanBounds().max_bucket < len(documents)
+    assert len(runs) <= 4 * BOUNDS.max_bucket < len(donors)
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 30])
+def test_a_mebibyte_of_boilerplate_in_all_donors_hides_nothing_and_costs_no_more_with_more_donors() -> None:
+    boilerplate = random_tokens(1, MEBIBYTE_OF_TOKENS)
+    donors = {f"donor-{i}": np.concatenate([boilerplate, random_tokens(2 + i, 500)]) for i in range(48)}
+    prompt = np.concatenate([random_tokens(1000, 100), boilerplate, donors["donor-3"][-500:]])
+    index = index_of(donors)
+    runs, work = index.find_counting("space", prompt, 64)
+    assert Run("donor-3", 0, 100, MEBIBYTE_OF_TOKENS + 500) in runs
+    assert_equal_tokens(runs, donors, prompt)
+    assert_bounded(work, prompt)
+    for number in range(12):
+        index.remove(f"donor-{number + 4}")
+    fewer = index.find_counting("space", prompt, 64)[1]
+    assert fewer.places >= work.places / 2
+    assert_bounded(fewer, prompt)
+
+
+@pytest.mark.parametrize("hash_mask", FEW_HASHES.values(), ids=FEW_HASHES)
+def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask: int) -> None:
+    donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
+    index = index_of(donors, hash_mask=hash_mask)
+    prompt = np.concatenate([donors["donor-7"][1_000:3_000], random_tokens(99, 5_000), donors["donor-59"][:2_000]])
+    runs, work = index.find_counting("space", prompt)
+    assert_bounded(work, prompt)
+    assert_equal_tokens(runs, donors, prompt)
+    assert all(index.remove(donor_id) for donor_id in donors)
+    assert index.find("space", prompt) == []
+
+
+@pytest.mark.parametrize("length", [1_000, 100_000])
+def test_one_repeated_token_costs_two_anchors(length: int) -> None:
+    donors = {f"donor-{i}": np.full(10_000 + i, 7, dtype=np.int32) for i in range(200)}
+    prompt = np.full(length, 7, dtype=np.int32)
+    runs, work = index_of(donors).find_counting("space", prompt)
+    assert max(run.length for run in runs) == min(length, 10_199)
+    assert_equal_tokens(runs, donors, prompt)
+    assert work.anchors == 2
+    assert_bounded(work, prompt)
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 17, 30, 200])
 def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period: int) -> None:
-    rng = np.random.default_rng(13)
-    text = np.tile(random_tokens(rng, period), 8_000 // period)
-    index = SpanIndex()
-    for number in range(100):
-        index.add("space", f"donor-{number}", np.concatenate([random_tokens(rng, number), text]))
-    runs = index.find("space", np.concatenate([random_tokens(rng, 50), text]))
+    text = np.tile(random_tokens(5, period), 30_000 // period)
+    donors = {f"donor-{i}": np.concatenate([random_tokens(10 + i, i), text]) for i in range(100)}
+    prompt = np.concatenate([random_tokens(6, 333), text])
+    runs, work = index_of(donors).find_counting("space", prompt)
     assert max(run.length for run in runs) >= len(text)
-    assert len(runs) <= ScanBounds().max_extensions
+    assert_equal_tokens(runs, donors, prompt)
+    assert_bounded(work, prompt)
 
 
-def test_a_run_of_one_token_is_found_as_far_as_the_shorter_stretch() -> None:
-    index = index_of({"donor": np.full(500, 3)}, None)
-    assert max(run.length for run in index.find("space", np.full(200, 3))) == 200
-    assert max(run.length for run in index.find("space", np.full(900, 3))) == 500
+@pytest.mark.known_defect(17)
+def test_tight_bounds_hold() -> None:
+    bounds = ScanBounds(max_repeats=2, max_bucket=3, max_pairs=40, max_extensions=5, max_compared=500)
+    text = random_tokens(7, 5_000)
+    donors = {f"donor-{i}": np.concatenate([random_tokens(50 + i, i), text]) for i in range(30)}
+    runs, work = index_of(donors, bounds).find_counting("space", text)
+    assert 1 <= len(runs) <= 5
+    assert_bounded(work, text, bounds)
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * 31, list(range(31))])
 def test_short_prompts_and_donors_match_nothing(tokens: list[int]) -> None:
     index = index_of({"short": np.asarray(tokens, dtype=np.int32), "long": np.arange(100)})
-    assert index.find("space", np.asarray(tokens, dtype=np.int32)) == []
+    assert index.find_counting("space", tokens) == ([], ScanWork())
     assert index.remove("short")
 
 
-@pytest.mark.parametrize("tokens", [[-1] * 40, [2**31] * 40, [0.5] * 40])
-def test_bad_token_ids_are_refused_and_nothing_is_kept(tokens: list[float]) -> None:
-    index = SpanIndex()
-    with pytest.raises(ValueError, match="token ids"):
-        index.add("space", "donor", tokens)
+@pytest.mark.parametrize("token", [0.5, -1, -(2**31), 2**31, 2**40, 2**62])
+def test_bad_token_ids_are_refused_and_nothing_is_kept(token: float) -> None:
+    index, tokens = index_of({"donor": np.arange(100)}), [*range(50), token, *range(50)]
     with pytest.raises(ValueError, match="token ids"):
         index.find("space", tokens)
-    assert len(index) == 0
-
-
-def test_readers_see_right_answers_while_one_writer_adds_and_removes() -> None:
-    rng = np.random.default_rng(14)
-    lasting, passing = random_tokens(rng, 400), random_tokens(rng, 400)
-    index = index_of({"lasting": lasting})
-    prompt = np.concatenate([passing, lasting])
-    allowed = ([Run("lasting", 0, 400, 400)], [Run("passing", 0, 0, 400), Run("lasting", 0, 400, 400)])
-    failures: list[object] = []
-    stop = threading.Event()
-
-    def read() -> None:
-        try:
-            while not stop.is_set():
-                runs = index.find("space", prompt)
-                if runs not in allowed:
-                    failures.append(runs)
-        except Exception as error:
-            failures.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for _ in range(150):
-        index.add("space", "passing", passing)
-        index.remove("passing")
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert failures == []
+    with pytest.raises(ValueError, match="token ids"):
+        index.add("space", "other", tokens)
+    assert "other" not in index
+    assert len(index) == 1
 
 
 def test_readers_find_every_published_donor_while_the_table_grows_many_times() -> None:
-    """Buckets split and the directory doubles under the readers; a donor whose `add` has returned is always found."""
+    """A donor whose `add` has returned is always found, and one that comes and goes is found wholly or not at all."""
     rng = np.random.default_rng(15)
     donors = [random_tokens(rng, 3_000) for _ in range(400)]
+    passing = random_tokens(rng, 400)
     index = SpanIndex()
     published: list[int] = []
     failures: list[object] = []
@@ -264,9 +303,10 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times() -
                     continue
                 number = published[int(choose.integers(0, len(published)))]
                 begin = int(choose.integers(0, 2_900))
-                prompt = np.concatenate([random_tokens(choose, 50, 2**31 - 1), donors[number][begin : begin + 100]])
+                prompt = np.concatenate([passing, random_tokens(choose, 50, 2**31 - 1), donors[number][begin:][:100]])
                 runs = index.find("space", prompt, int(choose.choice([32, 64])))
-                if runs != [Run(f"donor-{number}", begin, 50, 100)]:
+                there = Run(f"donor-{number}", begin, 450, 100)
+                if runs not in ([there], [Run("passing", 0, 0, 400), there]):
                     failures.append((number, begin, runs))
                 lookups.append(number)
         except Exception as error:
@@ -279,8 +319,10 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times() -
         index.add("space", f"donor-{number}", donor)
         published.append(number)
         # Donors that come and go leave emptied slots and free pages behind.
-        index.add("space", "passing", donor[::-1])
+        index.add("space", "passing", passing)
+        index.add("space", "other", donor[::-1])
         index.remove("passing")
+        index.remove("other")
     stop.set()
     for reader in readers:
         reader.join()

@@ -1,8 +1,10 @@
-"""The engine's options, as the file that `trtllm-serve` is given has them, and which of them keep it from reuse."""
+"""The TensorRT-LLM that is installed and its connector contract, and the options that an engine gets."""
 
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,11 @@ import yaml
 
 from semblend_trt.doctor.finding import Chapter
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
     from semblend_trt.config import Settings
     from semblend_trt.doctor.finding import Finding
@@ -35,7 +39,30 @@ MAX_BYTES = 1 << 20
 # A value that YAML names again is one more each time: a small file can stand for more than any memory holds.
 MAX_VALUES = 100_000
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-_chapter = Chapter("options")
+_engine, _options = Chapter("engine"), Chapter("options")
+
+
+def engine() -> Iterator[Finding]:
+    """Imports TensorRT-LLM where it is installed, which may take a while, and compares it with our contract."""
+    if find_spec("tensorrt_llm") is None:
+        yield _embedded()
+        return
+    from semblend_trt.connector.contract import match_of
+
+    release = _release()
+    module = _connector_module()
+    if module is None:
+        yield _engine.failed(f"TensorRT-LLM {release} has no KV cache connector; 1.1 or later is needed")
+        return
+    match = match_of(module)
+    details = {"tensorrt_llm": release, "module": module.__name__, "contract": match.version.name}
+    told = f"TensorRT-LLM {release} keeps the connector contract {match.version.name!r} ({module.__name__})"
+    if match.differences:
+        told += f", but for {'; '.join(match.differences)}"
+        yield _engine.note(told, differences=match.differences, **details)
+    else:
+        yield _engine.ok(told, **details)
+    yield _ours()
 
 
 def read_options(path: str | Path) -> SimpleNamespace:
@@ -69,26 +96,26 @@ def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
     sizes = {name: getattr(llm_args, name, None) or 1 for name in _RANKS}
     wrong = [name for name, size in sizes.items() if not isinstance(size, int)]
     if wrong:
-        yield _chapter.failed(f"{wrong[0]} is {sizes[wrong[0]]!r}; give a whole number from 1 on")
+        yield _options.failed(f"{wrong[0]} is {sizes[wrong[0]]!r}; give a whole number from 1 on")
         return
     config = getattr(llm_args, "kv_connector_config", None)
     yield _connector(config)
     refusal = engine_refusal(llm_args)
     if refusal is not None:
-        yield _chapter.refused(
+        yield _options.refused(
             refusal, f"the engine uses {refusal}, with which block contents cannot be trusted; switch it off"
         )
     elif getattr(config, "connector_module", None) == WRAPPER_MODULE:
         yield from _wrapper(llm_args)
     cache = getattr(llm_args, "kv_cache_config", None)
     if getattr(cache, "enable_block_reuse", True) is False:
-        yield _chapter.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
+        yield _options.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
     if policy != CAPACITY_POLICY:
-        yield _chapter.failed(f"TensorRT-LLM lets no connector in with {policy}; use {CAPACITY_POLICY}")
+        yield _options.failed(f"TensorRT-LLM lets no connector in with {policy}; use {CAPACITY_POLICY}")
     ranks = [name for name, size in sizes.items() if size > 1]
     if settings is not None and settings.disk_bytes and ranks:
-        yield _chapter.note(f"the disk tier serves engines of one rank: with {', '.join(ranks)} it stays closed")
+        yield _options.note(f"the disk tier serves engines of one rank: with {', '.join(ranks)} it stays closed")
 
 
 def kv_dtype_of(llm_args: Any) -> str:
@@ -96,17 +123,62 @@ def kv_dtype_of(llm_args: Any) -> str:
     return str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or "auto").lower()
 
 
+def _embedded() -> Finding:
+    from semblend_trt.connector.contract import EMBEDDED
+
+    if (refusal := embedded_engine_refusal()) is not None:
+        return _engine.failed(f"no engine serves here: TensorRT-LLM is not installed, and {refusal}")
+    return _engine.note(
+        f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
+        contract=EMBEDDED.name,
+    )
+
+
+def _ours() -> Finding:
+    """TensorRT-LLM makes both classes, which needs every method that its base classes ask for."""
+    from semblend_trt import connector
+
+    classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
+    missing = [f"{kind.__name__}.{name}" for kind in classes for name in sorted(kind.__abstractmethods__)]
+    if missing:
+        return _engine.failed(
+            f"TensorRT-LLM cannot make our connector, which lacks {', '.join(missing)}; use a known version",
+            missing=missing,
+        )
+    return _engine.ok("our connector has every method that it asks for")
+
+
+def _release() -> str:
+    try:
+        return metadata.version("tensorrt-llm")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _connector_module() -> ModuleType | None:
+    from semblend_trt.connector.contract import NEW_MODULE, OLD_MODULE
+
+    for path in (NEW_MODULE, OLD_MODULE):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            # A module of theirs that is missing is another version; one of somebody else's is a broken installation.
+            if not (error.name or "").startswith("tensorrt_llm"):
+                raise
+    return None
+
+
 def _connector(config: Any) -> Finding:
     if config is None:
-        return _chapter.failed("there is no kv_connector_config: the engine has no connector")
+        return _options.failed("there is no kv_connector_config: the engine has no connector")
     name = getattr(config, "connector_module", None)
     if name not in OUR_MODULES:
-        return _chapter.failed(f"connector_module is {name!r}; ours are {' and '.join(OUR_MODULES)}")
+        return _options.failed(f"connector_module is {name!r}; ours are {' and '.join(OUR_MODULES)}")
     module = importlib.import_module(name)
     for role in ("connector_scheduler_class", "connector_worker_class"):
         if not hasattr(module, str(getattr(config, role, None))):
-            return _chapter.failed(f"{role} is {getattr(config, role, None)!r}, which {name} does not have")
-    return _chapter.ok(f"the connector is {name}")
+            return _options.failed(f"{role} is {getattr(config, role, None)!r}, which {name} does not have")
+    return _options.ok(f"the connector is {name}")
 
 
 def _wrapper(llm_args: Any) -> Iterator[Finding]:
@@ -117,7 +189,7 @@ def _wrapper(llm_args: Any) -> Iterator[Finding]:
         reason = reason or "cache_manager_v2"
     if reason is not None:
         told = " (on unless the file has `cuda_graph_config: null`)" if reason == "cuda_graphs" else ""
-        yield _chapter.note(
+        yield _options.note(
             f"the engine uses {reason}{told}, with which no plan can be executed: only what it can skip from the left "
             "is reused; switch it off to reuse more",
             reason,

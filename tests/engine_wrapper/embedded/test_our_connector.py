@@ -1,0 +1,282 @@
+"""Our connector in the engine of every version: it reuses and answers as cold, and holds nothing behind a request.
+
+Upstream's habits are among it: forwards that fail, blocks that are handed on while they are saved, pins that stay,
+pools of another order, offers that the engine does not apply.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from engine_wrapper.embedded.llm import SamplingParams
+from semblend_trt.connector.contract import VERSIONS
+from tests.engine_wrapper.embedded.conftest import (
+    BLOCK,
+    LAYERS,
+    SIX,
+    TWO,
+    answers,
+    fails_once,
+    forget_prefixes,
+    form,
+    prompt,
+    teach,
+)
+from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS, FREEING, cut_short
+
+POOLED = FORMS[:-1]  # those in which one tensor describes the pool
+MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
+SHARED = prompt(150)
+
+
+@pytest.fixture
+def make_ours(make_llm, monkeypatch):
+    def make(contract, groups, module="semblend_trt.connector", policy="exact", **fields):
+        monkeypatch.setenv("SEMBLEND_POLICY", policy)
+        monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", str(LAYERS if policy == "boundary" else 0))
+        names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
+        return make_llm(*names, module=module, **form(contract, groups, **fields))
+
+    return make
+
+
+def check_nothing_is_held(llm):
+    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+    assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
+    assert len(llm.connector_worker._followed) == 0
+    assert not llm.connector_scheduler._runtime.faults
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_reuses_from_position_0_and_answers_as_cold(make_ours, cold, contract, groups, overlap):
+    llm = make_ours(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+    donor = prompt(200)
+    teach(llm, donor)
+    prompts = [donor[:150] + prompt(40, 1), prompt(90, 2)]
+    outputs = llm.generate(prompts, SIX)
+    llm.settle()
+    assert answers(outputs) == cold(prompts)
+    assert [output.reused_tokens for output in outputs] == [150, 0]
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_reuses_a_shifted_document_and_answers_as_cold(make_ours, cold, contract, groups):
+    # The lowest layers run on the document as well, which fits; the last row of the prompt runs behind them.
+    llm = make_ours(contract, groups, module="engine_wrapper.connector", policy="boundary", max_num_tokens=208)
+    document = prompt(160)
+    teach(llm, prompt(24, 1) + document)
+    shifted = prompt(37, 2) + document + prompt(12, 3)
+    (output,) = outputs = llm.generate([shifted], SIX)
+    llm.settle()
+    assert answers(outputs) == cold([shifted])
+    assert output.reused_tokens == len(document)
+    again = llm.generate([shifted], SIX)[0]
+    assert again.cached_tokens < 37 + BLOCK  # nothing approximate was published
+    llm.settle()
+    check_nothing_is_held(llm)
+
+
+def test_ours_serves_several_layer_groups_cold(make_ours, cold):
+    llm = make_ours("main", ((0, 1), (2,)))
+    prompts = [prompt(100), prompt(100)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, SIX)
+        assert answers(outputs) == cold(prompts)
+    assert {output.reuse_reason for output in outputs} == {"layer_groups"}
+    assert llm.executor.pending_transfers == []
+
+
+@pytest.mark.parametrize("module", ["semblend_trt.connector", "engine_wrapper.connector"])
+def test_ours_takes_a_short_honour(make_ours, cold, module):
+    policy = "exact" if module == "semblend_trt.connector" else "boundary"
+    llm = make_ours(
+        "main", (), module=module, policy=policy, cache={"max_tokens": 40 * BLOCK}, max_num_tokens=64, max_batch_size=4
+    )
+    donor = prompt(280)
+    teach(llm, donor)
+    other = llm.generate_async(prompt(120, 3), SamplingParams(max_tokens=8, ignore_eos=True))
+    next(other)
+    outputs = llm.generate([donor], TWO)
+    list(other)
+    llm.settle()
+    assert 0 < outputs[0].reused_tokens < 279
+    assert answers(outputs) == cold([donor], TWO)
+    check_nothing_is_held(llm)
+
+
+def test_ours_loads_again_after_a_pause(make_ours, cold):
+    llm = make_ours("main", ())
+    donor = prompt(200)
+    teach(llm, donor)
+    question = donor[:150] + prompt(20, 1)
+    stream = llm.generate_async(question, SIX)
+    next(stream)
+    llm.executor.pause(next(iter(llm.executor._active.values())))
+    forget_prefixes(llm)
+    outputs = list(stream)
+    llm.settle()
+    assert outputs[-1].outputs[0].token_ids == cold([question])[0]
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+@pytest.mark.parametrize(("contract", "groups"), POOLED)
+def test_ours_holds_nothing_for_requests_that_just_disappear(make_ours, monkeypatch, contract, groups, how):
+    monkeypatch.setattr("semblend_trt.connector.requests.MAX_SILENT_ITERATIONS", 4)
+    llm = make_ours(contract, groups)
+    donor = prompt(200)
+    teach(llm, donor)
+    cut_short(llm, donor[:150] + prompt(40, 1), how)
+    llm.generate([prompt(30, 2)], SIX)
+    llm.settle()
+    check_nothing_is_held(llm)
+    assert llm.connector_scheduler.donor_index.catalog.stats().saving == 0
+    assert len(llm.connector_scheduler._requests) == 0
+
+
+# -- engines with upstream's habits -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def saves_wait(llm):
+    """What is begun within the block is saved behind it."""
+    opened = threading.Event()
+    llm.connector_worker.saver._thread.submit(opened.wait)
+    try:
+        yield
+    finally:
+        opened.set()
+        llm.connector_worker.saver.drain()
+
+
+def donors(llm):
+    return len(llm.connector_scheduler.donor_index.catalog)
+
+
+def check_answers(llm, cold, begin, reused, seed=9):
+    """A prompt that begins so reuses as much of donors, and is answered as a cold engine does."""
+    forget_prefixes(llm)
+    tokens = begin + prompt(40, seed)
+    (output,) = outputs = llm.generate([tokens], SIX)
+    llm.settle()
+    assert answers(outputs) == cold([tokens])
+    assert output.reused_tokens == reused
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, overlap):
+    llm = make_ours(contract, None, module, disable_overlap_scheduler=not overlap, max_num_tokens=64)
+    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
+    llm.executor.step()
+    with fails_once(llm.executor.model_runner, "forward"):
+        llm.executor.step()
+    assert next(stream).outputs[0].finish_reason == "error"
+    llm.settle()
+    check_answers(llm, cold, SHARED, reused=0)
+    assert donors(llm) == 1
+    assert llm.connector_scheduler.outcomes.reasons()["forward_failed"] == 1
+    check_answers(llm, cold, SHARED, reused=150, seed=2)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_forward_that_fails_while_it_answers_makes_no_donor(make_ours, cold, contract):
+    llm = make_ours(contract, None)
+    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
+    next(stream)
+    with fails_once(llm.connector_worker, "wait_for_save"):
+        llm.executor.step()
+    assert list(stream)[-1].outputs[0].finish_reason == "error"
+    llm.settle()
+    check_answers(llm, cold, SHARED, reused=0)
+    assert llm.connector_scheduler.outcomes.reasons()["forward_failed"] == 1
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_donors_hold_their_own_kv_whoever_got_their_blocks_meanwhile(make_ours, cold, contract, module):
+    llm = make_ours(contract, None, module, cache={"max_tokens": 48 * BLOCK}, max_num_tokens=512)
+    with saves_wait(llm):
+        # Both run in one forward: of what they share each has blocks of its own, and the tree keeps the first's.
+        llm.generate([SHARED + prompt(20, seed) for seed in (1, 2)], TWO)
+        saved = llm.executor.pending_transfers
+        if contract in FREEING:
+            llm.generate([prompt(190, 3)], TWO)
+    assert saved == [1, 2]
+    llm.settle()
+    for seed in (1, 2):
+        check_answers(llm, cold, SHARED + prompt(20, seed)[:15], reused=165)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_saves_that_end_together_leave_no_pin(make_ours, contract, module):
+    llm = make_ours(contract, None, module, max_num_tokens=512)
+    with saves_wait(llm):
+        llm.generate([prompt(100, seed) for seed in range(4)], TWO)
+        assert len(llm.executor.pending_transfers) == 4
+    llm.settle()
+    assert donors(llm) == 4
+    check_nothing_is_held(llm)
+    forget_prefixes(llm)
+    assert llm.block_manager.num_reusable_blocks == 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_pool_of_another_order_is_refused_by_name(make_ours, cold, contract, module):
+    llm = make_ours(contract, None, module, attn_backend="FLASHINFER")
+    teach(llm, [*SHARED, 1, 2, 3])
+    is_refused = VERSIONS[contract].flashinfer_layout == "NHD"
+    check_answers(llm, cold, SHARED, reused=0 if is_refused else 150)
+    assert llm.connector_scheduler.outcomes.reasons().get("attention_backend", 0) == 2 * is_refused
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_a_disaggregated_set_up_is_refused_by_name(make_ours, cold, contract):
+    llm = make_ours(contract, None, cache_transceiver_config={"backend": "DEFAULT"})
+    teach(llm, [*SHARED, 1, 2, 3])
+    check_answers(llm, cold, SHARED, reused=0)
+    assert llm.connector_scheduler.outcomes.reasons() == {"disaggregated": 2}
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_an_offer_that_nobody_applies_is_no_fault(make_ours, cold, contract):
+    llm = make_ours(contract, None, cache={"enable_block_reuse": False})
+    many = SamplingParams(max_tokens=12, ignore_eos=True)
+    for seed in (1, 2):
+        (output,) = outputs = llm.generate([SHARED + prompt(20, seed)], many)
+        assert answers(outputs) == cold([SHARED + prompt(20, seed)], many)
+        llm.settle()
+    assert (output.cached_tokens, output.reused_tokens) == (0, 0)
+    assert output.reuse_reason == ("not_honoured" if contract == "main" else None)
+    assert llm.connector_scheduler.outcomes.reasons().get("not_honoured", 0) == (contract == "main")
+    if contract == "main":
+        assert donors(llm) == 2  # both were computed
+        check_nothing_is_held(llm)
+
+
+def test_a_request_that_is_left_out_of_an_iteration_is_followed(make_ours, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
+    llm = make_ours("main", (), disable_overlap_scheduler=False, cache={"max_tokens": 6 * BLOCK})
+    with saves_wait(llm):
+        # The save of the first holds the blocks that the second is to grow into; its position is told without the lag
+        # of the overlap scheduler behind the iterations that it was left out of.
+        first, second = (
+            llm.generate_async(prompt(19, seed), SamplingParams(max_tokens=count, ignore_eos=True))
+            for seed, count in ((1, 3), (2, 12))
+        )
+        for _ in range(8):
+            llm.executor.step()
+    list(first), list(second)
+    llm.settle()
+    assert not llm.connector_scheduler._runtime.faults
+    assert donors(llm) == 2
