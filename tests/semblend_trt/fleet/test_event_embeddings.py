@@ -15,7 +15,7 @@ from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.fleet.wire import decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.semantic.embedder import embedder_for
-from semblend_trt.semantic.neighbourhood import neighbourhood_for, text_decoder
+from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
 
 MODEL = files("validation") / "assets" / "model"
 STREAM = (5, 0)
