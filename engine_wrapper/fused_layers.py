@@ -186,7 +186,7 @@ class FusedDecoder:
         return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
 
     def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns the new delta."""
+        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns a delta."""
         weights = self._layers[index]
         normed = _normed(weights.output(attended.flatten(1)), residual, weights.post_norm, weights.eps)
         return weights.down(silu_mul(weights.gate_up(normed)))
