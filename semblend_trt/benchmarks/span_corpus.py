@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from semblend_trt.discovery.compiled import inner
+from semblend_trt.compiled import inner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -24,17 +24,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from validation.benchmarks.bench_model import (
-    CARD_FOLDER,
-    Bench,
-    Prompts,
-    donor_variables,
-    engine_cold,
-    hits,
-    label,
-    make_decided_runner,
-    make_runner,
-)
+from validation.benchmarks.bench_model import CARD_FOLDER, Bench, Prompts, label, make_decided_runner, make_runner
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
@@ -74,7 +64,7 @@ def answers(bench: Bench) -> list[Any]:
     with bench.engine(warm=False) as llm:
         found: list[Any] = [_tokens(llm, prompts.fresh(min(size, bench.longest))) for size in ANSWERED_SIZES]
     for check in (None, SpanCheck(1, SOME_KEPT)):
-        with bench.engine(_donors(bench), warm=False) as llm:
+        with bench.engine(bench.donors_in("DEVICE", DONORS), warm=False) as llm:
             if check is not None:
                 check_every_plan(llm, check)
             evidence = _evidence(llm)
@@ -90,14 +80,14 @@ def times(bench: Bench, alone: float | None) -> dict[str, Any]:
     """Milliseconds of cold, shifted and checked prompts, by name; `alone` is what one rank takes for a cold one."""
     size = bench.longest
     with bench.engine() as llm:
-        cold = engine_cold(bench, llm, size)
+        cold = bench.cold(llm, size)
     if alone is None:
         return {"cold": cold}
-    with bench.engine(_donors(bench)) as llm:
-        shifted = hits(bench, llm, size)
-    with bench.engine(_donors(bench)) as llm:
+    with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
+        shifted = bench.hits(llm, size)
+    with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
         check_every_plan(llm, SpanCheck(min(CHECK_LAYER, bench.runner.facts.num_layers - 1), KEEP_ALL))
-        verified = hits(bench, llm, size)
+        verified = bench.hits(llm, size)
     return {
         "alone": alone,
         "cold": cold,
@@ -190,10 +180,6 @@ def _context(run: Run) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-def _donors(bench: Bench) -> dict[str, str]:
-    return donor_variables("position_fix", "DEVICE", bench.donor_bytes(DONORS))
 
 
 def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
