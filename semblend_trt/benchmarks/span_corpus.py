@@ -145,10 +145,10 @@ def _tokens_of(path: Path) -> TokenArray:
 
 def _encoded(text: str) -> TokenArray:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    pieces = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
+    parts_of_text = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
     parts = []
-    for at in range(0, len(pieces), 64):
-        encoded = tokenizer.encode_batch_fast(pieces[at : at + 64], add_special_tokens=False)
+    for at in range(0, len(parts_of_text), 64):
+        encoded = tokenizer.encode_batch_fast(parts_of_text[at : at + 64], add_special_tokens=False)
         parts += [np.asarray(each.ids, dtype=np.int32) for each in encoded]
     return np.concatenate(parts)
 
