@@ -105,8 +105,7 @@ def row(
 class Results:
     """The rows of one run, by default of this program with `arguments` (its own where None is given) on `device`.
 
-    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False shows
-    nothing.
+    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False shows nothing.
     """
 
     def __init__(

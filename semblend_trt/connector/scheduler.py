@@ -26,7 +26,6 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
@@ -42,6 +41,7 @@ from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
+from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
 from semblend_trt.semantic.neighbourhood import neighbourhood_for
 

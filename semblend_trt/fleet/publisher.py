@@ -22,7 +22,7 @@ import numpy as np
 
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
-from semblend_trt.fleet.events import EventError
+from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of, warm_up
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, donor_digest, token_digest
 
@@ -41,101 +41,68 @@ logger = logging.getLogger(__name__)
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")
-SENT_KINDS = (
-    "provider_generation_reset",
-    "donor_registered",
-    "donor_evicted",
-    "donor_relocated",
-    "donors_purged",
-    "provider_heartbeat",
-)
+# Prometheus' name of each count, what it says, its label and the label's values.
+_SERIES = {
+    "sent": ("semblend_events", "Donor events sent.", "kind", KIND_NAMES),
+    "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
+    "resyncs": ("semblend_event_resyncs", "Times all donors were told anew.", "reason", RESYNC_REASONS),
+    "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
+}
+# Donors are described together up to so many tokens, which stay in the processor's cache meanwhile.
+PORTION_TOKENS = 16384
+MAX_CHANGES = 65536
+BATCH = 512
+# How long a change may wait before the thread looks, in seconds. Being woken would cost the serving path more.
+TICK_SECONDS = 0.02
+CLOSE_SECONDS = 2.0
 
 
 class EventCounters:
-    """Counts of one publisher, of fixed names only. Thread safe.
+    """Counts of one publisher, of fixed names only, in Prometheus too where it is there. Raises nothing.
 
     `sent` by kind: handed to a server that answered since. `dropped` by reason: changes that did not go out as events
-    of their own; a resync tells readers their result. `resyncs` by reason; `connections` made; `failures` of attempts.
+    of their own; a resync tells readers their result. `resyncs` by reason; `connections` by result, made or failed.
     """
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
-        self._lock = threading.Lock()
         self.sent: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.resyncs: Counter[str] = Counter()
-        self.connections = 0
-        self.failures = 0
-        self._series = _series_in(registry) if enabled else None
+        self.connections: Counter[str] = Counter()
+        self._series = _series_in(registry) if enabled else {}
 
-    def count_sent(self, kinds: Counter[str]) -> None:
-        with self._lock:
-            self.sent.update(kinds)
-        for kind, count in kinds.items():
-            self._add("sent", kind, count)
-
-    def count_dropped(self, reason: str, count: int = 1) -> None:
+    def count(self, what: str, label: str, count: int = 1) -> None:
+        """Adds to the count of the name `what`, under its `label`."""
         if count:
-            with self._lock:
-                self.dropped[reason] += count
-            self._add("dropped", reason, count)
-
-    def count_resync(self, reason: str) -> None:
-        with self._lock:
-            self.resyncs[reason] += 1
-        self._add("resyncs", reason, 1)
-
-    def count_connection(self, succeeded: bool) -> None:
-        with self._lock:
-            if succeeded:
-                self.connections += 1
-            else:
-                self.failures += 1
-        self._add("connections", "made" if succeeded else "failed", 1)
-
-    def _add(self, name: str, label: str, count: int) -> None:
-        if self._series is not None:
-            self._series[name].labels(label).inc(count)
+            getattr(self, what)[label] += count
+            if what in self._series:
+                self._series[what].labels(label).inc(count)
 
 
-_lock = threading.Lock()
 _registered: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def _series_in(registry: CollectorRegistry | None) -> dict[str, Any] | None:
+def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
+    """The series in a registry, made once for all publishers; none where they cannot be made."""
     try:
         from prometheus_client import REGISTRY
+        from prometheus_client import Counter as Series
 
         registry = REGISTRY if registry is None else registry
-        with _lock:
-            if registry not in _registered:
-                _registered[registry] = _registered_in(registry)
-            return _registered[registry]
+        if registry not in _registered:
+            series = {name: Series(*told[:2], [told[2]], registry=registry) for name, told in _SERIES.items()}
+            for name, (_, _, _, values) in _SERIES.items():
+                for (
+                    value
+                ) in values:  # series that exist from the start can be told from a publisher that counts nothing
+                    series[name].labels(value)
+            _registered[registry] = series
+        return _registered[registry]
     except ImportError:
-        return None
+        return {}
     except Exception as error:
         logger.warning("no metrics of events are kept: %s", error)
-        return None
-
-
-def _registered_in(registry: CollectorRegistry) -> dict[str, Any]:
-    from prometheus_client import Counter as Series
-
-    labels = {
-        "sent": ("semblend_events", "Donor events sent.", "kind", SENT_KINDS),
-        "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
-        "resyncs": ("semblend_event_resyncs", "Times all donors were told anew.", "reason", RESYNC_REASONS),
-        "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
-    }
-    series = {}
-    for name, (metric, text, label, values) in labels.items():
-        series[name] = Series(metric, text, [label], registry=registry)
-        for value in values:  # series that exist from the start can be told from a publisher that counts nothing
-            series[name].labels(value)
-    return series
-
-
-# Donors are described together up to so many tokens, which stay in the processor's cache meanwhile.
-PORTION_TOKENS = 16384
+        return {}
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +226,8 @@ class Outbox:
     def _begin(self) -> None:
         self._reset_due = False
         self._told, self._digest = {}, 0
-        self._waiting = deque((library, donor_id) for library in self._libraries for donor_id in _ids_of(library))
+        # A list is one step for the interpreter's lock: the serving path cannot change the dict meanwhile.
+        self._waiting = deque((library, donor_id) for library in self._libraries for donor_id in list(library.donors))
 
     def _notice(self, kind: str, payload: bytes) -> Notice:
         return Notice(kind, self._writer.last_id, payload)
@@ -294,7 +262,7 @@ class Outbox:
         except EventError as error:
             logger.warning("donor %s is not announced: %s", donor_id, error)
             held.is_unfit = True
-            self._counters.count_dropped("oversize")
+            self._counters.count("dropped", "oversize")
             return None
         self._note(donor_id, held, embedding, tier)
         return self._notice("donor_registered", payload)
@@ -335,7 +303,7 @@ class Outbox:
                 return
             logger.exception("a donor of %d tokens cannot be described and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
-            self._counters.count_dropped("internal_error")
+            self._counters.count("dropped", "internal_error")
 
 
 def _describe_all(donors: list[Held]) -> None:
@@ -360,18 +328,6 @@ def _together(tokens: TokenArray) -> memoryview:
 def _open_key(namespace_key: str) -> bytes:
     """The sketch key of a namespace's requests without a salt; those with one are secrets, and not remembered."""
     return sketch_key(namespace_key, None)
-
-
-def _ids_of(library: HeldDonors) -> Iterable[str]:
-    # One step for the interpreter's lock, so the serving path cannot change the dict meanwhile.
-    return list(library.donors)
-
-
-MAX_CHANGES = 65536
-BATCH = 512
-# How long a change may wait before the thread looks, in seconds. Being woken would cost the serving path more.
-TICK_SECONDS = 0.02
-CLOSE_SECONDS = 2.0
 
 
 class EventPublisher:
@@ -474,7 +430,7 @@ class EventPublisher:
         absorbed = self._outbox.absorb(BATCH)
         connection = self._connection
         if connection is None:
-            self.counters.count_dropped("disconnected", self._outbox.forget_changes())
+            self.counters.count("dropped", "disconnected", self._outbox.forget_changes())
             await self._reconnect()
             return absorbed == BATCH
         if connection.is_lost:
@@ -498,13 +454,14 @@ class EventPublisher:
             logger.warning("events were not taken by NATS: %s", type(error).__name__)
             await self._lose(len(notices))
             return
-        self.counters.count_dropped("oversize", len(too_large))
-        self.counters.count_sent(Counter(notice.kind for notice in notices if notice not in too_large))
+        self.counters.count("dropped", "oversize", len(too_large))
+        for kind, count in Counter(notice.kind for notice in notices if notice not in too_large).items():
+            self.counters.count("sent", kind, count)
 
     def _repair_overflow(self) -> None:
         if self._overflowed:
             lost, self._overflowed = self._overflowed, 0
-            self.counters.count_dropped("overflow", lost + self._outbox.forget_changes())
+            self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
             self._outbox.describe_all()
             self._resync("overflow")
 
@@ -519,7 +476,7 @@ class EventPublisher:
         self._is_asked = False
         self._resynced_at = self._clock()
         self._outbox.resync()
-        self.counters.count_resync(reason)
+        self.counters.count("resyncs", reason)
 
     async def _reconnect(self) -> None:
         """Begins an attempt when one is due, and takes the one that has ended."""
@@ -533,14 +490,14 @@ class EventPublisher:
         try:
             self._connection = attempt.result()
         except Exception as error:
-            self.counters.count_connection(succeeded=False)
+            self.counters.count("connections", "failed")
             if self._retry_seconds == FIRST_RETRY_SECONDS:
                 logger.warning("NATS is out of reach, donor events wait for it: %s", _told(error))
             # Workers that lost one server must not all come back to it at once.
             self._retry_at = self._loop.time() + self._retry_seconds * random.uniform(0.5, 1.0)
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             return
-        self.counters.count_connection(succeeded=True)
+        self.counters.count("connections", "made")
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._heartbeat_at = self._clock()
         self._resync("connected")
@@ -550,7 +507,7 @@ class EventPublisher:
 
     async def _lose(self, in_flight: int) -> None:
         """Gives the connection up; events that may not have arrived count as dropped."""
-        self.counters.count_dropped("disconnected", in_flight)
+        self.counters.count("dropped", "disconnected", in_flight)
         connection, self._connection = self._connection, None
         self._outbox.resync()
         if connection is not None:
@@ -574,7 +531,7 @@ class EventPublisher:
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
-        self.counters.count_dropped("closed", len(self._changes))
+        self.counters.count("dropped", "closed", len(self._changes))
         for future in self._settling:
             future.cancel()
         if self._connection is not None:

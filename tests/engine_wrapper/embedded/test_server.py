@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput
-from engine_wrapper.embedded.server import BOUNDS, AnswerForm, TextSoFar, Worker, main, read_body, usage_of
+from engine_wrapper.embedded.server import (
+    BOUNDS,
+    AnswerForm,
+    EngineThread,
+    TextSoFar,
+    Worker,
+    main,
+    read_body,
+    usage_of,
+)
 from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
 from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
@@ -54,6 +63,10 @@ def asked(worker, ask):
 async def answer_of(client, path, body):
     async with client.post(path, data=body if isinstance(body, bytes) else json.dumps(body)) as response:
         return response.status, await response.json()
+
+
+def broken(_):
+    raise RuntimeError("out of memory")
 
 
 def events_of(stream):
@@ -147,10 +160,6 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     llm, worker = make_worker()
-
-    def broken(_):
-        raise RuntimeError("out of memory")
-
     monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
 
     async def ask(client):
@@ -210,20 +219,24 @@ def test_what_ends_a_worker_becomes_a_status(error, status, told, monkeypatch, c
     assert capsys.readouterr().err.splitlines()[-1] == told
 
 
-@pytest.mark.parametrize("option", ["--model", "--name", "--nats", "--profile"])
-def test_an_empty_name_is_bad_usage(option, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        *(
+            (option, " ", f"argument {option}: the name is empty")
+            for option in ("--model", "--name", "--nats", "--profile")
+        ),
+        *(("--port", port, f"{port!r} is no port from 0 to 65535") for port in ("65536", "-1", "http")),
+        ("--max-body-bytes", "0", "'0' is no int"),
+        ("--body-seconds", "nan", "'nan' is no float"),
+        ("--max-connections", "1.5", "'1.5' is no int"),
+    ],
+)
+def test_what_cannot_be_an_argument_is_bad_usage(option, value, told, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--model", "nothing", option, " "])
+        main(["--model", "nothing", option, value])
     assert ended.value.code == 2
-    assert f"argument {option}: the name is empty" in capsys.readouterr().err
-
-
-def test_a_port_that_is_none_is_bad_usage(capsys):
-    for port in ("65536", "-1", "http"):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model", "nothing", "--port", port])
-        assert ended.value.code == 2
-        assert f"{port!r} is no port from 0 to 65535" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_models_are_listed(make_worker):
@@ -310,15 +323,84 @@ def test_no_malformed_request_is_an_error_of_the_workers(make_worker, caplog):
     assert llm.executor.num_unfinished == 0
 
 
-def test_bounds_that_are_none_are_bad_usage(capsys):
-    for name, value in (("--max-body-bytes", "0"), ("--body-seconds", "nan"), ("--max-connections", "1.5")):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model", "nothing", name, value])
-        assert ended.value.code == 2
-        assert f"{value!r} is no" in capsys.readouterr().err
+# -- the engine's thread ----------------------------------------------------------------------------------------------
+
+PROMPTS = [list(range(start, start + 20 + start)) for start in (1, 5, 9)]
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-# -- bodies and answers
+@pytest.fixture
+def llm(tiny_qwen2_path):
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(llm):
+    engine = EngineThread(llm, max_requests=4)
+    yield engine
+    engine.close()
+
+
+async def outputs_of(engine, prompt, params=GREEDY, *, streaming=True):
+    return [output async for output in engine.outputs(prompt, params, None, streaming=streaming)]
+
+
+def test_requests_together_say_what_they_say_alone(tiny_qwen2_path, engine):
+    async def together():
+        return await asyncio.gather(*(outputs_of(engine, prompt) for prompt in PROMPTS))
+
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=256) as alone:
+        expected = [alone.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    streams = asyncio.run(together())
+    assert [stream[-1].outputs[0].token_ids for stream in streams] == expected
+    assert [[len(output.outputs[0].token_ids) for output in stream] for stream in streams] == [[1, 2, 3, 4, 5, 6]] * 3
+    assert engine.running == 0
+
+
+def test_without_streaming_only_the_end_is_told(engine):
+    (output,) = asyncio.run(outputs_of(engine, PROMPTS[0], streaming=False))
+    assert output.finished
+    assert len(output.outputs[0].token_ids) == 6
+
+
+def test_no_more_run_than_may(engine):
+    async def crowd():
+        return await asyncio.gather(*(outputs_of(engine, PROMPTS[0]) for _ in range(6)), return_exceptions=True)
+
+    ended = asyncio.run(crowd())
+    refused = [each for each in ended if isinstance(each, RequestRefusedError)]
+    assert len(refused) == 2
+    assert "4 requests are running or waiting" in str(refused[0])
+
+
+def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, monkeypatch):
+    monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
+
+    async def ask():
+        return await asyncio.gather(*(outputs_of(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
+
+    for ended in (*asyncio.run(ask()), *asyncio.run(ask())):
+        assert isinstance(ended, RequestRefusedError)
+        assert (ended.reason, str(ended)) == ("engine_stopped", "the engine has stopped: out of memory")
+    assert engine.failure == "out of memory"
+
+
+def test_closing_ends_what_runs(engine):
+    async def close():
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        running = asyncio.ensure_future(outputs_of(engine, PROMPTS[0], long))
+        while not engine.running:
+            await asyncio.sleep(0)
+        engine.close()
+        with pytest.raises(RequestRefusedError, match="it was shut down"):
+            await running
+
+    asyncio.run(close())
+
+
+# -- bodies and answers ----------------------------------------------------------------------------------------------
+
 
 # As clients send them that know of these fields and want nothing of them.
 NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p": 0.0, "min_tokens": 0, "echo": False}

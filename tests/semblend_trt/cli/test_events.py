@@ -12,13 +12,8 @@ import pytest
 
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
-from semblend_trt.namespace import CacheNamespace
+from tests.semblend_trt.fleet.conftest import NAMESPACE
 
-NAMESPACE = CacheNamespace(
-    *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
-    {"tp_size": 1, "pp_size": 1, "cp_size": 1},
-    "layout",
-).for_request(None, None)
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 

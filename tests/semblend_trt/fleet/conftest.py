@@ -17,38 +17,49 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, HeldDonors, Outbox
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.model_tokenizer import load_tokenizer
 from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import numpy.typing as npt
+
+
+BASE_NAMESPACE = CacheNamespace(
+    model="tiny",
+    model_revision="r1",
+    tokenizer="tiny",
+    tokenizer_revision="t1",
+    kv_layout="paged",
+    block_size=32,
+    kv_dtype="bfloat16",
+    cache_dtype="bfloat16",
+    quantization=None,
+    adapter=None,
+    rope_config={"rope_theta": 1e6},
+    tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    backend_cache_layout="trtllm_pytorch_primary_pool_v1",
+)
+NAMESPACE = BASE_NAMESPACE.for_request(None, None)
 
 
 @pytest.fixture(scope="session")
 def base_namespace() -> CacheNamespace:
     """An engine's namespace, bound to no request."""
-    return CacheNamespace(
-        model="tiny",
-        model_revision="r1",
-        tokenizer="tiny",
-        tokenizer_revision="t1",
-        kv_layout="paged",
-        block_size=32,
-        kv_dtype="bfloat16",
-        cache_dtype="bfloat16",
-        quantization=None,
-        adapter=None,
-        rope_config={"rope_theta": 1e6},
-        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
-        backend_cache_layout="trtllm_pytorch_primary_pool_v1",
-    )
+    return BASE_NAMESPACE
 
 
 @pytest.fixture(scope="session")
-def namespace(base_namespace: CacheNamespace) -> CacheNamespace:
+def namespace() -> CacheNamespace:
     """The namespace of requests without a salt."""
-    return base_namespace.for_request(None, None)
+    return NAMESPACE
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_qwen2_path: Path) -> Any:
+    return load_tokenizer(str(tiny_qwen2_path))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The publisher against a real nats-server: readers end up with what is held, whatever is killed in between."""
+"""The publisher: readers end up with what is held, by the fewest events, whatever is killed in between."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as Series
 
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.wire import EventFormat, decode
+from semblend_trt.fleet.publisher import DROP_REASONS, PORTION_TOKENS, EventCounters, Held, HeldDonors, Outbox
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
+from tests.semblend_trt.fleet.conftest import NAMESPACE
 
 STREAM = (3, 0)
 
@@ -83,8 +91,8 @@ def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, 
         nats_server.start()
         worker.churn(rng, 20)
         assert converges(reader, worker)
-    assert worker.counters.connections >= 3
-    assert worker.counters.resyncs["connected"] == worker.counters.connections
+    assert worker.counters.connections["made"] >= 3
+    assert worker.counters.resyncs["connected"] == worker.counters.connections["made"]
 
 
 def test_a_server_that_comes_late_hears_everything(make_nats_server, make_reader, make_worker) -> None:
@@ -249,7 +257,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
         assert relay.wait_for_kept(lost)
     assert worker.publisher.settle(30)
     assert relay.repeats == lost
-    assert (counters.connections, counters.sent["donor_registered"]) == (1, 20)
+    assert (counters.connections["made"], counters.sent["donor_registered"]) == (1, 20)
     assert not counters.dropped
     assert known(read_back(nats_server, 22)) == worker.held
     # Readers of the subject alone get both, and count the second.
@@ -267,7 +275,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     assert relay.wait_for_kept(20)
     assert worker.publisher.settle(30)
     assert counters.dropped == {"disconnected": 20}
-    assert (counters.connections, counters.resyncs["connected"]) == (2, 2)
+    assert (counters.connections["made"], counters.resyncs["connected"]) == (2, 2)
     assert counters.sent["donor_registered"] == 20
     assert relay.repeats == 0
     directory = read_back(nats_server, 44)
@@ -282,7 +290,7 @@ def test_without_the_right_token_nothing_is_sent(make_nats_server, make_worker, 
     worker = make_worker(server, token=token)
     worker.add("a")
     assert not worker.publisher.settle(0.5)
-    assert worker.counters.connections == 0
+    assert worker.counters.connections["made"] == 0
     assert "right-secret" not in caplog.text
 
 
@@ -322,4 +330,205 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
     worker.add("a")
     assert converges(reader, worker)
     assert not stranger.publisher.settle(0.5)
-    assert stranger.counters.connections == 0
+    assert stranger.counters.connections["made"] == 0
+
+
+TOKENS = np.arange(64, dtype=np.int32)
+NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
+
+
+def donor(tier: str = "device", tokens=TOKENS) -> Held:
+    return Held(NAMESPACE, b"", tier, len(tokens), tokens)
+
+
+def outbox() -> Outbox:
+    return Outbox(EventWriter(Emitter(3, 0, 7), EventFormat.JSON), EventCounters(enabled=False))
+
+
+def announced(box: Outbox) -> dict[str, str]:
+    """What a reader that followed knows: tier by donor id."""
+    return {donor_id: told.tier for donor_id, told in box._told.items()}
+
+
+class Telling(RuleBasedStateMachine):
+    """Two libraries change, messages are taken in any portions, and some are lost together with the connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outbox = outbox()
+        self.libraries = [HeldDonors(), HeldDonors()]
+        for library in self.libraries:
+            self.outbox.add(library)
+        self.reader = WatchedDirectory()
+
+    def _note(self, which: int, name: str) -> None:
+        self.outbox.changes.append((self.libraries[which], f"{which}-{name}"))
+
+    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def hold(self, which, name, tier):
+        self.libraries[which].donors[f"{which}-{name}"] = donor(tier)
+        self._note(which, name)
+
+    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def move(self, which, name, tier):
+        held = self.libraries[which].donors.get(f"{which}-{name}")
+        if held is not None:
+            held.tier = tier
+            self._note(which, name)
+
+    @rule(which=st.integers(0, 1), name=NAMES)
+    def drop(self, which, name):
+        if self.libraries[which].donors.pop(f"{which}-{name}", None):
+            self._note(which, name)
+
+    @rule(limit=st.integers(0, 5))
+    def absorb(self, limit):
+        self.outbox.absorb(limit)
+
+    @rule(limit=st.integers(0, 5))
+    def deliver(self, limit):
+        for notice in self.outbox.take(limit):
+            self.reader.observe(notice.payload)
+
+    @rule(limit=st.integers(0, 5))
+    def lose(self, limit):
+        self.outbox.take(limit)
+        self.outbox.forget_changes()
+        self.outbox.resync()
+
+    @rule()
+    def overflow(self):
+        self.outbox.changes.clear()
+        self.outbox.forget_changes()
+        self.outbox.describe_all()
+        self.outbox.resync()
+
+    @rule(which=st.integers(0, 1))
+    def replace_library(self, which):
+        self.outbox.remove(self.libraries[which])
+        self.libraries[which] = HeldDonors()
+        self.outbox.add(self.libraries[which])
+
+    @rule()
+    def settle(self):
+        self.outbox.absorb(1000)
+        while len(self.outbox):
+            self.deliver(7)
+        self.reader.observe(self.outbox.heartbeat(1.0).payload)
+        truth = {name: held.tier for library in self.libraries for name, held in library.donors.items()}
+        assert self.reader.is_synced((3, 0))
+        assert self.reader.donors_of((3, 0)) == truth == announced(self.outbox)
+        assert set(self.reader.problems) <= {"gap"}
+
+    @invariant()
+    def described_donors_have_let_their_tokens_go(self):
+        for library in self.libraries:
+            for name, held in library.donors.items():
+                assert name not in announced(self.outbox) or held.tokens is None or held.tokens is TOKENS
+
+    def teardown(self):
+        self.settle()
+
+
+TestTelling = Telling.TestCase
+TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
+
+
+def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["bad"] = donor(tokens=np.array(["token"] * 64))
+    library.donors["good"] = donor()
+    box.changes.extend([(library, "bad"), (library, "good"), (library, "good")])
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["provider_generation_reset", "donor_registered"]
+    assert list(announced(box)) == ["good"]
+
+
+def test_donors_are_described_together_as_each_by_itself() -> None:
+    box, library, rng = outbox(), HeldDonors(), np.random.default_rng(3)
+    box.add(library)
+    texts = [rng.integers(0, 150_000, length, dtype=np.int32) for length in (0, 31, PORTION_TOKENS, 400, 800, 5)]
+    texts.append(texts[4][::2])
+    salts = [None, "one", None, "two", None, "one", "one"]
+    for number, (tokens, salt) in enumerate(zip(texts, salts, strict=True)):
+        key = b"" if salt is None else sketch_key(NAMESPACE.key, salt)
+        library.donors[str(number)] = Held(NAMESPACE, key, "host", len(tokens), tokens)
+        # Noted twice, as a donor that comes and is moved.
+        box.changes.extend([(library, str(number))] * 2)
+    assert box.absorb(20) == 14
+    for tokens, salt, held in zip(texts, salts, library.donors.values(), strict=True):
+        assert held.tokens is None
+        assert held.sketch == sketch_of(tokens, sketch_key(NAMESPACE.key, salt)).to_bytes()
+        assert held.digest == token_digest(tokens, held.salted_key)
+
+
+def test_a_donor_of_the_same_id_replaces_the_other() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["a"] = donor()
+    box.take(10)
+    library.donors["a"] = donor()
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["donor_registered"]
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert box.take(10) == []
+
+
+def test_the_last_word_says_that_nothing_is_held() -> None:
+    box, library, reader = outbox(), HeldDonors(), WatchedDirectory()
+    box.add(library)
+    library.donors["a"] = donor()
+    for notice in [*box.take(10), box.purge(), box.heartbeat(1.0)]:
+        reader.observe(notice.payload)
+    assert reader.compared((3, 0)) == 1
+    assert reader.donors_of((3, 0)) == {}
+    assert not reader.problems
+
+
+def test_an_embedding_that_comes_later_is_told_by_one_more_registration() -> None:
+    box, library = outbox(), HeldDonors()
+    box.add(library)
+    library.donors["a"] = donor()
+    box.take(10)
+    library.donors["a"].embedding = np.ones(4, dtype=np.float32)
+    for kinds in (["donor_registered"], []):
+        box.changes.append((library, "a"))
+        box.absorb(10)
+        assert [notice.kind for notice in box.take(10)] == kinds
+    library.donors["a"].tier = "host"
+    box.changes.append((library, "a"))
+    box.absorb(10)
+    assert [notice.kind for notice in box.take(10)] == ["donor_relocated"]
+    assert announced(box) == {"a": "host"}
+
+
+def test_counts_are_shown_in_prometheus() -> None:
+    registry = CollectorRegistry()
+    first, second = EventCounters(registry=registry), EventCounters(registry=registry)
+    first.count("dropped", "overflow", 3)
+    second.count("dropped", "overflow")
+    second.count("dropped", "closed", 0)
+    first.count("sent", "donor_registered", 5)
+    first.count("resyncs", "connected")
+    first.count("connections", "failed")
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"semblend_{name}_total", labels)
+
+    assert (first.dropped["overflow"], second.dropped["overflow"], first.connections["failed"]) == (3, 1, 1)
+    assert value("events_dropped", reason="overflow") == 4
+    assert {value("events_dropped", reason=reason) for reason in DROP_REASONS} == {4, 0}
+    assert value("events", kind="donor_registered") == 5
+    assert value("event_resyncs", reason="connected") == 1
+    assert value("event_connections", result="failed") == 1
+
+
+def test_names_that_are_taken_cost_the_series_only() -> None:
+    registry = CollectorRegistry()
+    Series("semblend_events", "Somebody else's.", registry=registry)
+    counters = EventCounters(registry=registry)
+    counters.count("sent", "donor_registered", 5)
+    assert counters.sent["donor_registered"] == 5

@@ -14,6 +14,7 @@ from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
 from semblend_trt.namespace import CacheNamespace
+from tests.semblend_trt.fleet.conftest import BASE_NAMESPACE
 
 EMITTER = Emitter(worker_id=3, dp_rank=1, generation=99)
 
@@ -57,11 +58,7 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     st.sampled_from(EventFormat),
 )
 def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
-    namespace = CacheNamespace(
-        *("m", "r", "t", "r", "l", 16, "f32", "f32", None, None, {}),
-        {"tp_size": 1, "pp_size": 1, "cp_size": 1},
-        "layout",
-    ).for_request("salt", "lora:1")
+    namespace = BASE_NAMESPACE.for_request("salt", "lora:1")
     payload = EventWriter(EMITTER, form).registered(Announcement(donor_id, namespace, "host", tokens, digest, sketch))
     data = decode(payload).data
     assert (data.donor_id, data.token_count, data.segments[0].digest) == (donor_id, tokens, digest)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,9 @@ from aiohttp.test_utils import TestServer
 from semblend_trt.fleet.router.app import Router
 from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.serving import listening
-from semblend_trt.model_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 WAIT_SECONDS = 120
 SECRET = "a secret of the router"
@@ -139,23 +138,13 @@ class Routed:
         return value
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tiny_qwen2_path: Path) -> Any:
-    return load_tokenizer(str(tiny_qwen2_path))
-
-
-@pytest.fixture
-def routed(tokenizer: Any) -> Callable[..., Any]:
-    """routed(test, replicas=2, **fields of the configuration): runs `test(Routed)`, a coroutine function."""
-
-    @asynccontextmanager
-    async def running(count: int, fields: dict[str, Any]) -> AsyncIterator[Routed]:
-        stand_ins = [StandIn(number) for number in range(1, count + 1)]
-        servers = []
+@asynccontextmanager
+async def _running(tokenizer: Any, replicas: int = 2, **fields: Any) -> AsyncIterator[Routed]:
+    stand_ins = [StandIn(number) for number in range(1, replicas + 1)]
+    async with AsyncExitStack() as servers:
         for stand_in in stand_ins:
-            servers.append(TestServer(stand_in.app()))
-            await servers[-1].start_server()
-            stand_in.url = str(servers[-1].make_url(""))
+            server = await servers.enter_async_context(TestServer(stand_in.app()))
+            stand_in.url = str(server.make_url(""))
         table = {
             "model": "tiny",
             "replicas": [{"url": each.url, "worker_id": each.number} for each in stand_ins],
@@ -163,23 +152,39 @@ def routed(tokenizer: Any) -> Callable[..., Any]:
             "health_seconds": 3600,
             "show_worker": True,
         }
-        config = RouterConfig.model_validate(table | fields)
-        router = Router(config, {"SECRET": SECRET}, tokenizer, None)
-        try:
-            async with (
-                listening(router.app(), "127.0.0.1", 0, router.connections()) as address,
-                aiohttp.ClientSession(address) as client,
-            ):
-                yield Routed(client, router, stand_ins, address)
-        finally:
-            for each in servers:
-                await each.close()
+        running = Router(RouterConfig.model_validate(table | fields), {"SECRET": SECRET}, tokenizer, None)
+        async with (
+            listening(running.app(), "127.0.0.1", 0, running.connections()) as address,
+            aiohttp.ClientSession(address) as client,
+        ):
+            yield Routed(client, running, stand_ins, address)
 
-    def run(test: Callable[[Routed], Any], replicas: int = 2, **fields: Any) -> Any:
+
+@pytest.fixture
+def routed(tokenizer: Any) -> Callable[..., Any]:
+    """routed(test, replicas=2, **fields of the configuration): runs `test(Routed)`, a coroutine function."""
+
+    def run(test: Callable[[Routed], Any], **fields: Any) -> Any:
         async def all_of_it() -> Any:
-            async with running(replicas, fields) as parts:
+            async with _running(tokenizer, **fields) as parts:
                 return await test(parts)
 
         return asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
 
     return run
+
+
+def router(**fields: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a coroutine function, whose first argument is a router with these fields of its configuration."""
+
+    def made(test: Callable[..., Any]) -> Callable[..., None]:
+        def run(routed: Callable[..., Any], **others: Any) -> None:
+            routed(lambda parts: test(parts, **others), **fields)
+
+        _, *others = inspect.signature(test).parameters.values()
+        own = inspect.Parameter("routed", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([own, *others])  # type: ignore[attr-defined]
+        run.__doc__ = test.__doc__
+        return run
+
+    return made

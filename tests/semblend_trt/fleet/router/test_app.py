@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import numpy as np
 import pytest
 
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.router.app import Placer, ReadPrompt
+from semblend_trt.fleet.router.counters import RouterCounters
+from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
+from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
+from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+from tests.semblend_trt.fleet.router.conftest import Routed, router
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.semblend_trt.fleet.router.conftest import Routed
+    from semblend_trt.namespace import CacheNamespace
+
 
 KEYS = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": [name]} for name in ("acme", "globex")]
 
@@ -25,60 +36,50 @@ def as_tenant(name: str, **more: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}", **more}
 
 
-def test_bodies_go_through_and_answers_come_back(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="somebody")
-        assert (status, answer["choices"]) == (200, [{"text": "1"}])
-        assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "somebody"}]
-        assert headers["X-SemBlend-Worker"] == "1.0"
-        assert headers["X-Request-ID"] == parts.replicas[0].headers[0]["X-Request-ID"]
-        refused = await parts.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=0)
-        assert refused[:2] == (400, {"error": {"message": "max_tokens"}})
-        assert parts.count("semblend_router_requests_total", worker="1.0", status="200") == 1
-        assert parts.count("semblend_router_tokens_total", kind="prompt") == 3 + refused_tokens(parts)
-
-    def refused_tokens(parts: Routed) -> int:
-        """The tiny tokenizer has no template, so the chat's length is guessed by its bytes."""
-        return len(json.dumps(parts.replicas[0].bodies[1])) // 4
-
-    routed(test)
+@router()
+async def test_bodies_go_through_and_answers_come_back(parts: Routed) -> None:
+    status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="somebody")
+    assert (status, answer["choices"]) == (200, [{"text": "1"}])
+    assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "somebody"}]
+    assert headers["X-SemBlend-Worker"] == "1.0"
+    assert headers["X-Request-ID"] == parts.replicas[0].headers[0]["X-Request-ID"]
+    refused = await parts.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=0)
+    assert refused[:2] == (400, {"error": {"message": "max_tokens"}})
+    assert parts.count("semblend_router_requests_total", worker="1.0", status="200") == 1
+    # The tiny tokenizer has no template, so the chat's length is guessed by its bytes.
+    guessed = len(json.dumps(parts.replicas[0].bodies[1])) // 4
+    assert parts.count("semblend_router_tokens_total", kind="prompt") == 3 + guessed
 
 
-def test_streams_go_through_byte_by_byte(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
-            assert response.content_type == "text/event-stream"
-            stream = await response.read()
-        url = parts.replicas[1].url + "/v1/completions"
-        async with aiohttp.request("POST", url, json={"stream": True}) as response:
-            straight = await response.read()
-        assert stream.replace(b'"1"', b'"2"') == straight
-        assert parts.count("semblend_router_first_byte_seconds_count") == 1
-
-    routed(test)
+@router()
+async def test_streams_go_through_byte_by_byte(parts: Routed) -> None:
+    async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+        assert response.content_type == "text/event-stream"
+        stream = await response.read()
+    url = parts.replicas[1].url + "/v1/completions"
+    async with aiohttp.request("POST", url, json={"stream": True}) as response:
+        straight = await response.read()
+    assert stream.replace(b'"1"', b'"2"') == straight
+    assert parts.count("semblend_router_first_byte_seconds_count") == 1
 
 
-def test_a_clients_salt_is_left_out(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        await parts.ask(prompt="abc", cache_salt="stolen")
-        assert "cache_salt" not in parts.replicas[0].bodies[0]
-        assert parts.count("semblend_router_client_salts_total") == 1
-
-    routed(test)
+@router()
+async def test_a_clients_salt_is_left_out(parts: Routed) -> None:
+    await parts.ask(prompt="abc", cache_salt="stolen")
+    assert "cache_salt" not in parts.replicas[0].bodies[0]
+    assert parts.count("semblend_router_client_salts_total") == 1
 
 
-def test_tenants_get_their_salts_from_the_router(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        for name in ("acme", "globex", "acme"):
-            status, _, _ = await parts.ask(prompt="abc", cache_salt="stolen", headers=as_tenant(name))
-            assert status == 200
-        bodies = [*parts.replicas[0].bodies, *parts.replicas[1].bodies]
-        salts = [body["cache_salt"] for body in bodies]
-        assert sorted(map(salts.count, set(salts))) == [1, 2]
-        assert "stolen" not in salts
-        assert not any("Authorization" in each for replica in parts.replicas for each in replica.headers)
-
-    routed(test, keys=KEYS)
+@router(keys=KEYS)
+async def test_tenants_get_their_salts_from_the_router(parts: Routed) -> None:
+    for name in ("acme", "globex", "acme"):
+        status, _, _ = await parts.ask(prompt="abc", cache_salt="stolen", headers=as_tenant(name))
+        assert status == 200
+    bodies = [*parts.replicas[0].bodies, *parts.replicas[1].bodies]
+    salts = [body["cache_salt"] for body in bodies]
+    assert sorted(map(salts.count, set(salts))) == [1, 2]
+    assert "stolen" not in salts
+    assert not any("Authorization" in each for replica in parts.replicas for each in replica.headers)
 
 
 @pytest.mark.parametrize(
@@ -89,27 +90,23 @@ def test_tenants_get_their_salts_from_the_router(routed: Callable[..., Any]) -> 
         (as_tenant("acme") | {"X-Tenant-ID": "globex"}, 403, "tenant_forbidden"),
     ],
 )
-def test_who_may_not_ask_reaches_no_replica(
-    routed: Callable[..., Any], headers: dict[str, str], status: int, reason: str
+@router(keys=KEYS)
+async def test_who_may_not_ask_reaches_no_replica(
+    parts: Routed, headers: dict[str, str], status: int, reason: str
 ) -> None:
-    async def test(parts: Routed) -> None:
-        got, answer, _ = await parts.ask(prompt="abc", headers=headers)
-        assert (got, answer["error"]["code"]) == (status, reason)
-        assert [replica.bodies for replica in parts.replicas] == [[], []]
-        assert parts.count("semblend_router_refusals_total", reason=reason) == 1
-        async with parts.client.get("/v1/models", headers=headers) as response:
-            assert response.status == status
-
-    routed(test, keys=KEYS)
+    got, answer, _ = await parts.ask(prompt="abc", headers=headers)
+    assert (got, answer["error"]["code"]) == (status, reason)
+    assert [replica.bodies for replica in parts.replicas] == [[], []]
+    assert parts.count("semblend_router_refusals_total", reason=reason) == 1
+    async with parts.client.get("/v1/models", headers=headers) as response:
+        assert response.status == status
 
 
 @pytest.mark.parametrize("key", [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9"])
-def test_a_key_may_be_any_bytes(routed: Callable[..., Any], key: bytes) -> None:
-    async def test(parts: Routed) -> None:
-        head = b"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
-        assert b" 401 " in await sent_raw(parts, head)
-
-    routed(test, keys=KEYS)
+@router(keys=KEYS)
+async def test_a_key_may_be_any_bytes(parts: Routed, key: bytes) -> None:
+    head = b"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
+    assert b" 401 " in await sent_raw(parts, head)
 
 
 async def sent_raw(parts: Routed, request: bytes) -> bytes:
@@ -126,46 +123,40 @@ async def sent_raw(parts: Routed, request: bytes) -> bytes:
     ("body", "status", "code"),
     [(b"x" * 3000, 413, "body_too_large"), (b"{", 400, "bad_json"), (b'"a"', 400, "bad_json")],
 )
-def test_bad_bodies_reach_no_replica(routed: Callable[..., Any], body: bytes, status: int, code: str) -> None:
-    async def test(parts: Routed) -> None:
-        async with parts.client.post("/v1/completions", data=body) as response:
-            assert (response.status, (await response.json())["error"]["code"]) == (status, code)
-        assert parts.replicas[0].bodies == []
-        assert parts.count("semblend_router_refusals_total", reason=code) == 1
-
-    routed(test, max_body_bytes=2048)
+@router(max_body_bytes=2048)
+async def test_bad_bodies_reach_no_replica(parts: Routed, body: bytes, status: int, code: str) -> None:
+    async with parts.client.post("/v1/completions", data=body) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+    assert parts.replicas[0].bodies == []
+    assert parts.count("semblend_router_refusals_total", reason=code) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("behave", "reason"), [("dying", "unreachable"), ("busy", "unwilling"), ("ill", "unwilling")])
-def test_another_replica_is_asked_before_the_first_byte(
-    routed: Callable[..., Any], behave: str, reason: str, stream: bool
+@router()
+async def test_another_replica_is_asked_before_the_first_byte(
+    parts: Routed, behave: str, reason: str, stream: bool
 ) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = behave
-        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
-            assert response.status == 200
-            assert response.headers["X-SemBlend-Worker"] == "2.0"
-            assert b'"2"' in await response.read()
-        assert len(parts.replicas[0].bodies) == 1
-        assert parts.count("semblend_router_failed_attempts_total", reason=reason) == 1
-        # Who is dead is left alone until a check finds it well; who is busy is not.
-        healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
-        assert healthy == (behave == "busy")
-        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
-
-    routed(test)
+    parts.replicas[0].behave = behave
+    async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
+        assert response.status == 200
+        assert response.headers["X-SemBlend-Worker"] == "2.0"
+        assert b'"2"' in await response.read()
+    assert len(parts.replicas[0].bodies) == 1
+    assert parts.count("semblend_router_failed_attempts_total", reason=reason) == 1
+    # Who is dead is left alone until a check finds it well; who is busy is not.
+    healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
+    assert healthy == (behave == "busy")
+    assert parts.count("semblend_router_replica_load", worker="1.0") == 0
 
 
-def test_an_error_of_a_sound_replica_is_its_answer(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "wrong"
-        status, answer, _ = await parts.ask(prompt="abc")
-        assert (status, answer) == (500, {"error": {"message": "the engine"}})
-        assert parts.replicas[1].bodies == []
-        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
-
-    routed(test)
+@router()
+async def test_an_error_of_a_sound_replica_is_its_answer(parts: Routed) -> None:
+    parts.replicas[0].behave = "wrong"
+    status, answer, _ = await parts.ask(prompt="abc")
+    assert (status, answer) == (500, {"error": {"message": "the engine"}})
+    assert parts.replicas[1].bodies == []
+    assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
 
 
 def events_of(stream: bytes) -> list[Any]:
@@ -181,139 +172,115 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 @pytest.mark.parametrize(("behave", "healthy"), [("cut", 0), ("torn", 0), ("stuck", 1), ("dripping", 1)])
-def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
-    routed: Callable[..., Any], behave: str, healthy: int
+@router(silence_seconds=0.2)
+async def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
+    parts: Routed, behave: str, healthy: int
 ) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = behave
-        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
-            stream = await response.content.readany()
-            parts.replicas[0].go_on.set()
-            first, last = events_of(stream + await response.read())
-        assert first["choices"] == [{"text": "first"}]
-        assert last["error"]["code"] == "broken_stream"
-        assert parts.replicas[1].bodies == []
-        assert parts.count("semblend_router_broken_streams_total") == 1
-        # Who was slow is as healthy as it says.
-        assert parts.count("semblend_router_replica_healthy", worker="1.0") == healthy
-
-    routed(test, silence_seconds=0.2)
+    parts.replicas[0].behave = behave
+    async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+        stream = await response.content.readany()
+        parts.replicas[0].go_on.set()
+        first, last = events_of(stream + await response.read())
+    assert first["choices"] == [{"text": "first"}]
+    assert last["error"]["code"] == "broken_stream"
+    assert parts.replicas[1].bodies == []
+    assert parts.count("semblend_router_broken_streams_total") == 1
+    # Who was slow is as healthy as it says.
+    assert parts.count("semblend_router_replica_healthy", worker="1.0") == healthy
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_replica_that_does_not_begin_is_given_up(routed: Callable[..., Any], stream: bool) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "silent"
-        async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
-            assert b'"2"' in await response.read()
-        await parts.replicas[0].left.wait()
-        assert parts.count("semblend_router_failed_attempts_total", reason="slow") == 1
-        assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
-
-    routed(test, first_byte_seconds=1)
+@router(first_byte_seconds=1)
+async def test_a_replica_that_does_not_begin_is_given_up(parts: Routed, stream: bool) -> None:
+    parts.replicas[0].behave = "silent"
+    async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
+        assert b'"2"' in await response.read()
+    await parts.replicas[0].left.wait()
+    assert parts.count("semblend_router_failed_attempts_total", reason="slow") == 1
+    assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
 
 
-def test_nobody_is_sent_to_where_a_replica_points(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "away"
-        parts.replicas[0].elsewhere = parts.replicas[2].url
-        _, answer, headers = await parts.ask(prompt="abc")
-        assert (answer["choices"], headers.get("Location")) == ([{"text": "2"}], None)
-        assert parts.replicas[2].bodies == []
-
-    routed(test, replicas=3)
+@router(replicas=3)
+async def test_nobody_is_sent_to_where_a_replica_points(parts: Routed) -> None:
+    parts.replicas[0].behave = "away"
+    parts.replicas[0].elsewhere = parts.replicas[2].url
+    _, answer, headers = await parts.ask(prompt="abc")
+    assert (answer["choices"], headers.get("Location")) == ([{"text": "2"}], None)
+    assert parts.replicas[2].bodies == []
 
 
-def test_answers_name_their_replica_only_where_it_is_asked_for(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        assert "X-SemBlend-Worker" not in (await parts.ask(prompt="abc"))[2]
-
-    routed(test, show_worker=False)
+@router(show_worker=False)
+async def test_answers_name_their_replica_only_where_it_is_asked_for(parts: Routed) -> None:
+    assert "X-SemBlend-Worker" not in (await parts.ask(prompt="abc"))[2]
 
 
-def test_without_a_willing_replica_the_request_is_refused(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        for replica in parts.replicas:
-            replica.behave = "dying"
-        status, answer, _ = await parts.ask(prompt="abc")
-        assert (status, answer["error"]["code"]) == (503, "no_replica")
-        assert "replica 2.0 failed" in answer["error"]["message"]
-        assert (await parts.ask(prompt="abc"))[1]["error"]["message"] == (
-            "the request was not served: no replica is healthy; try again later"
-        )
-        async with parts.client.get("/health") as response:
-            assert (response.status, (await response.json())["replicas"]) == (503, {"1.0": False, "2.0": False})
-
-    routed(test)
+@router()
+async def test_without_a_willing_replica_the_request_is_refused(parts: Routed) -> None:
+    for replica in parts.replicas:
+        replica.behave = "dying"
+    status, answer, _ = await parts.ask(prompt="abc")
+    assert (status, answer["error"]["code"]) == (503, "no_replica")
+    assert "replica 2.0 failed" in answer["error"]["message"]
+    assert (await parts.ask(prompt="abc"))[1]["error"]["message"] == (
+        "the request was not served: no replica is healthy; try again later"
+    )
+    async with parts.client.get("/health") as response:
+        assert (response.status, (await response.json())["replicas"]) == (503, {"1.0": False, "2.0": False})
 
 
-def test_a_client_that_leaves_a_stream_frees_its_replica(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "endless"
-        response = await parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True})
-        await response.content.readany()
-        assert parts.count("semblend_router_replica_in_flight", worker="1.0") == 1
-        # The prompt is computed, so it is no load any more.
-        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
-        response.close()
-        await parts.replicas[0].left.wait()
-        while parts.count("semblend_router_replica_in_flight", worker="1.0"):
-            await asyncio.sleep(0)
-
-    routed(test)
+@router()
+async def test_a_client_that_leaves_a_stream_frees_its_replica(parts: Routed) -> None:
+    parts.replicas[0].behave = "endless"
+    response = await parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+    await response.content.readany()
+    assert parts.count("semblend_router_replica_in_flight", worker="1.0") == 1
+    # The prompt is computed, so it is no load any more.
+    assert parts.count("semblend_router_replica_load", worker="1.0") == 0
+    response.close()
+    await parts.replicas[0].left.wait()
+    while parts.count("semblend_router_replica_in_flight", worker="1.0"):
+        await asyncio.sleep(0)
 
 
-def test_an_answer_that_is_too_large_is_refused(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "large"
-        status, answer, _ = await parts.ask(prompt="abc")
-        assert (status, answer["error"]["code"]) == (502, "answer_too_large")
-
-    routed(test, max_answer_bytes=1024)
+@router(max_answer_bytes=1024)
+async def test_an_answer_that_is_too_large_is_refused(parts: Routed) -> None:
+    parts.replicas[0].behave = "large"
+    status, answer, _ = await parts.ask(prompt="abc")
+    assert (status, answer["error"]["code"]) == (502, "answer_too_large")
 
 
-def test_a_prompt_that_cannot_be_read_goes_to_the_least_loaded(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        assert [(await parts.ask(prompt=5))[1]["choices"][0]["text"] for _ in range(4)] == ["1", "2", "1", "2"]
-        assert parts.count("semblend_router_fallbacks_total", reason="unread_prompt") == 4
-
-    routed(test)
+@router()
+async def test_a_prompt_that_cannot_be_read_goes_to_the_least_loaded(parts: Routed) -> None:
+    assert [(await parts.ask(prompt=5))[1]["choices"][0]["text"] for _ in range(4)] == ["1", "2", "1", "2"]
+    assert parts.count("semblend_router_fallbacks_total", reason="unread_prompt") == 4
 
 
-def test_what_fails_in_the_router_is_answered_and_counted(
-    routed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test(parts: Routed) -> None:
-        monkeypatch.setattr(parts.router, "_forwarder", None)
-        status, answer, _ = await parts.ask(prompt="abc")
-        assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "internal_error", "server_error")
-        assert parts.count("semblend_router_refusals_total", reason="internal_error") == 1
-        assert parts.count("semblend_router_replica_load", worker="1.0") == 0
-
-    routed(test)
+@router()
+async def test_what_fails_in_the_router_is_answered_and_counted(parts: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.router, "_forwarder", None)
+    status, answer, _ = await parts.ask(prompt="abc")
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "internal_error", "server_error")
+    assert parts.count("semblend_router_refusals_total", reason="internal_error") == 1
+    assert parts.count("semblend_router_replica_load", worker="1.0") == 0
 
 
-def test_it_tells_of_itself(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        async with parts.client.get("/health") as response:
-            status = await response.json()
-        assert status == {"status": "ok", "replicas": {"1.0": True, "2.0": True}, "directory": {}}
-        async with parts.client.get("/v1/models") as response:
-            assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
-        async with parts.client.get("/metrics") as response:
-            assert 'semblend_router_replica_healthy{worker="1.0"} 1.0' in await response.text()
-        async with parts.client.get("/nothing") as response:
-            assert (response.status, (await response.json())["error"]["code"]) == (404, "http_error")
-
-    routed(test)
+@router()
+async def test_it_tells_of_itself(parts: Routed) -> None:
+    async with parts.client.get("/health") as response:
+        status = await response.json()
+    assert status == {"status": "ok", "replicas": {"1.0": True, "2.0": True}, "directory": {}}
+    async with parts.client.get("/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+    async with parts.client.get("/metrics") as response:
+        assert 'semblend_router_replica_healthy{worker="1.0"} 1.0' in await response.text()
+    async with parts.client.get("/nothing") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "http_error")
 
 
-def test_the_model_has_the_name_that_its_replicas_know(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        async with parts.client.get("/v1/models") as response:
-            assert [model["id"] for model in (await response.json())["data"]] == ["maker/tiny"]
-
-    routed(test, name="maker/tiny")
+@router(name="maker/tiny")
+async def test_the_model_has_the_name_that_its_replicas_know(parts: Routed) -> None:
+    async with parts.client.get("/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["maker/tiny"]
 
 
 def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: Any) -> None:
@@ -366,109 +333,206 @@ def test_a_client_that_left_is_noted_as_such(routed: Callable[..., Any], tmp_pat
     assert (line["metadata"]["status"], line["metadata"]["worker"]) == (499, "1.0")
 
 
-def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        for replica in parts.replicas:
-            replica.behave = "endless"
-        body = {"prompt": "abc", "stream": True}
-        streams = [await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) for _ in range(2)]
-        for each in streams:
-            await each.content.readany()
-        async with parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) as refused:
-            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
-            assert (await refused.json())["error"]["code"] == "tenant_busy"
-        async with parts.client.post("/v1/completions", json=body, headers=as_tenant("globex")) as other:
-            assert other.status == 200
-        for each in streams:
-            each.close()
-        while (await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme"))).status != 200:
-            await asyncio.sleep(0)
-
-    routed(test, keys=KEYS, tenant_requests=2)
+@router(keys=KEYS, tenant_requests=2)
+async def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(parts: Routed) -> None:
+    for replica in parts.replicas:
+        replica.behave = "endless"
+    body = {"prompt": "abc", "stream": True}
+    streams = [await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) for _ in range(2)]
+    for each in streams:
+        await each.content.readany()
+    async with parts.client.post("/v1/completions", json=body, headers=as_tenant("acme")) as refused:
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+        assert (await refused.json())["error"]["code"] == "tenant_busy"
+    async with parts.client.post("/v1/completions", json=body, headers=as_tenant("globex")) as other:
+        assert other.status == 200
+    for each in streams:
+        each.close()
+    while (await parts.client.post("/v1/completions", json=body, headers=as_tenant("acme"))).status != 200:
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "deflate"}, {"Transfer-Encoding": "chunked"}])
-def test_a_tenants_bodies_count_before_they_are_read(routed: Callable[..., Any], headers: dict[str, str]) -> None:
+@router(keys=KEYS, tenant_bytes=2500, max_body_bytes=2400, header_seconds=0.5)
+async def test_a_tenants_bodies_count_before_they_are_read(parts: Routed, headers: dict[str, str]) -> None:
     """What says its length counts with that, what does not with the most that it may have."""
     tokens = "a" * 1500
-
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = parts.replicas[1].behave = "silent"
-        first = asyncio.ensure_future(parts.ask(prompt=tokens, headers=as_tenant("acme")))
-        while not parts.replicas[0].bodies:
-            await asyncio.sleep(0)
-        body = b"" if headers else b"{" * 1500
-        framing = headers or {"Content-Length": "1500"}
-        told = b"".join(f"{name}: {value}\r\n".encode() for name, value in framing.items())
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nAuthorization: Bearer acme\r\n"
-        answer = await sent_raw(parts, head + told + b"\r\n" + body)
-        assert b" 429 " in answer.partition(b"\r\n")[0]
-        first.cancel()
-
-    routed(test, keys=KEYS, tenant_bytes=2500, max_body_bytes=2400, header_seconds=0.5)
+    parts.replicas[0].behave = parts.replicas[1].behave = "silent"
+    first = asyncio.ensure_future(parts.ask(prompt=tokens, headers=as_tenant("acme")))
+    while not parts.replicas[0].bodies:
+        await asyncio.sleep(0)
+    body = b"" if headers else b"{" * 1500
+    framing = headers or {"Content-Length": "1500"}
+    told = b"".join(f"{name}: {value}\r\n".encode() for name, value in framing.items())
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nAuthorization: Bearer acme\r\n"
+    answer = await sent_raw(parts, head + told + b"\r\n" + body)
+    assert b" 429 " in answer.partition(b"\r\n")[0]
+    first.cancel()
 
 
-def test_a_prompt_that_no_replica_can_hold_is_refused_unread(routed: Callable[..., Any], tokenizer: Any) -> None:
+@router(max_prompt_tokens=8)
+async def test_a_prompt_that_no_replica_can_hold_is_refused_unread(parts: Routed, tokenizer: Any) -> None:
     longest = max(map(len, tokenizer.get_vocab()))
-
-    async def test(parts: Routed) -> None:
-        for prompt in ("a" * (8 * longest + 1), [1] * 9):
-            status, answer, _ = await parts.ask(prompt=prompt)
-            assert (status, answer["error"]["code"]) == (400, "prompt_too_long")
-        assert parts.replicas[0].bodies == []
-        assert (await parts.ask(prompt="a" * 8 * longest))[0] == 200
-
-    routed(test, max_prompt_tokens=8)
+    for prompt in ("a" * (8 * longest + 1), [1] * 9):
+        status, answer, _ = await parts.ask(prompt=prompt)
+        assert (status, answer["error"]["code"]) == (400, "prompt_too_long")
+    assert parts.replicas[0].bodies == []
+    assert (await parts.ask(prompt="a" * 8 * longest))[0] == 200
 
 
-def test_bodies_are_not_kept_while_an_answer_goes_on(routed: Callable[..., Any]) -> None:
+@router()
+async def test_bodies_are_not_kept_while_an_answer_goes_on(parts: Routed) -> None:
     """But for what a replica was sent; the stand-in keeps two more."""
     size = 1 << 20
-
-    async def test(parts: Routed) -> None:
-        parts.replicas[0].behave = "endless"
-        body = json.dumps({"prompt": [1], "user": "a" * size, "stream": True}).encode()
-        tracemalloc.start()
-        response = await parts.client.post("/v1/completions", data=body)
-        await response.content.readany()
-        parts.replicas[0].bodies.clear()
-        kept, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        response.close()
-        assert kept < 3.5 * size
-
-    routed(test)
+    parts.replicas[0].behave = "endless"
+    body = json.dumps({"prompt": [1], "user": "a" * size, "stream": True}).encode()
+    tracemalloc.start()
+    response = await parts.client.post("/v1/completions", data=body)
+    await response.content.readany()
+    parts.replicas[0].bodies.clear()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    response.close()
+    assert kept < 3.5 * size
 
 
-def test_its_state_may_be_told_elsewhere_and_need_a_key(
-    routed: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+@router(status={"host": "127.0.0.1", "port": 0, "sha256": hashlib.sha256(b"operator").hexdigest()})
+async def test_its_state_may_be_told_elsewhere_and_need_a_key(
+    parts: Routed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    digest = hashlib.sha256(b"operator").hexdigest()
-
-    async def test(parts: Routed) -> None:
-        address = capsys.readouterr().err.rpartition("status on ")[2].strip()
-        for path in ("/health", "/metrics"):
-            async with parts.client.get(path) as response:
-                assert response.status == 404
-            async with parts.client.get(address + path) as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (401, "unknown_key")
-            async with parts.client.get(address + path, headers=as_tenant("operator")) as response:
-                assert response.status == 200
-        async with parts.client.get(address + "/v1/models") as response:
+    address = capsys.readouterr().err.rpartition("status on ")[2].strip()
+    for path in ("/health", "/metrics"):
+        async with parts.client.get(path) as response:
             assert response.status == 404
-
-    routed(test, status={"host": "127.0.0.1", "port": 0, "sha256": digest})
-
-
-def test_its_state_may_need_a_key_where_requests_are_answered(routed: Callable[..., Any]) -> None:
-    async def test(parts: Routed) -> None:
-        async with parts.client.get("/metrics") as response:
-            assert response.status == 401
-        async with parts.client.get("/metrics", headers=as_tenant("operator")) as response:
+        async with parts.client.get(address + path) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (401, "unknown_key")
+        async with parts.client.get(address + path, headers=as_tenant("operator")) as response:
             assert response.status == 200
+    async with parts.client.get(address + "/v1/models") as response:
+        assert response.status == 404
 
-    routed(test, status={"sha256": hashlib.sha256(b"operator").hexdigest()})
+
+@router(status={"sha256": hashlib.sha256(b"operator").hexdigest()})
+async def test_its_state_may_need_a_key_where_requests_are_answered(parts: Routed) -> None:
+    async with parts.client.get("/metrics") as response:
+        assert response.status == 401
+    async with parts.client.get("/metrics", headers=as_tenant("operator")) as response:
+        assert response.status == 200
 
 
 def test_a_caller_keeps_its_salt_out_of_its_representation() -> None:
     assert "pepper" not in repr(Caller("acme", "pepper"))
+
+
+DOCUMENT = "".join(chr(97 + at) for at in np.random.default_rng(0).integers(0, 26, 400))
+PROMPT = "Another instruction. " + DOCUMENT + " And a question?"
+REPLICAS = [Replica((1, 0), 0), Replica((2, 0), 0)]
+
+
+@pytest.fixture
+def directory(base_namespace: CacheNamespace, tokenizer: Any) -> Directory:
+    """Worker 2 holds the document, for the salt "a" alone."""
+    namespace = base_namespace.for_request("a", None)
+    tokens = tokenizer.encode("Some instruction. " + DOCUMENT)
+    sketch = sketch_of(tokens, sketch_key(namespace.key, "a")).to_bytes()
+    writer = EventWriter(Emitter(2, 0, 1), EventFormat.JSON)
+    known = Directory()
+    known.observe(writer.reset())
+    known.observe(writer.registered(Announcement("d", namespace, "host", len(tokens), 1, sketch)))
+    return known
+
+
+@pytest.fixture
+def place(tokenizer: Any, directory: Directory) -> Callable[..., Any]:
+    """place(salt, body, ...): the prompt as it was read, the worker that was chosen, and the counters."""
+
+    def run(
+        salt: str | None,
+        body: dict[str, Any],
+        *,
+        reader: Any = tokenizer,
+        known: Any = directory,
+        seconds: float = 60.0,
+    ) -> tuple[ReadPrompt, tuple[int, int], RouterCounters]:
+        counters, caller = RouterCounters(), Caller("tenant", salt)
+        placer = Placer(ReadingThreads(reader), known, SpanOverlap(), counters, read_seconds=seconds)
+        try:
+            prompt = asyncio.run(placer.read(body, 4000, caller))
+            return prompt, placer.choose(prompt, caller, REPLICAS).worker, counters
+        finally:
+            placer.close()
+
+    return run
+
+
+def fallbacks(counters: RouterCounters, reason: str) -> float | None:
+    return counters.registry.get_sample_value("semblend_router_fallbacks_total", {"reason": reason})
+
+
+def test_a_request_goes_where_its_document_is(place: Callable[..., Any], tokenizer: Any) -> None:
+    prompt, worker, _ = place("a", {"prompt": PROMPT})
+    assert worker == (2, 0)
+    assert prompt.tokens == len(tokenizer.encode(PROMPT))
+    (holder,) = prompt.holders
+    assert 0.7 * len(DOCUMENT) <= holder.tokens <= prompt.tokens
+
+
+@pytest.mark.parametrize("salt", ["b", None, ""])
+def test_other_tenants_get_no_signal(place: Callable[..., Any], salt: str | None) -> None:
+    prompt, worker, _ = place(salt, {"prompt": PROMPT})
+    assert prompt.holders == ()
+    assert worker == (1, 0)
+
+
+def test_what_cannot_be_read_is_placed_by_load(place: Callable[..., Any]) -> None:
+    prompt, worker, counters = place("a", {"prompt": 5})
+    assert (prompt.token_ids, prompt.tokens, worker) == (None, 1000, (1, 0))
+    assert fallbacks(counters, "unread_prompt") == 1
+
+
+def test_ids_that_are_no_tokens_are_placed_by_load(place: Callable[..., Any]) -> None:
+    for ids in ([1 << 70], [-1] * 64):
+        _, worker, counters = place("a", {"prompt": ids})
+        assert worker == (1, 0)
+        reasons = ("unread_prompt", "directory_failed")
+        assert sum(fallbacks(counters, reason) or 0 for reason in reasons) == 1
+
+
+def test_a_tokenizer_that_fails_is_no_failure(place: Callable[..., Any]) -> None:
+    class Broken:
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("already borrowed")
+
+    prompt, worker, counters = place("a", {"prompt": PROMPT}, reader=Broken())
+    assert (prompt.token_ids, worker) == (None, (1, 0))
+    assert fallbacks(counters, "unread_prompt") == 1
+
+
+def test_a_slow_tokenizer_is_not_waited_for(place: Callable[..., Any]) -> None:
+    go_on = threading.Event()
+
+    class Slow:
+        def encode(self, *_: Any, **__: Any) -> Any:
+            go_on.wait(60)
+            return [1]
+
+    prompt, worker, counters = place("a", {"prompt": PROMPT}, reader=Slow(), seconds=0.01)
+    go_on.set()
+    assert (prompt.token_ids, worker) == (None, (1, 0))
+    assert fallbacks(counters, "slow_reading") == 1
+
+
+def test_a_directory_that_fails_is_no_failure(place: Callable[..., Any]) -> None:
+    class Broken:
+        def holders(self, *_: Any, **__: Any) -> Any:
+            raise MemoryError
+
+    prompt, worker, counters = place("a", {"prompt": PROMPT}, known=Broken())
+    assert (prompt.holders, worker) == ((), (1, 0))
+    assert prompt.token_ids is not None
+    assert fallbacks(counters, "directory_failed") == 1
+
+
+def test_without_a_directory_nobody_holds_anything(place: Callable[..., Any]) -> None:
+    prompt, worker, _ = place("a", {"prompt": PROMPT}, known=None)
+    assert (prompt.holders, worker) == ((), (1, 0))

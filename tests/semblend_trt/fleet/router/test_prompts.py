@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,17 +16,8 @@ from semblend_trt.fleet.router.prompts import (
     PromptTooLongError,
     ReadingThreads,
 )
-from semblend_trt.model_tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if tools }}<a>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_qwen2_path: Path) -> Any:
-    return load_tokenizer(str(tiny_qwen2_path))
 
 
 @pytest.fixture

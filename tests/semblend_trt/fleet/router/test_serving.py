@@ -1,16 +1,300 @@
-"""A server's log: what is said of one kind is said once a minute, with a count."""
+"""What a server grants its clients, what it answers when they take more, and what its log says of it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING
+import os
+import resource
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 
-from semblend_trt.fleet.router.serving import MAX_KINDS, OnceAMinute
+from semblend_trt.fleet.router.serving import (
+    MAX_KINDS,
+    RESERVED_DESCRIPTORS,
+    Connections,
+    OnceAMinute,
+    ServerBounds,
+    json_object,
+    listening,
+    refusing,
+)
+from tests.semblend_trt.fleet.router.conftest import WAIT_SECONDS
+from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from tests.semblend_trt.fleet.router.conftest import Routed
+
+
+GOOD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+HALF = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Le"
+WITHOUT_BODY = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+STAY = b"POST /stay HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+PATIENT = ServerBounds(header_seconds=3600, body_seconds=3600)
+
+
+@dataclass
+class Served:
+    """A server of two paths: one that answers, and one that answers without end."""
+
+    bounds: ServerBounds
+    dropped: list[str] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    address: str = ""
+    connections: Connections = field(init=False)
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.connections = Connections(self.bounds, self.dropped.append)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        return web.json_response({"size": (await json_object(request, self.bounds)).size})
+
+    async def stay(self, request: web.Request) -> web.StreamResponse:
+        await json_object(request, self.bounds)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"." * 4096)
+                await asyncio.sleep(0)
+        finally:
+            self.left.set()
+
+    async def open(self, sent: bytes, source: str = "127.0.0.1") -> asyncio.StreamReader:
+        """A connection that stays open, with some bytes sent."""
+        host, port = self.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0), limit=4096)
+        self.opened.callback(writer.close)
+        writer.write(sent)
+        await writer.drain()
+        return reader
+
+
+@asynccontextmanager
+async def running(bounds: ServerBounds) -> AsyncIterator[Served]:
+    served = Served(bounds)
+    app = web.Application(middlewares=[refusing()])
+    app.router.add_post("/", served.answer)
+    app.router.add_post("/stay", served.stay)
+    async with listening(app, "127.0.0.1", 0, served.connections) as served.address, served.opened:
+        yield served
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """Waits until the server has ended a connection without a word."""
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+def run(test: Callable[[Served], Awaitable[None]], bounds: ServerBounds) -> None:
+    async def all_of_it() -> None:
+        async with running(bounds) as served:
+            await test(served)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, GOOD.replace(b"close", b"keep-alive")])
+def test_who_sends_no_header_is_left(sent: bytes) -> None:
+    async def test(served: Served) -> None:
+        reader = await served.open(sent)
+        assert await reader.read() == b"" or sent.endswith(b"{}")
+        while len(served.connections):
+            await asyncio.sleep(0)
+
+    run(test, ServerBounds(header_seconds=0.1))
+
+
+def test_who_sends_a_header_byte_by_byte_is_left() -> None:
+    async def test(served: Served) -> None:
+        host, port = served.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        while not reader.at_eof():
+            writer.write(b"a")
+            with suppress(asyncio.TimeoutError, ConnectionError):
+                await asyncio.wait_for(reader.read(), 0.001)
+        writer.close()
+
+    run(test, ServerBounds(header_seconds=0.2))
+
+
+def test_who_sends_no_body_is_told() -> None:
+    async def test(served: Served) -> None:
+        assert error_of(await answered(served.address, WITHOUT_BODY)) == (408, "body_timeout")
+
+    run(test, ServerBounds(header_seconds=0.1, body_seconds=0.1))
+
+
+def test_who_takes_no_answer_is_left() -> None:
+    async def test(served: Served) -> None:
+        reader = await served.open(STAY)
+        await served.left.wait()
+        assert reader is not None
+
+    run(test, ServerBounds(header_seconds=3600, body_seconds=0.5))
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, WITHOUT_BODY])
+def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        streams = [await served.open(STAY)]
+        await streams[0].readuntil(b"\r\n\r\n")
+        readers = [await served.open(sent) for _ in range(12)]
+        assert error_of(await answered(served.address, GOOD)) == (200, None)
+        for reader in readers[:9]:
+            assert await ended(reader)
+        assert not any(reader.at_eof() for reader in readers[10:])
+        assert set(served.dropped) == {"made_room"}
+        # Who is being served never makes room.
+        assert await streams[0].readexactly(4096)
+
+    run(test, ServerBounds(3600, 3600, max_connections=4))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_peer_makes_room_for_itself_alone() -> None:
+    async def test(served: Served) -> None:
+        other = await served.open(HALF, "127.0.0.2")
+        for _ in range(9):
+            await served.open(HALF)
+        assert error_of(await answered(served.address, GOOD)) == (200, None)
+        assert not other.at_eof()
+        assert len(served.connections) <= 4
+
+    run(test, ServerBounds(3600, 3600, max_peer_connections=3))
+
+
+def test_where_all_are_served_nobody_else_is() -> None:
+    async def test(served: Served) -> None:
+        streams = [await served.open(STAY) for _ in range(2)]
+        for stream in streams:
+            await stream.readuntil(b"\r\n\r\n")
+        assert await answered(served.address, GOOD) == b""
+        assert served.dropped == ["no_room"]
+        assert len(served.connections) == 2
+
+    run(test, ServerBounds(3600, 3600, max_connections=2))
+
+
+def test_a_connection_waits_again_behind_its_answer() -> None:
+    async def test(served: Served) -> None:
+        kept = await served.open(GOOD.replace(b"close", b"keep-alive"))
+        await kept.readuntil(b"}")
+        assert error_of(await answered(served.address, GOOD)) == (200, None)
+        assert served.dropped == ["made_room"]
+
+    run(test, ServerBounds(3600, 3600, max_connections=1))
+
+
+def test_half_of_the_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert Connections(ServerBounds()).limit == (256 - RESERVED_DESCRIPTORS) // 2
+        assert Connections(ServerBounds(max_connections=7)).limit == 7
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_it_waits_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def test(served: Served) -> None:
+        half = await served.open(HALF)
+        host, port = served.address.removeprefix("http://").split(":")
+        clients = [socket.socket() for _ in range(20)]
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        try:
+            fill = []
+            while True:
+                fill.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        try:
+            for client in clients:
+                client.connect((host, int(port)))
+            assert await ended(half)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in fill:
+                os.close(descriptor)
+        for client in clients:
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(client, GOOD)
+            assert b" 200 " in await asyncio.get_running_loop().sock_recv(client, 4096)
+            client.close()
+
+    try:
+        run(test, PATIENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    told = [record for record in caplog.records if "could not be accepted" in record.getMessage()]
+    assert told
+    assert {record.levelno for record in told} == {logging.ERROR}
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("lines", "body", "status", "code"),
+    [
+        ("Content-Length: 2\r\nContent-Encoding: gzip", b"{}", 400, "bad_encoding"),
+        ("Content-Length: 2\r\nContent-Encoding: deflate", b"{}", 400, "bad_http"),
+        ("Transfer-Encoding: chunked", b"zz\r\n{}\r\n", 400, "bad_http"),
+        ("Content-Length: 3", b"{\xff}", 400, "bad_json"),
+        ("Content-Length: 4096", b"{", 413, "body_too_large"),
+        ("Transfer-Encoding: chunked", b"1000\r\n" + b"{" * 4096 + b"\r\n0\r\n\r\n", 413, "body_too_large"),
+        ("Content-Length: two", b"{}", 400, "bad_http"),
+        ("Content-Length: -2", b"{}", 400, "bad_http"),
+        ("Content-Length: 2\r\nContent-Length: 3", b"{}", 400, "bad_http"),
+        ("X-Long: " + "a" * 9000, b"", 400, "bad_http"),
+        ("no header", b"", 400, "bad_http"),
+        ("Content-Length: 2\r\nExpect: something", b"{}", 417, "http_error"),
+    ],
+)
+def test_what_is_wrong_in_a_request_is_named(lines: str, body: bytes, status: int, code: str) -> None:
+    async def test(served: Served) -> None:
+        request = f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}\r\n\r\n".encode() + body
+        assert error_of(await answered(served.address, request)) == (status, code)
+
+    run(test, ServerBounds(header_seconds=0.2, max_body_bytes=2048))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+def test_a_body_that_cannot_be_decoded_leaves_no_traceback(encoding: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        lines = f"Content-Length: 2\r\nContent-Encoding: {encoding}"
+        request = f"POST / HTTP/1.1\r\nHost: a\r\n{lines}\r\n\r\n".encode() + b"{}"
+        assert error_of(await answered(served.address, request))[0] == 400
+
+    run(test, ServerBounds(header_seconds=0.2))
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_malformed_request_is_an_error_of_the_routers(
+    routed: Callable[..., Any], caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    async def test(parts: Routed) -> None:
+        found = await statuses(parts.address, seed, 400)
+        assert len(found) > 200
+        assert max(found) < 500
+        assert {400, 404, 405} <= set(found)
+        assert (await parts.ask(prompt="abc"))[0] == 200
+
+    routed(test, header_seconds=0.5, body_seconds=0.5)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
 
 logger = logging.getLogger("test_serving")
 
