@@ -43,7 +43,7 @@ from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
-from semblend_trt.semantic.neighbourhood import neighbourhood_for
+from semblend_trt.semantic.neighbours import neighbourhood_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -99,7 +99,7 @@ def test_log_names_its_run_and_its_figures() -> None:
         assert lines[-1]["exact_match"][suite] >= 0.90
 
 
-def test_its_profile_holds_for_it_under_whatever_name(tmp_path: Path) -> None:
+def test_its_profile_holds_for_it_under_another_name(tmp_path: Path) -> None:
     renamed = tmp_path / "another-name"
     renamed.symlink_to(MODEL)
     facts, profile = model_facts(renamed), ReuseProfile.read(MODEL / PROFILE_NAME)
