@@ -170,7 +170,7 @@ def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     before, (status, answer), health = asked(worker, ask)
     assert before == 200
     assert (status, answer["error"]["code"]) == (503, "engine_stopped")
-    assert health == {"status": "stopped", "reason": "out of memory"}
+    assert health == {"status": "stopped", "reason": "RuntimeError: out of memory"}
 
 
 def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_worker, monkeypatch):
@@ -382,8 +382,8 @@ def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, m
 
     for ended in (*asyncio.run(ask()), *asyncio.run(ask())):
         assert isinstance(ended, RequestRefusedError)
-        assert (ended.reason, str(ended)) == ("engine_stopped", "the engine has stopped: out of memory")
-    assert engine.failure == "out of memory"
+        assert (ended.reason, str(ended)) == ("engine_stopped", "the engine has stopped: RuntimeError: out of memory")
+    assert engine.failure == "RuntimeError: out of memory"
 
 
 def test_closing_ends_what_runs(engine):
