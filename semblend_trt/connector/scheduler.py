@@ -43,7 +43,7 @@ from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
-from semblend_trt.semantic.neighbourhood import neighbourhood_for
+from semblend_trt.semantic.neighbours import neighbourhood_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -326,8 +326,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(request)
         commands = OffloadCommands()
         if self.donor_index is not None:
-            self.donor_index.prefetch(self._neighbourhood.near_donors())
-            commands = self.donor_index.take_commands()
+            self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
+            commands = self.donor_index.offload.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
         for tracked in iteration.followed:

@@ -92,7 +92,7 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
 
 
 def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
-    """Makes a small model in float32 whose answers are the same whatever the order in which sums are added."""
+    """Makes a small model in float32 whose answers do not hang on the order in which sums are added."""
     return _make(_DECIDED, folder, device, torch.float32, ranks)
 
 

@@ -236,7 +236,7 @@ def worker_killed(trial: Trial) -> None:
 
 
 def nats_down(trial: Trial) -> None:
-    """Nobody answers where NATS should be."""
+    """No server answers where NATS should be."""
     before = counted("event_connections", result="failed")
     with trial.bench.engine(NATS_URL=_NO_SERVER) as llm:
         trial.ask(llm, trial.donor, *trial.others)
@@ -305,7 +305,7 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
 
 
 def serve_and_die(folder: str, point: str, seed: str) -> None:
-    """Serves one donor, and is killed while its file is written, or once memory and file hold it and nobody knows."""
+    """Serves one donor, and is killed while its file is written, or once memory and file hold it and no index does."""
 
     def kill(*_arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Other weights, or another configuration, under yesterday's name: nobody is served yesterday's KV.
+"""Other weights, or another configuration, under yesterday's name: yesterday's KV serves no request.
 
 `python -m validation.benchmarks.same_name` serves a small model of Qwen2's architecture with a disk tier and a profile
 that lets every donor in. Then each tensor and each field of config.json is changed in turn, in a folder of the same

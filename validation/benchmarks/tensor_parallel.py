@@ -76,27 +76,20 @@ def answers(bench: Bench) -> list[Any]:
     return found
 
 
-def times(bench: Bench, alone: float | None) -> dict[str, Any]:
-    """Milliseconds of cold, shifted and checked prompts, by name; `alone` is what one rank takes for a cold one."""
-    size = bench.longest
+def cold_of(bench: Bench) -> float:
     with bench.engine() as llm:
-        cold = bench.cold(llm, size)
-    if alone is None:
-        return {"cold": cold}
+        return bench.cold(llm, bench.longest)
+
+
+def times(bench: Bench) -> dict[str, Any]:
+    """Milliseconds of cold, shifted and checked prompts, by name."""
+    size, cold = bench.longest, cold_of(bench)
     with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
         shifted = bench.hits(llm, size)
     with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
         check_every_plan(llm, SpanCheck(min(CHECK_LAYER, bench.runner.facts.num_layers - 1), KEEP_ALL))
         verified = bench.hits(llm, size)
-    return {
-        "alone": alone,
-        "cold": cold,
-        "shifted": shifted.ttft,
-        "verified": verified.ttft,
-        "reused": shifted.reused,
-        "computed": shifted.computed,
-        "split": shifted.split,
-    }
+    return {"cold": cold, "shifted": asdict(shifted) | {"ttft": shifted.ttft}, "verified": verified.ttft}
 
 
 def live(rank: int, run: Run, folder: Path) -> None:
@@ -114,13 +107,13 @@ def live(rank: int, run: Run, folder: Path) -> None:
         return Bench(runner, own, run.repeats, Prompts(int(runner.config.vocab_size)), sizes)
 
     told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
-    alone = times(bench(None, decided=False), None)["cold"]
+    alone = cold_of(bench(None, decided=False))
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group(run.backend, init_method=meeting, rank=rank, world_size=run.ranks, timeout=PATIENCE)
     ranks = joined_ranks(run.ranks)
     told["shared"] = answers(bench(ranks, decided=True))
     large = bench(ranks, decided=False)
-    told["times"] = times(large, alone)
+    told["times"] = times(large) | {"alone": alone}
     told["large"] = answers(large)
     (folder / f"rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     distributed.destroy_process_group()
@@ -137,12 +130,13 @@ def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
     found = told[0]["times"]
     alone, cold = found["alone"], found["cold"]
     rows.add(f"{name}_cold_ttft_{size}_ms", cold, "ms", f"one rank {alone:,.1f} ms")
-    counts = f"{found['reused']} tokens reused, {found['computed']} computed, donor near, no CUDA graphs"
-    rows.add(f"{name}_shifted_ttft_{size}_ms", found["shifted"], "ms", f"cold {cold:,.1f} ms; {counts}")
-    for part, milliseconds in found["split"].items():
+    shifted = found["shifted"]
+    counts = f"{shifted['reused']} tokens reused, {shifted['computed']} computed, donor near, no CUDA graphs"
+    rows.add(f"{name}_shifted_ttft_{size}_ms", shifted["ttft"], "ms", f"cold {cold:,.1f} ms; {counts}")
+    for part, milliseconds in shifted["split"].items():
         rows.add(f"{name}_shifted_{size}_{part}_ms", milliseconds, "ms", "its share in the time, another run")
-    rows.add(f"{name}_shifted_over_cold_{size}", found["shifted"] / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")
-    baseline = f"cold {cold:,.1f} ms, {of_ranks}; the threshold of 1e30 keeps whatever deviates"
+    rows.add(f"{name}_shifted_over_cold_{size}", shifted["ttft"] / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")
+    baseline = f"cold {cold:,.1f} ms, {of_ranks}; the threshold of 1e30 keeps all that deviates"
     rows.add(f"{name}_verified_over_cold_{size}", found["verified"] / cold, "x", baseline)
 
 

@@ -43,7 +43,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
         in_parts = bench.hits(llm, size)
     name, layers = label(size), bench.runner.facts.num_layers
     rows.add(f"verified_cold_ttft_{name}_ms", cold, "ms", "the engine without connector")
-    kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps whatever deviates"
+    kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps all that deviates"
     baseline = f"{found.ttft:,.2f} ms over cold {cold:,.1f} ms; check layer {check_layer} of {layers}; {kept}"
     rows.add(f"verified_over_cold_{name}", found.ttft / cold, "x", baseline, VERIFIED_OVER_COLD)
     baseline = f"cold {cold:,.1f} ms; {found.reused} tokens reused, {found.computed} computed, donor near"

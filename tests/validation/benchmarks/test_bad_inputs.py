@@ -69,7 +69,7 @@ def test_statuses_are_judged(port: int, status: int, is_bad: bool, answer: Answe
     assert bad_inputs._tried("stub", port, ("what", sent, is_bad)).answer is answer
 
 
-def test_silence_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_inputs, "PATIENCE", 0.2)
     tried = bad_inputs._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
     assert (tried.answer, "no answer in time" in tried.told) == (Answer.FAULT, True)

@@ -28,7 +28,7 @@ def test_every_request_finishes_as_cold_and_the_fault_is_counted(bench, name):
     assert (injection.reused_tokens > 0) == (name not in ("corrupt_kv", "corrupt_text"))
 
 
-def test_kv_that_nobody_checks_is_found_out(bench, monkeypatch):
+def test_kv_that_is_not_checked_is_found_out(bench, monkeypatch):
     real = donor_file._moved
     monkeypatch.setattr(donor_file, "_moved", lambda *about: real(*about) and "unchecked")
     injection = inject(bench, "corrupt_kv", SEED)

@@ -10,7 +10,7 @@ from validation.benchmarks import tenants
 def test_no_count_tells_of_another_tenants_donor():
     arms = tenants.arms_of(8)
     assert [len(arm.seconds) for arm in arms.values()] == [8, 8, 8]
-    assert len(set(arms["nobody"].counts + arms["other"].counts)) == 1
+    assert len(set(arms["none"].counts + arms["other"].counts)) == 1
     assert min(report.reused_tokens for *_, report in arms["own"].counts) >= 384
     assert {report.reused_tokens for *_, report in arms["other"].counts} == {0}
 
