@@ -22,7 +22,7 @@ import torch
 from kernels.files import write_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 Better = Literal["higher", "lower"]
 
@@ -105,8 +105,7 @@ def row(
 class Results:
     """The rows of one run, by default of this program with `arguments` (its own where None is given) on `device`.
 
-    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False makes them in
-    silence.
+    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False shows nothing.
     """
 
     def __init__(
@@ -152,11 +151,6 @@ class Results:
             write_rows(target / f"{name}.json", self.rows)
             say(f"wrote {len(self.rows)} rows to {target / name}.json")
 
-    @property
-    def own_folder(self) -> Path:
-        """Where rows of this machine lie in a checkout."""
-        return FOLDER / str(self.measured.machine["name"])
-
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes the rows of one run to `path`, replacing what an earlier run left there."""
@@ -201,10 +195,14 @@ def run_counted(
     counts: Sequence[Count],
     run: Callable[..., None],
     arguments: Sequence[str] | None = None,
+    **more: Mapping[str, Any],
 ) -> None:
-    """Parses the command line, calls `run` with the counts and the rows, prints the rows, and writes them to the folder
-    of this machine, for a benchmark that needs no card."""
+    """Parses the command line, calls `run` with the counts and the rows, prints these, and writes them to the folder of
+    this machine, for a benchmark that needs no card. `more` options, described as argparse does, go to `run` by name.
+    """
     parser = parser_of(description)
+    for name, described in more.items():
+        parser.add_argument(f"--{name}", **described)
     for each in counts:
         told = f"{each.told}; fewer than {each.full} are a dry run"
         parser.add_argument(f"--{each.name}", type=int, default=each.full, help=told)
@@ -213,8 +211,8 @@ def run_counted(
         if options[each.name] < each.least:
             parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
     rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
-    run(*(options[each.name] for each in counts), rows)
-    rows.write(options["json"], benchmark, rows.own_folder)
+    run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
+    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
 
 
 def command(arguments: Sequence[str] | None = None) -> str:

@@ -23,8 +23,8 @@ READER_GONE = 141
 
 
 def ended(program: str, run: Callable[[], int]) -> int:
-    """Runs a command and returns its status; 2 when an error ends it, 130 when it is interrupted, and 141 when nobody
-    reads its output any more. An error that nobody foresaw leaves its traceback too."""
+    """Runs a command and returns its status; 2 when an error ends it, 130 when it is interrupted, and 141 when
+    its output is read no more. An unforeseen error leaves its traceback too."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(handlers=[handler])
@@ -33,7 +33,7 @@ def ended(program: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sentence, status = "interrupted", INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has enough; what is still buffered must not fail at exit.
+        # The reader of the output has enough; what is still buffered must not fail at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE

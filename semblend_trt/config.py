@@ -263,7 +263,7 @@ class IdentitySettings(SettingsGroup):
         None,
         min_length=1,
         max_length=256,
-        description="Model revision; unset, a digest of every byte of the weights stands for it, under whatever name.",
+        description="Model revision; unset, a digest of every byte of the weights stands for it, under any name.",
     )
     digest_cache_path: Annotated[Path | None, Variable("DIGEST_CACHE")] = Field(
         None,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import numpy.typing as npt
 
@@ -39,6 +42,24 @@ class SpanCheck:
     max_span_share: float = 1.0
     min_saved_share: float = 0.0
     window_threshold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckEvidence:
+    """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
+
+    `checked_tokens` were compared with their donor's KV. `reused_tokens` keep the donor's KV above the check layer;
+    exact spans, which need no check, are among them. `largest_kept` is the largest deviation of a checked token that is
+    reused, 0.0 without one. `is_dropped` says that the plan would have saved too little and everything was computed.
+    """
+
+    request_id: int
+    offered_tokens: int
+    checked_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    largest_kept: float
+    is_dropped: bool
 
 
 class EngineMode(str, Enum):
@@ -72,17 +93,9 @@ class PlanSpan:
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.donor_start < 0 or self.target_start < 0:
-            raise PlanError(
-                "span_range",
-                f"span of {self.donor_id} has donor_start {self.donor_start}, target_start {self.target_start} and "
-                f"length {self.length}; starts must be >= 0 and the length >= 1",
-            )
+            raise PlanError("span_range", f"{self}: starts must be >= 0 and the length >= 1")
         if self.exact and self.donor_start != self.target_start:
-            raise PlanError(
-                "exact_span_shifted",
-                f"span of {self.donor_id} is marked exact but moves from {self.donor_start} to {self.target_start}; "
-                "moved KV is never exact",
-            )
+            raise PlanError("exact_span_shifted", f"{self}: KV that moves is never exact")
 
     @property
     def donor_end(self) -> int:
@@ -115,34 +128,18 @@ class EngineExecution:
     head_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or not 0 <= self.recompute_boundary_layer <= self.num_layers:
-            raise PlanError(
-                "boundary_outside_model",
-                f"recompute boundary {self.recompute_boundary_layer} is outside 0..{self.num_layers}, "
-                "the layers of this model",
-            )
-        if self.recompute_boundary_layer and self.mode is EngineMode.STOCK:
-            raise PlanError(
-                "boundary_needs_wrapper",
-                f"recompute boundary {self.recompute_boundary_layer} needs the engine wrapper; "
-                "a stock engine can only skip whole tokens",
-            )
-        if self.check is not None and self.mode is EngineMode.STOCK:
-            raise PlanError(
-                "check_needs_wrapper",
-                f"check layer {self.check.layer} needs the engine wrapper; a stock engine compares nothing",
-            )
-        if self.check is not None and self.check.layer >= self.num_layers:
-            raise PlanError(
-                "check_outside_model", f"check layer {self.check.layer} is outside 0..{self.num_layers - 1}"
-            )
-        if self.head_tokens < 0:
-            raise PlanError("head_tokens_negative", f"head_tokens is {self.head_tokens}; it must be at least 0")
-        if self.head_tokens and self.mode is EngineMode.STOCK:
-            raise PlanError(
-                "head_needs_wrapper",
-                f"head_tokens {self.head_tokens} need the engine wrapper; a stock engine can only skip whole tokens",
-            )
+        boundary, check, head, layers = self.recompute_boundary_layer, self.check, self.head_tokens, self.num_layers
+        if layers < 1 or not 0 <= boundary <= layers:
+            raise PlanError("boundary_outside_model", f"recompute boundary {boundary} is outside 0..{layers}")
+        if check is not None and check.layer >= layers:
+            raise PlanError("check_outside_model", f"check layer {check.layer} is outside 0..{layers - 1}")
+        if head < 0:
+            raise PlanError("head_tokens_negative", f"head_tokens is {head}; it must be at least 0")
+        if self.mode is EngineMode.STOCK:
+            for invariant, is_asked in (("boundary", boundary), ("check", check is not None), ("head", head)):
+                if is_asked:
+                    told = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
+                    raise PlanError(f"{invariant}_needs_wrapper", told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +164,8 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_counts(self)
-        _check_spans(self)
-        _check_kind(self)
-        _check_blocks(self)
+        for invariant, told in chain(_of_counts(self), _of_spans(self), _of_kind(self), _of_blocks(self)):
+            raise PlanError(invariant, f"request {self.request_id}: {told}")
 
     @property
     def prompt_length(self) -> int:
@@ -230,104 +225,46 @@ class SemanticKvPlan:
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
 
-def _check_counts(plan: SemanticKvPlan) -> None:
-    if plan.num_computed_tokens < 0 or plan.matched_tokens < 0 or plan.block_size < 1:
-        raise PlanError(
-            "negative_count",
-            f"request {plan.request_id}: num_computed_tokens {plan.num_computed_tokens} and matched_tokens "
-            f"{plan.matched_tokens} must be >= 0 and block_size {plan.block_size} >= 1",
-        )
-    if plan.kind is PlanKind.DISCOVERY_ONLY:
-        return
-    if plan.prefix_end > plan.prompt_length - 1:
-        raise PlanError(
-            "no_token_left",
-            f"request {plan.request_id}: prefix {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} "
-            "to compute; at least one must stay",
-        )
+# Each tells the invariants that a plan breaks, and how.
+def _of_counts(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
+    computed, matched = plan.num_computed_tokens, plan.matched_tokens
+    if min(computed, matched) < 0 or plan.block_size < 1:
+        yield "negative_count", f"{computed} computed and {matched} matched tokens, blocks of {plan.block_size}"
+    if plan.kind is not PlanKind.DISCOVERY_ONLY and plan.prefix_end > plan.prompt_length - 1:
+        told = f"a prefix of {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} to compute"
+        yield "no_token_left", told
 
 
-def _check_spans(plan: SemanticKvPlan) -> None:
+def _of_spans(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     position = 0
     for span in plan.spans:
         if span.target_start < position:
-            raise PlanError(
-                "spans_overlap",
-                f"request {plan.request_id}: span at {span.target_start} starts before {position}, where the span "
-                "before it ends; spans must be sorted and disjoint",
-            )
+            yield "spans_overlap", f"{span} starts before {position}; spans must be sorted and disjoint"
         if span.target_end > plan.prompt_length:
-            raise PlanError(
-                "span_outside_prompt",
-                f"request {plan.request_id}: span ends at {span.target_end}, beyond the prompt of {plan.prompt_length}",
-            )
+            yield "span_outside_prompt", f"{span} ends beyond the prompt of {plan.prompt_length}"
         if span.target_start < plan.num_computed_tokens:
-            raise PlanError(
-                "span_below_computed",
-                f"request {plan.request_id}: span at {span.target_start} would overwrite the exact prefix of "
-                f"{plan.num_computed_tokens} tokens",
-            )
+            yield "span_below_computed", f"{span} would overwrite the exact prefix of {plan.num_computed_tokens} tokens"
         if plan.kind is not PlanKind.DISCOVERY_ONLY and span.target_end > plan.prefix_end:
-            raise PlanError(
-                "span_beyond_prefix",
-                f"request {plan.request_id}: span ends at {span.target_end}, beyond the promised prefix of "
-                f"{plan.prefix_end}; KV that is placed must be used",
-            )
+            yield "span_beyond_prefix", f"{span} ends beyond the promised prefix of {plan.prefix_end}"
         position = span.target_end
 
 
-def _check_kind(plan: SemanticKvPlan) -> None:
+def _of_kind(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     if plan.kind is PlanKind.EXACT_PREFIX and not all(span.exact for span in plan.spans):
-        raise PlanError(
-            "exact_prefix_with_approximate_span",
-            f"request {plan.request_id}: an exact_prefix plan may only hold exact spans",
-        )
+        yield "exact_prefix_with_approximate_span", "an exact_prefix plan may only hold exact spans"
     if plan.kind is PlanKind.DISCOVERY_ONLY and plan.matched_tokens:
-        raise PlanError(
-            "discovery_promises_tokens",
-            f"request {plan.request_id}: a discovery_only plan promises {plan.matched_tokens} tokens but moves none",
-        )
+        yield "discovery_promises_tokens", f"{plan.matched_tokens} tokens are promised by a plan that moves none"
     if plan.execution.mode is EngineMode.STOCK and plan.matched_tokens and plan.holes:
-        raise PlanError(
-            "hole_needs_wrapper",
-            f"request {plan.request_id}: positions {plan.holes[0].start}..{plan.holes[0].stop - 1} have no donor and "
-            "a stock engine would skip them",
-        )
+        yield "hole_needs_wrapper", f"positions {plan.holes[0]} have no donor, and a stock engine would skip them"
 
 
-def _check_blocks(plan: SemanticKvPlan) -> None:
-    if plan.target_block_ids is None:
+def _of_blocks(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
+    blocks, needed = plan.target_block_ids, -(-plan.prefix_end // plan.block_size)
+    if blocks is None:
         return
-    needed = -(-plan.prefix_end // plan.block_size)
-    if len(plan.target_block_ids) < needed:
-        raise PlanError(
-            "blocks_too_few",
-            f"request {plan.request_id}: {len(plan.target_block_ids)} blocks of {plan.block_size} tokens do not hold "
-            f"a prefix of {plan.prefix_end}; {needed} are needed",
-        )
-    if min(plan.target_block_ids, default=0) < 0:
-        raise PlanError(
-            "block_negative", f"request {plan.request_id}: block id {min(plan.target_block_ids)} is negative"
-        )
-    if len(set(plan.target_block_ids)) < len(plan.target_block_ids):
-        raise PlanError(
-            "block_repeated", f"request {plan.request_id}: a block occurs twice and would hold two ranges of the prompt"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckEvidence:
-    """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
-
-    `checked_tokens` were compared with their donor's KV. `reused_tokens` keep the donor's KV above the check layer;
-    exact spans, which need no check, are among them. `largest_kept` is the largest deviation of a checked token that is
-    reused, 0.0 without one. `is_dropped` says that the plan would have saved too little and everything was computed.
-    """
-
-    request_id: int
-    offered_tokens: int
-    checked_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    largest_kept: float
-    is_dropped: bool
+    if len(blocks) < needed:
+        yield "blocks_too_few", f"{len(blocks)} blocks do not hold a prefix of {plan.prefix_end}; {needed} are needed"
+    if min(blocks, default=0) < 0:
+        yield "block_negative", f"block id {min(blocks)} is negative"
+    if len(set(blocks)) < len(blocks):
+        yield "block_repeated", "a block occurs twice and would hold two ranges of the prompt"

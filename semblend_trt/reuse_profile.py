@@ -5,14 +5,15 @@ configuration, the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes
 parallel layout's sizes; names of model and tokenizer only where no digest tells their content. An engine with its cache
 layout has to be one of the listed: that in which the profile was made, and those in which it was confirmed. Not bound
 are block size, tenant, template and cache salt: they change who may share KV, not what the KV is. A field that either
-side does not know counts as a difference.
-"""
+side does not know counts as a difference."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import logging
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,13 +23,16 @@ from kernels.files import write_bytes
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
-from semblend_trt.plan import SpanCheck
-from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.plan import EngineMode, SpanCheck
+from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kernels.layout import KvGeometry
+    from semblend_trt.config import Settings
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 # A deviation of 1 is as large as the KV itself: a threshold above it would accept anything.
@@ -295,3 +299,90 @@ def _sentence(error: ValidationError) -> str:
         return f"{where}: {message}" if where else message
     value = "" if first["type"] in ("missing", "json_invalid") else f" is {first['input']!r:.80}"
     return f"{where or 'the file'}{value}: {first['msg']}"
+
+
+# Requests differ from their engine by adapter only; more adapters than this are compared anew each time, unlogged.
+_MAX_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileMatch:
+    """`profile` holds for the namespace; where it is None `refusal` counts why, and `differences` says it.
+
+    Refusals: no_profile (SEMBLEND_PROFILE is not set), profile_unreadable, profile_mismatch.
+    """
+
+    profile: ReuseProfile | None
+    refusal: str = "no_profile"
+    differences: tuple[str, ...] = ()
+
+
+class ProfileMatcher:
+    """Compares the profile with namespaces. The file is read once, here; nothing is raised for it.
+
+    Policies other than verified use no profile.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._path, self._policy = settings.profile_path, settings.policy
+        self._profile: ReuseProfile | None = None
+        self._without = ProfileMatch(None)
+        self._matches: dict[str | None, ProfileMatch] = {}
+        self._told: dict[str | None, EngineMode] = {}
+        self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
+        if self._path is None:
+            return
+        if not self._is_used:
+            logger.warning("SEMBLEND_PROFILE is set, but policy %s uses no profile", settings.policy.value)
+            return
+        try:
+            self._profile = ReuseProfile.read(self._path)
+        except ConfigurationError as error:
+            self._without = ProfileMatch(None, "profile_unreadable", (str(error),))
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Layers in which plans of these settings may check their spans, whether the profile will hold or not."""
+        if self._policy is ReusePolicy.CACHEBLEND:
+            return (CACHEBLEND_LAYER,)
+        terms = None if self._profile is None else self._profile.terms
+        return () if terms is None or terms.check is None else (terms.check.layer,)
+
+    def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
+        """What holds for `namespace`. What it means is logged once an adapter, and again when the engine's `mode`
+        changes: a wrapper begins to execute plans after its self-check."""
+        match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
+        if namespace.adapter in self._matches or len(self._matches) < _MAX_REMEMBERED:
+            self._matches[namespace.adapter] = match
+            if self._is_used and self._told.get(namespace.adapter) is not mode:
+                self._told[namespace.adapter] = mode
+                self._tell(match, mode)
+        return match
+
+    def _compare(self, namespace: CacheNamespace, geometry: KvGeometry) -> ProfileMatch:
+        if self._profile is None:
+            return self._without
+        differences = self._profile.differences(namespace, geometry)
+        if differences:
+            return ProfileMatch(None, "profile_mismatch", tuple(differences))
+        return ProfileMatch(self._profile)
+
+    def _tell(self, match: ProfileMatch, mode: EngineMode) -> None:
+        if mode is EngineMode.STOCK:
+            logger.warning(
+                "only identical text from position 0 is reused: any other has to be checked, and that needs the "
+                "wrapper on this engine, with its self-check passed"
+            )
+        elif match.profile is not None:
+            logger.info("reuse profile %s holds: policy %s", self._path, match.profile.policy)
+        elif match.differences:
+            logger.error(
+                "only identical text from position 0 is reused, reuse profile %s does not hold: %s",
+                self._path,
+                " ".join(match.differences),
+            )
+        else:
+            logger.warning(
+                "only identical text from position 0 is reused: no reuse profile is set; make one with "
+                "`python -m validation calibrate --model ...` and name it in SEMBLEND_PROFILE"
+            )

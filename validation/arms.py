@@ -109,34 +109,25 @@ def _arm(name: str, choices: ArmChoices) -> Arm:
         return Arm(name, {"SEMBLEND_POLICY": "exact"}, serves_donors=False, isolated=True)
     if name == EXACT_PREFIX:
         return Arm(name)
-    if name == POSITION_FIX:
-        return Arm(name, {"SEMBLEND_POLICY": "position_fix"})
-    if name == VERIFIED:
-        return _verified(choices)
-    return _numbered(name, choices)
-
-
-def _verified(choices: ArmChoices) -> Arm:
-    if choices.profile is None:
+    if name == VERIFIED and choices.profile is None:
         raise ConfigurationError(
             f"The arm {VERIFIED} needs a reuse profile of this model; make one with `calibrate`, or name it with "
             "--profile."
         )
-    variables = {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": str(choices.profile)}
-    return Arm(VERIFIED, variables, full_layers=choices.profile_layers)
-
-
-def _numbered(name: str, choices: ArmChoices) -> Arm:
     policy, _, number = name.partition("_")
-    value = int(number) if number else choices.boundary
-    if policy == "epic":
-        return Arm(name, {"SEMBLEND_POLICY": "epic", "SEMBLEND_EPIC_TOKENS": str(value)})
-    if policy == "cacheblend":
+    variables, full_layers = {"SEMBLEND_POLICY": name if name == POSITION_FIX else policy}, 0
+    value = int(number) if number.isdecimal() else choices.boundary
+    if name == VERIFIED:
+        variables["SEMBLEND_PROFILE"], full_layers = str(choices.profile), choices.profile_layers
+    elif policy == "epic":
+        variables["SEMBLEND_EPIC_TOKENS"] = str(value)
+    elif policy == "cacheblend":
         if value > 100:
             raise ConfigurationError(f"The arm {name} asks for {value} % of the tokens; at most 100 are there.")
-        variables = {"SEMBLEND_POLICY": "cacheblend", "SEMBLEND_CACHEBLEND_SHARE": f"{value / 100:g}"}
-        return Arm(name, variables, full_layers=min(CACHEBLEND_LAYER, choices.num_layers))
-    if value > choices.num_layers:
-        raise ConfigurationError(f"The arm {name} asks for {value} layers; the model has {choices.num_layers}.")
-    variables = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(value)}
-    return Arm(name, variables, full_layers=value)
+        variables["SEMBLEND_CACHEBLEND_SHARE"] = f"{value / 100:g}"
+        full_layers = min(CACHEBLEND_LAYER, choices.num_layers)
+    elif policy == BOUNDARY:
+        if value > choices.num_layers:
+            raise ConfigurationError(f"The arm {name} asks for {value} layers; the model has {choices.num_layers}.")
+        variables["SEMBLEND_RECOMPUTE_BOUNDARY_LAYER"], full_layers = str(value), value
+    return Arm(name, variables, full_layers=full_layers)

@@ -87,7 +87,7 @@ gates:
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
   wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm they
-  are compared with vLLM's own, whatever the type, and may differ as much as those do among themselves.
+  are compared with vLLM's own, in any type, and may differ as much as those do among themselves.
   A gate without a sample to read (with --prompts) is shown as such and does not fail.
 """
 _PROMPTS = (
@@ -208,7 +208,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
 
 
 def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str, ...]:
-    """The arms of the run; whatever is asked for, those that gates and comparisons read are among them."""
+    """The arms of the run; those that gates and comparisons read are always among them."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
     names = default_names(choices) if asked is None else names_of(asked)

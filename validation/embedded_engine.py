@@ -56,9 +56,7 @@ class EmbeddedEngines:
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
         """The arm's engine, over the shared weights with a pool of its own."""
-        connector = None
-        if arm.variables is not None:
-            connector = KvCacheConnectorConfig.ours()
+        connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
         with environment(connector_variables(arm, settings, str(audit_path))):
             return LLM(
                 model=settings.model,

@@ -44,7 +44,7 @@ _HOST_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """Largest absolute difference of the wrapper's logits from those of `against`; `noise`: what those differ by among
-    themselves when the engine computes the same prompt in other pieces."""
+    themselves when the engine computes the same prompt in other chunks."""
 
     difference: float
     against: str
@@ -65,7 +65,8 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
             f"The longest prompt has {len(tokens)} tokens; the wrapper is compared with the plain model on at least "
             f"{MIN_TOKENS}, so bring a longer one."
         )
-    geometry = _geometry(runner)
+    facts = runner.facts
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
     blocks = -(-len(tokens) // geometry.block_size)
     shape = (blocks, geometry.num_layers, 2, geometry.row_elements)
@@ -146,11 +147,6 @@ def _plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     finally:
         model.set_attn_implementation(before)
     return logits
-
-
-def _geometry(runner: ModelRunner) -> KvGeometry:
-    facts = runner.facts
-    return KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
 
 
 def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tuple[int, ...]) -> SemanticKvPlan:

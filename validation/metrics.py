@@ -52,6 +52,11 @@ def rouge_f1(answer: str, reference: str) -> tuple[float, float]:
     return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure)
 
 
+def closeness(answer: str, reference: str) -> tuple[float, float, float]:
+    """ROUGE-1, ROUGE-L and token F1."""
+    return *rouge_f1(answer, reference), token_f1(answer, reference)
+
+
 def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
     """Share of positions with the same token, 0..1; a position that only one of them has does not agree."""
     if not tokens and not reference:

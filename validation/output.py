@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -15,9 +16,10 @@ from kernels.files import write_bytes
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 
@@ -80,3 +82,17 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
         yield lambda last: bar.update(task, advance=1, last=printable(last))
+
+
+def png(figure: Figure, title: str) -> bytes:
+    """The figure under a title."""
+    figure.suptitle(title, fontsize=10)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table with `headings`, between which stand ` | `."""
+    head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])

@@ -70,33 +70,6 @@ class Turn:
     documents: tuple[str, ...] = ()
 
 
-def render(instruction: str, documents: Sequence[str], question: str) -> str:
-    """Return a prompt of one instruction, documents in order and a question; the answer follows.
-
-    Raises ValueError if a part holds one of the format's own marks.
-    """
-    return _opening(instruction) + _documents(documents) + _question(question)
-
-
-def render_conversation(system: str, turns: Sequence[Turn], question: str) -> str:
-    """Return a prompt of finished turns and an open question.
-
-    Raises ValueError if a part holds one of the format's own marks.
-    """
-    finished = "".join(
-        _documents(turn.documents) + _question(turn.question) + _checked(turn.answer) + END_MARK for turn in turns
-    )
-    return _opening(system) + finished + _question(question)
-
-
-def render_pages(instruction: str, pages: Sequence[str]) -> str:
-    """Return a prompt of one instruction and documents, the last of which breaks off and is to be continued.
-
-    Raises ValueError if a part holds one of the format's own marks.
-    """
-    return _opening(instruction) + _documents(pages)
-
-
 def in_plain_text(text: str) -> str:
     """The prompt for models that were not trained on our marks: the same parts under plain headings."""
     for mark, heading in (
@@ -108,18 +81,6 @@ def in_plain_text(text: str) -> str:
     ):
         text = text.replace(mark, heading)
     return text
-
-
-def _opening(instruction: str) -> str:
-    return INSTRUCTION_MARK + _checked(instruction)
-
-
-def _documents(documents: Sequence[str]) -> str:
-    return "".join(DOCUMENT_MARK + _checked(document) for document in documents)
-
-
-def _question(question: str) -> str:
-    return QUESTION_MARK + _checked(question) + ANSWER_MARK
 
 
 def _checked(part: str) -> str:
@@ -149,19 +110,37 @@ class PromptForm:
     has_marks: bool = True
 
     def render(self, instruction: str, documents: Sequence[str], question: str) -> str:
-        """Return a prompt of one instruction, documents in order and a question; raises ValueError for a mark."""
-        return self._put(render(instruction, documents, question))
+        """A prompt of one instruction, documents in order and a question; the answer follows.
+
+        Raises ValueError, as the others here do, if a part holds one of the format's own marks.
+        """
+        return self._put(_pages(instruction, documents) + _asked(question))
 
     def render_conversation(self, system: str, turns: Sequence[Turn], question: str) -> str:
-        """Return a prompt of finished turns and an open question; raises ValueError for a mark inside a part."""
-        return self._put(render_conversation(system, turns, question))
+        """A prompt of finished turns and an open question."""
+        finished = (
+            _documents(turn.documents) + _asked(turn.question) + _checked(turn.answer) + END_MARK for turn in turns
+        )
+        return self._put(_pages(system, ()) + "".join(finished) + _asked(question))
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
-        """Return a prompt whose last page is to be continued; raises ValueError for a mark inside a part."""
-        return self._put(render_pages(instruction, pages))
+        """A prompt of one instruction and documents, the last of which breaks off and is to be continued."""
+        return self._put(_pages(instruction, pages))
 
     def _put(self, prompt: str) -> str:
         return prompt if self.has_marks else in_plain_text(prompt)
+
+
+def _pages(instruction: str, documents: Sequence[str]) -> str:
+    return INSTRUCTION_MARK + _checked(instruction) + _documents(documents)
+
+
+def _documents(documents: Sequence[str]) -> str:
+    return "".join(DOCUMENT_MARK + _checked(document) for document in documents)
+
+
+def _asked(question: str) -> str:
+    return QUESTION_MARK + _checked(question) + ANSWER_MARK
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -183,6 +162,9 @@ SHIPPED = PromptForm(
     _DATES,
     _TWO_WORDS,
 )
+
+# Prompts of the shipped model.
+render, render_conversation, render_pages = SHIPPED.render, SHIPPED.render_conversation, SHIPPED.render_pages
 
 _YARDSTICK_INSTRUCTIONS = (
     "Answer the questions using the documents below.",

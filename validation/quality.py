@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kernels.files import write_bytes
@@ -19,7 +17,7 @@ from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
-from validation.output import beside, complain, progress, say, write_json, write_text
+from validation.output import beside, complain, markdown_table, png, progress, say, write_json, write_text
 from validation.report import HEADER_TRAP
 from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of, samples_of
 from validation.serving import BatchServer
@@ -182,7 +180,6 @@ class QualityReport:
 
     def page(self, plot_name: str | None) -> str:
         """The Markdown page, with the plot of that file name beside it, if there is one."""
-        head = [f"| {_HEADINGS} |", "|" + "---|" * len(_HEADINGS.split(" | "))]
         versions = ", ".join(f"{name} {version}" for name, version in self.measured.versions.items())
         rows = [
             f"# Quality of reuse: {self.model}",
@@ -197,10 +194,9 @@ class QualityReport:
             "share of tokens times layers. Tokens are sums over the prompts.",
             "",
             *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
-            *head,
-            *(_row(line, self.kinds[line.family]) for line in self.lines()),
-            *("", "Over all families of a kind:", "", *head),
-            *(_row(line, line.family) for line in self.kind_lines()),
+            markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines())),
+            *("", "Over all families of a kind:", ""),
+            markdown_table(_HEADINGS, (_cells(line, line.family) for line in self.kind_lines())),
         ]
         return "\n".join(rows) + "\n"
 
@@ -212,9 +208,9 @@ def _fields_of(line: Line) -> dict[str, Any]:
     return {**asdict(line), "non_inferior": line.holds}
 
 
-def _row(line: Line, kind: str) -> str:
+def _cells(line: Line, kind: str) -> tuple[str, ...]:
     exact, loss = line.exact_match_bound, line.loss_bound
-    cells = (
+    return (
         *(line.family, kind, line.arm, str(line.samples), str(line.groups)),
         _number(line.exact_match, 3),
         *(("-", "-") if exact is None else (f"{exact.difference:+.4f}", f"{exact.lower:+.4f}")),
@@ -225,7 +221,6 @@ def _row(line: Line, kind: str) -> str:
         *(f"{line.computed_share:.1%}", f"{line.largest_kept:.3f}"),
         "-" if not line.bounds else "yes" if line.holds else "**no**",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -250,7 +245,6 @@ def draw(kind_lines: Sequence[Line], title: str) -> bytes:
         if line.exact_match is not None:
             panels.setdefault(line.family, []).append(line)
     figure = Figure(figsize=(_PANEL_WIDTH * max(1, len(panels)), _HEIGHT), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (kind, lines) in zip(
         figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items(), strict=False
     ):
@@ -263,10 +257,7 @@ def draw(kind_lines: Sequence[Line], title: str) -> bytes:
         axes.set(xlabel="computed, % of tokens x layers", ylabel="exact match", xlim=(-3, 103), ylim=(-0.03, 1.05))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="best")
-    figure.suptitle(title, fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return png(figure, title)
 
 
 def quality_rows(report: QualityReport) -> list[Row]:

@@ -60,7 +60,7 @@ _ANSWERS = (
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """One line of the given samples, whatever they are; None where no sample has the figure.
+    """One line of the given samples; None where no sample has the figure.
 
     TTFT, speed-up and token counts are over timed samples, the rest over all. `speedup` is the median over cases of
     cold's TTFT over the arm's, `perplexity_ratio` a median, the others are means.

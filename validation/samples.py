@@ -82,8 +82,8 @@ def sample_of(
     """One arm's answer beside cold's; `num_layers` are the model's, for the rest see Sample."""
     reuse, reference = ours.reuse, case.reference
     uncached = max(1, ours.prompt_tokens - reuse.cached)
-    rouge1_cold, rouge_l_cold = metrics.rouge_f1(ours.text, cold.text)
-    rouge_reference = (None, None) if reference is None else metrics.rouge_f1(ours.text, reference.strip())
+    rouge1_cold, rouge_l_cold, token_f1_cold = metrics.closeness(ours.text, cold.text)
+    known = (None, None, None) if reference is None else metrics.closeness(ours.text, reference.strip())
     perplexity = None if ours.loss is None else metrics.perplexity(ours.loss)
     is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
     return Sample(
@@ -116,10 +116,10 @@ def sample_of(
         follows_donor=None if case.donor_answer is None else metrics.exact_match(ours.text, case.donor_answer),
         rouge1_cold=rouge1_cold,
         rouge_l_cold=rouge_l_cold,
-        token_f1_cold=metrics.token_f1(ours.text, cold.text),
-        rouge1_reference=rouge_reference[0],
-        rouge_l_reference=rouge_reference[1],
-        token_f1_reference=None if reference is None else metrics.token_f1(ours.text, reference),
+        token_f1_cold=token_f1_cold,
+        rouge1_reference=known[0],
+        rouge_l_reference=known[1],
+        token_f1_reference=known[2],
         loss=ours.loss,
         perplexity=perplexity,
         perplexity_ratio=None

@@ -18,6 +18,7 @@ from rich.text import Text
 from kernels.results import Row
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
+from validation import output
 from validation.arguments import Parser
 from validation.output import complain, show, write_text
 
@@ -103,7 +104,7 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         if not matching:
             raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
         chosen.update((key, each) for key, each in matching.items() if key not in chosen)
-    lines = ["| row | value | goal | holds | against | machine |", "|---|---|---|---|---|---|"]
+    lines = []
     for (place, name), each in chosen.items():
         cells = (
             f"`{name}`",
@@ -113,8 +114,8 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
             each.baseline,
             place.partition("/")[0],
         )
-        lines.append("| " + " | ".join(printable(cell).replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([printable(cell).replace("|", "\\|") for cell in cells])
+    return output.markdown_table("row | value | goal | holds | against | machine", lines) + "\n"
 
 
 def _shown(text: str) -> Text:

@@ -71,7 +71,7 @@ def open_llm(
                 enable_chunked_prefill=True,
                 cuda_graph_config=None,
                 kv_cache_config=api.KvCacheConfig(**fields),
-                kv_connector_config=None if connector is None else _connector_config(api, connector),
+                kv_connector_config=None if connector is None else api.KvCacheConnectorConfig.ours(connector),
                 **options,
             )
     except (RuntimeError, ValueError, TypeError) as error:
@@ -87,10 +87,6 @@ def wait_for_quiet(audit_path: Path) -> None:
         if found != size:
             size, since = found, now
         time.sleep(QUIET_SECONDS / 10)
-
-
-def _connector_config(api: Any, module: str) -> Any:
-    return api.KvCacheConnectorConfig.ours(module)
 
 
 class TrtllmEngines:

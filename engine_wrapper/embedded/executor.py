@@ -87,7 +87,8 @@ class Executor:
         self._active: dict[int, LlmRequest] = {}
         # Requests whose newest token is not handled: the overlap scheduler handles tokens one iteration late.
         self._sampled: list[LlmRequest] = []
-        self._failure: str | None = None
+        # Why the engine takes no more requests; None while it does.
+        self.failure: str | None = None
         self._interrupt: KeyboardInterrupt | None = None
         self._closed = False
         runtime_for(llm_args).engine = self
@@ -187,7 +188,7 @@ class Executor:
                 for request in [*self._waiting, *self._active.values()]:
                     self.abort(request)
             finally:
-                self._failure = self._failure or "it was shut down"
+                self.failure = self.failure or "it was shut down"
                 if self.connector is not None:
                     self.connector.close()
 
@@ -395,10 +396,10 @@ class Executor:
         self._waiting.appendleft(request)
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
+        self.failure = f"{type(error).__name__}: {error}"
         for request in [*self._waiting, *self._active.values()]:
             if not request.is_finished:
-                request.error = f"the engine stopped: {self._failure}"
+                request.error = f"the engine stopped: {self.failure}"
                 request.complete("error")
             self.block_manager.release(request.request_id)
         self._waiting.clear()
@@ -408,8 +409,8 @@ class Executor:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise SemBlendError(f"this engine has stopped ({self._failure}); build a new one")
+        if self.failure is not None:
+            raise SemBlendError(f"this engine has stopped ({self.failure}); build a new one")
 
     def _check_fits(self, request: LlmRequest) -> None:
         """Raises CapacityError when the request could not run even on an empty engine."""

@@ -167,6 +167,8 @@ class LLM:
         self.connector_worker: Any = None if connector is None else connector.worker
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
+        # Until when the connector has to end a transfer; None where iterations run.
+        self._deadline: float | None = None
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -299,6 +301,7 @@ class LLM:
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         with interrupts_held():
             self.executor.enqueue(requests)
+            self._deadline = None
             self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
@@ -309,16 +312,21 @@ class LLM:
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Runs iterations until `done`; waits for the connector where nothing else can run."""
-        deadline: float | None = None
         while not done():
-            with interrupts_held():
-                has_run = self.executor.step()
-            if has_run:
-                deadline = None
-                continue
-            deadline = deadline or time.monotonic() + self.llm_args.transfer_timeout
-            if not done():
-                self._pause(deadline)
+            self.advance()
+
+    def advance(self) -> None:
+        """Runs one iteration. Where nothing can run, waits a moment for the connector.
+
+        Raises SemBlendError when that has lasted for `transfer_timeout` seconds.
+        """
+        with interrupts_held():
+            has_run = self.executor.step()
+        if has_run:
+            self._deadline = None
+        else:
+            self._deadline = self._deadline or time.monotonic() + self.llm_args.transfer_timeout
+            self._pause(self._deadline)
 
     def _pause(self, deadline: float) -> None:
         if time.monotonic() > deadline:

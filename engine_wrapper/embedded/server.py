@@ -13,16 +13,15 @@ import asyncio
 import json
 import logging
 import os
-import queue
 import sys
-import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,7 +30,7 @@ from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig,
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named
 from semblend_trt.config import PREFIXES
-from semblend_trt.errors import CapacityError, ConfigurationError
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.serving import (
     Connections,
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.request import RequestOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BOUNDS = ServerBounds()
 DEFAULT_MAX_TOKENS = 16
@@ -162,37 +163,24 @@ def read_body(body: dict[str, Any]) -> CompletionBody:
 # -- the engine's thread ----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One request on its way: the outputs that are there, or the error that ended it, for its event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    news: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
-    stream: RequestStream | None = None
-
-    def tell(self, news: RequestOutput | Exception) -> None:
-        """Called by the engine's thread. A loop that has ended needs no news."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
-
-
 class EngineThread:
-    """An LLM on a thread of its own, which runs the requests of event loops together until `close`, which shuts it
-    down. At most `max_requests` are taken at a time.
+    """An LLM on a thread of its own, which runs the requests of an event loop together until `close`, which shuts it
+    down. At most `max_requests` are taken at a time; `running` are those taken and not ended.
 
-    `failure` says why it takes no more requests, and is None while it does; `running` are those taken and not ended.
+    Each request asks the thread for one iteration after the other. One iteration moves all of them on, so that the
+    next in the queue finds its news there.
     """
 
     def __init__(self, llm: LLM, max_requests: int = MAX_REQUESTS) -> None:
         self._llm, self._max_requests = llm, max_requests
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: list[_Job] = []
-        self._lock = threading.Lock()
-        self.failure: str | None = None
+        self._thread = ThreadPoolExecutor(1, "embedded-engine")
+        self._idling: asyncio.Task[None] | None = None
         self.running = 0
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
-        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine takes no more requests; None while it does."""
+        return self._llm.executor.failure
 
     async def outputs(
         self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
@@ -205,104 +193,59 @@ class EngineThread:
         if self.running >= self._max_requests:
             message = f"{self.running} requests are running or waiting, the most there may be; try later"
             raise RequestRefusedError(503, "too_many_requests", message)
-        job = _Job(asyncio.get_running_loop())
-        with self._lock:
-            if self.failure is not None:
-                raise self._stopped()
-            self._commands.put(lambda: self._start(job, token_ids, params, cache_salt, streaming))
         self.running += 1
+        stream: RequestStream | None = None
         try:
+            stream = await self._call(self._llm.generate_async, token_ids, params, streaming, cache_salt)
             while True:
-                news = await job.news.get()
-                if isinstance(news, Exception):
-                    raise news
-                yield news
-                if news.finished:
-                    return
+                for output in await self._call(self._advance, stream):
+                    yield output
+                    if output.finished:
+                        return
         finally:
             self.running -= 1
-            self._commands.put(lambda: self._end(job))
+            if stream is not None:
+                with suppress(RuntimeError):  # it was closed, and all requests with it
+                    self._thread.submit(stream.close)
+            if self._idling is None or self._idling.done():
+                self._idling = asyncio.create_task(self._idle())
 
     def close(self, timeout: float = 10.0) -> None:
         """Aborts what runs, shuts the engine down and ends the thread."""
-        if self._thread.is_alive():
-            self._commands.put(self._stop)
-            self._thread.join(timeout)
-
-    def _run(self) -> None:
-        failure = "it was shut down"
         try:
-            while not self._is_closing:
-                self._take_commands()
-                if self._jobs:
-                    self._llm.run_until(self._has_news)
-                self._deliver()
-        except Exception as error:
-            logger.exception("the engine has failed and takes no more requests")
-            failure = str(error) or type(error).__name__
-        with self._lock:  # from here on nothing more is asked for
-            self.failure = failure
-        for job in self._jobs:
-            job.tell(self._stopped())
-        while not self._commands.empty():
-            self._commands.get()()
-        try:
-            self._llm.shutdown()
+            self._thread.submit(self._llm.shutdown).result(timeout)
         except Exception:
             logger.exception("the engine did not shut down in order")
+        self._thread.shutdown(wait=False)
 
-    def _take_commands(self) -> None:
-        """Carries out what was asked for. Where nothing runs it waits for more, and sees to it that what was served is
-        kept meanwhile."""
-        executor = self._llm.executor
-        while not self._is_closing:
-            try:
-                timeout = IDLE_PAUSE if executor.pending_transfers else None
-                command = self._commands.get(block=not self._jobs, timeout=timeout)
-            except queue.Empty:
-                if self._jobs:
-                    return
-                executor.poll_transfers()
-            else:
-                command()
-
-    def _has_news(self) -> bool:
-        return not self._commands.empty() or any(job.stream is not None and job.stream.has_news() for job in self._jobs)
-
-    def _start(
-        self, job: _Job, token_ids: list[int], params: SamplingParams, cache_salt: str | None, streaming: bool
-    ) -> None:
-        if self.failure is not None:
-            job.tell(self._stopped())
-            return
+    async def _call(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns on the engine's thread. What fails because the engine has stopped is refused."""
         try:
-            job.stream = self._llm.generate_async(token_ids, params, streaming, cache_salt)
-        except Exception as error:  # one request's trouble is no other's
-            job.tell(error)
-        else:
-            self._jobs.append(job)
+            result = await asyncio.wrap_future(self._thread.submit(work, *arguments))
+        except Exception as error:
+            if self.failure is None:
+                raise
+            if not isinstance(error, SemBlendError):
+                logger.exception("the engine has failed and takes no more requests")
+        if self.failure is not None:
+            raise RequestRefusedError(503, "engine_stopped", f"the engine has stopped: {self.failure}")
+        return result
 
-    def _end(self, job: _Job) -> None:
-        if job in self._jobs:
-            self._jobs.remove(job)
-        if job.stream is not None and self.failure is None:
-            job.stream.close()
+    def _advance(self, stream: RequestStream) -> list[RequestOutput]:
+        """The outputs that are there after at most one iteration."""
+        if not stream.has_news():
+            self._llm.advance()
+        outputs: list[RequestOutput] = []
+        while stream.has_news() and not (outputs and outputs[-1].finished):
+            outputs.append(next(stream))
+        return outputs
 
-    def _stop(self) -> None:
-        self._is_closing = True
-
-    def _stopped(self) -> RequestRefusedError:
-        return RequestRefusedError(503, "engine_stopped", f"the engine has stopped: {self.failure}")
-
-    def _deliver(self) -> None:
-        for job in list(self._jobs):
-            assert job.stream is not None
-            while job.stream.has_news():
-                output = next(job.stream)
-                job.tell(output)
-                if output.finished:
-                    self._jobs.remove(job)
-                    break
+    async def _idle(self) -> None:
+        """While nothing runs, sees to it that what was served is kept."""
+        with suppress(RequestRefusedError):
+            while not self.running and self._llm.executor.pending_transfers:
+                await self._call(self._llm.executor.poll_transfers)
+                await asyncio.sleep(IDLE_PAUSE)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class EngineArguments:
 
     `settings` win over the environment; where they are wrong they turn reuse off, and `refusal` is settings_invalid.
     `layers` are vLLM's attention layers by name, from the time when the model is loaded. A size that is not known is
-    None. `attn_backend` is missing: the pool that vLLM's connector registers is in our order whatever the backend is.
+    None. `attn_backend` is missing: the pool that vLLM's connector registers is in our order with every backend.
     """
 
     model: str

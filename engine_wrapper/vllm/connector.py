@@ -42,7 +42,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - whatever is set
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003 - for every setting
         """True: a replayed full graph would run no plan."""
         return True
 

@@ -27,7 +27,7 @@ class Scheduled:
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """`told` is for our worker. `step` holds the requests by vLLM's id; `saving` those, vLLM's id by our number, that
-    ended since the last step and whose blocks are held until they are saved. `is_unread`: nobody knows who is in it."""
+    ended since the last step and whose blocks are held until they are saved. `is_unread`: it was not readable."""
 
     told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
     step: dict[str, Scheduled] = field(default_factory=dict)

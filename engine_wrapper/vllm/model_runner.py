@@ -7,13 +7,13 @@ step's batch; V2 makes it for the step and hands it on.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
 from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.refusals import callers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +38,7 @@ def model_runner_of_caller() -> ModelRunner:
 
     Raises LookupError for a runner of another kind, and LayoutError where a replayed graph would run no plan.
     """
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        owner = frame.f_locals.get("self")
+    for owner in callers():
         if not hasattr(owner, "attn_groups") or not hasattr(owner, "get_model"):
             continue
         if hasattr(owner, "input_batch"):

@@ -1,6 +1,6 @@
 """Has vLLM compute again what was promised, and could be neither placed nor computed by our rows.
 
-vLLM's own recovery from failed loads is not enough: with async scheduling it takes a token that nobody has sampled
+vLLM's own recovery from failed loads is not enough: with async scheduling it takes a token that was not sampled
 (vllm#45138), and in the V2 runner it computes on from a stale position (#49250). Running requests that are preempted
 are right everywhere: vLLM drops what is in flight of them and begins again, as at a reset of its prefix cache.
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.vllm.refusals import callers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,12 +42,9 @@ class Recovery:
 
     def bind(self) -> None:
         """Takes the vLLM scheduler that calls its connector. Raises LookupError where it is of another kind."""
-        frame = sys._getframe()
-        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-            owner: Any = frame.f_locals.get("self")
-            if hasattr(owner, "update_from_output") and hasattr(owner, "reset_prefix_cache"):
-                break
-        else:
+        needed = ("update_from_output", "reset_prefix_cache")
+        owner = next((each for each in callers() if all(hasattr(each, name) for name in needed)), None)
+        if owner is None:
             raise LookupError("the scheduler is not among the callers")
         if "reset_running_requests" not in inspect.signature(owner.reset_prefix_cache).parameters:
             raise LookupError("the scheduler cannot preempt what is running")

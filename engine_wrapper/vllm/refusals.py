@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OLDEST = (0, 25)
 # Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
@@ -36,7 +39,7 @@ REASONS = {
     "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
     "diffusion": "Serve a model that generates from left to right.",
     "non_causal": "Set use_non_causal of the attention config to false.",
-    "attention_backend": "Set --attention-backend to FLASH_ATTN or TRITON_ATTN; of others nobody knows what they take.",
+    "attention_backend": "Set --attention-backend to FLASH_ATTN or TRITON_ATTN; other backends were not tried.",
     "mla": "Serve a model without multi-head latent attention, whose cache is of another form.",
     "sliding_window": "Serve a model with full attention in every layer.",
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
@@ -170,10 +173,14 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     return _first(spec, _CACHE) or (None if type(spec).__name__ == "FullAttentionSpec" else "cache_spec")
 
 
-def _is_chained() -> bool:
-    """Whether a MultiConnector is building its children: each sees a configuration of its own."""
+def callers() -> Iterator[Any]:
+    """The objects whose methods are running, nearest first. vLLM hands a connector no reference to its own parts."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        if "MultiConnector" in {kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__}:
-            return True
-    return False
+        if (owner := frame.f_locals.get("self")) is not None:
+            yield owner
+
+
+def _is_chained() -> bool:
+    """Whether a MultiConnector is building its children: each sees a configuration of its own."""
+    return any("MultiConnector" in {kind.__name__ for kind in type(owner).__mro__} for owner in callers())

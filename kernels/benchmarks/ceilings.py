@@ -38,23 +38,16 @@ TOKENS = (4096, 8192, 16384, 24576, 32768)
 SHIFT = 7
 
 
-def run_on_card(name: str, measure: Callable[..., None], description: str | None, **switches: str) -> None:
-    """Parses the command line, measures, prints and writes. Ends the program with one sentence without a card.
-
-    `switches`: options without a value and their help, which `measure` takes behind the results.
-    """
-    parser = parser_of(description)
-    for switch, told in switches.items():
-        parser.add_argument(f"--{switch}", action="store_true", help=told)
-    options = parser.parse_args()
+def run_on_card(name: str, measure: Callable[[Results], None], description: str | None) -> None:
+    """Parses the command line, measures, prints and writes. Ends the program with one sentence without a card."""
+    options = parser_of(description).parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none.")
     torch.manual_seed(7)
     results = Results()
     with torch.inference_mode():
-        measure(results, **{switch: getattr(options, switch) for switch in switches})
-    if results.rows:
-        results.write(options.json, name)
+        measure(results)
+    results.write(options.json, name)
 
 
 def add_share(results: Results, name: str, milliseconds: float, num_bytes: float) -> float:

@@ -1,13 +1,11 @@
 """Measures sparse_prefill and write_rows: dense against torch's flash SDPA, sparse rows, short suffixes and decode.
 
 The shape is one layer of Qwen2.5-7B (28 query heads, 4 KV heads, head dimension 128, bf16) in a pool of 28 layers whose
-blocks are shuffled. Every output is checked before it is timed. `--sweep` times other tiles and pieces of KV instead,
-to see whether those chosen by default are the best.
+blocks are shuffled. Every output is checked before it is timed.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -19,69 +17,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.benchmarks.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms, wall_ms
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import pool_view
 from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.tiles import TileConfig, attention_work
 from kernels.sparse_prefill.triton_attention import choose_config, processors_of, sparse_prefill, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kernels.results import Results
 
 HEADS = 28
-LAYER = 14
+LAYER, SCALE = 14, float(QWEN_7B.head_dim**-0.5)
 MAX_ERROR = 1e-2
 DENSE_TOKENS = (8192, 16384, 24576, 32768)
 SPARSE_TOKENS = 24576
 SPARSE_PERCENT = (1, 5, 10, 25)
 SUFFIX_ROWS = 128
 SDPA_GOAL, SPARSE_GOAL = 0.70, 1.6
-# What a sweep tries.
-TILES = (
-    TileConfig(128, 64, 8, 3),
-    TileConfig(128, 64, 8, 4),
-    TileConfig(128, 64, 8, 2, 2, 128),
-    TileConfig(128, 32, 8, 4, 2, 128),
-    TileConfig(128, 128, 8, 2),
-    TileConfig(128, 128, 8, 3),
-    TileConfig(128, 64, 4, 3),
-    TileConfig(64, 64, 4, 2, 2),
-    TileConfig(64, 64, 4, 3, 2),
-    TileConfig(64, 32, 4, 4, 2),
-    TileConfig(64, 32, 4, 3, 3, 160),
-    TileConfig(64, 128, 4, 2),
-)
-DECODE_TILES = (
-    TileConfig(16, 32, 4, 4, 4),
-    TileConfig(16, 64, 4, 2, 4),
-    TileConfig(16, 64, 4, 3, 2),
-    TileConfig(16, 64, 4, 3, 3),
-    TileConfig(16, 64, 4, 4, 2),
-    TileConfig(16, 64, 2, 3, 3),
-    TileConfig(16, 128, 4, 2, 2),
-    TileConfig(16, 128, 8, 2, 2),
-)
-# Query heads, KV heads and head dimension of other models, with the tiles that fit them.
-OTHER_HEADS = {
-    (32, 8, 64): (
-        TileConfig(128, 64, 8, 3),
-        TileConfig(128, 64, 8, 3, 2, 128),
-        TileConfig(128, 128, 8, 3),
-        TileConfig(128, 64, 4, 3),
-        TileConfig(64, 64, 4, 3, 3),
-    ),
-    (32, 8, 80): (TileConfig(128, 64, 8, 3), TileConfig(128, 128, 8, 2), TileConfig(64, 64, 4, 3, 2)),
-    (16, 4, 256): (
-        TileConfig(128, 64, 8, 2),
-        TileConfig(128, 32, 8, 2),
-        TileConfig(128, 32, 8, 3),
-        TileConfig(64, 64, 4, 2),
-        TileConfig(64, 32, 4, 3),
-    ),
-}
-PIECES = (256, 512, 1024, 2048, 4096, 8192, 32768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +45,6 @@ class Case:
     q: torch.Tensor
     pool: torch.Tensor
     sequences: tuple[SequenceRows, ...]
-    geometry: KvGeometry
-
-    @property
-    def scale(self) -> float:
-        return float(self.geometry.head_dim**-0.5)
-
-    @property
-    def layer(self) -> int:
-        return LAYER % self.geometry.num_layers
 
     @property
     def attended(self) -> int:
@@ -109,11 +54,11 @@ class Case:
     @property
     def flops(self) -> float:
         """Multiplications and additions of both products, of all heads."""
-        return 4.0 * self.attended * self.q.shape[1] * self.geometry.head_dim
+        return 4.0 * self.attended * self.q.shape[1] * QWEN_7B.head_dim
 
-    def run(self, config: TileConfig | None = None, piece: int | None = None) -> torch.Tensor:
-        """One launch, by the default tile and piece or by those given."""
-        return sparse_prefill(self.q, self.pool, self.layer, self.sequences, self.geometry, self.scale, config, piece)
+    def run(self) -> torch.Tensor:
+        """One launch."""
+        return sparse_prefill(self.q, self.pool, LAYER, self.sequences, QWEN_7B, SCALE)
 
     def check(self, output: torch.Tensor) -> float:
         """Relative error of some rows of each sequence against float64 attention; ends the program if it is large."""
@@ -123,35 +68,33 @@ class Case:
             # keys, values: [kv_heads, tokens, head_dim]
             keys, values = self.dense_kv(sequence).double()
             rows = (sequence.first_row + own).to(self.q.device)
-            group = self.q.shape[1] // self.geometry.kv_heads
+            group = self.q.shape[1] // QWEN_7B.kv_heads
             queries = self.q[rows].double().unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
             positions = sequence.host_positions[own].to(self.q.device).repeat(group)
             beyond = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
-            scores = (queries @ keys.transpose(1, 2) * self.scale).masked_fill(beyond, -torch.inf)
+            scores = (queries @ keys.transpose(1, 2) * SCALE).masked_fill(beyond, -torch.inf)
             expected = (scores.softmax(-1) @ values).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
             worst = max(worst, check_close("sparse_prefill", output[rows], expected, MAX_ERROR))
         return worst
 
     def dense_kv(self, sequence: SequenceRows) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim] of one sequence, gathered."""
-        blocks = pool_view(self.pool, self.geometry)[sequence.block_ids, self.layer]
+        blocks = pool_view(self.pool, QWEN_7B)[sequence.block_ids, LAYER]
         return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.last_position + 1]
 
 
-def make_case(positions: Sequence[torch.Tensor], geometry: KvGeometry = QWEN_7B, heads: int = HEADS) -> Case:
+def make_case(positions: Sequence[torch.Tensor]) -> Case:
     """A case with the given positions of each sequence, in blocks of its own, shuffled."""
     generator = torch.Generator().manual_seed(7)
-    needed = [geometry.blocks_for(int(own[-1]) + 1) for own in positions]
+    needed = [QWEN_7B.blocks_for(int(own[-1]) + 1) for own in positions]
     blocks = torch.randperm(sum(needed), generator=generator).split(needed)
-    pool = torch.randn(
-        (sum(needed), geometry.num_layers, 2, geometry.row_elements), device="cuda", dtype=torch.bfloat16
-    )
+    pool = torch.randn((sum(needed), QWEN_7B.num_layers, 2, QWEN_7B.row_elements), device="cuda", dtype=torch.bfloat16)
     sequences, rows = [], 0
     for own, ids in zip(positions, blocks, strict=True):
         sequences.append(SequenceRows(rows, own, ids).to("cuda"))
         rows += len(own)
-    q = torch.randn(rows, heads, geometry.head_dim, device="cuda", dtype=torch.bfloat16)
-    return Case(q, pool, tuple(sequences), geometry)
+    q = torch.randn(rows, HEADS, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16)
+    return Case(q, pool, tuple(sequences))
 
 
 def random_rows(tokens: int, percent: int) -> torch.Tensor:
@@ -169,9 +112,7 @@ def sdpa_ms(case: Case, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> flo
 
     def attend() -> torch.Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(
-                queries, keys, values, is_causal=causal, scale=case.scale, enable_gqa=True
-            )
+            return scaled_dot_product_attention(queries, keys, values, is_causal=causal, scale=SCALE, enable_gqa=True)
 
     return time_ms(attend, repeats=10)
 
@@ -239,7 +180,7 @@ def measure_write(results: Results) -> None:
         2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16
     ).unbind()
 
-    write = partial(write_rows, k, v, case.pool, case.layer, case.sequences, QWEN_7B)
+    write = partial(write_rows, k, v, case.pool, LAYER, case.sequences, QWEN_7B)
     write()
     if not torch.equal(case.dense_kv(case.sequences[0]).transpose(1, 2), torch.stack((k, v))):
         sys.exit("write_rows is wrong: the pool does not hold the rows")
@@ -264,74 +205,12 @@ def measure_plans(results: Results) -> None:
         results.add(f"plan_{name}_24k_us", wall_ms(plan) * 1e3, "us", "host time, once for all layers")
 
 
-def sweep_all() -> None:
-    """Shows milliseconds of every tile and piece; an asterisk marks what is chosen by default."""
-    dense = {"dense 16k": make_case([torch.arange(16384)]), "dense 8k": make_case([torch.arange(8192)])}
-    few = {f"{percent} % of 24k": make_case([random_rows(24576, percent)]) for percent in (1, 10)}
-    few["128 at 24k"] = make_case([torch.arange(24576 - 128, 24576)])
-    decode = {"decode 24k": make_case([torch.tensor([24575])]), "decode 8x4k": make_case([torch.tensor([4095])] * 8)}
-    _sweep_tiles("head dimension 128", dense | few, TILES)
-    _sweep_tiles("decode", decode, DECODE_TILES)
-    _sweep_pieces(few | decode)
-    for (heads, kv_heads, head_dim), tiles in OTHER_HEADS.items():
-        geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=32)
-        case = make_case([torch.arange(16384)], geometry, heads)
-        flash = sdpa_ms(case)
-        title = f"head dimension {head_dim}, torch SDPA flash {flash:.3f} ms ({case.flops / flash / 1e9:.0f} TFLOP/s)"
-        _sweep_tiles(title, {"dense 16k": case}, tiles)
-
-
-def _sweep_tiles(title: str, cases: Mapping[str, Case], tiles: Sequence[TileConfig]) -> None:
-    say(f"\n{title}: ms (and TFLOP/s of the first) by block_m x block_n, warps, stages, resident, registers")
-    say(" " * 30 + "".join(f"{name:>14}" for name in cases) + f"{'TFLOP/s':>10}{'compiled s':>12}")
-    first = next(iter(cases.values()))
-    for tile in tiles:
-        began = time.perf_counter()
-        try:
-            for case in cases.values():
-                case.check(case.run(tile))
-        except RuntimeError as refusal:
-            say(f"{_name(tile, first):<30}does not run: {str(refusal).splitlines()[0][:90]}")
-            continue
-        compiled = time.perf_counter() - began
-        timings = [_time_or_nan(case, tile, None) for case in cases.values()]
-        tflops = first.flops / timings[0] / 1e9
-        columns = "".join(f"{timing:>14.4f}" for timing in timings)
-        say(f"{_name(tile, first):<30}{columns}{tflops:>10.0f}{compiled:>12.1f}")
-
-
-def _sweep_pieces(cases: Mapping[str, Case]) -> None:
-    say("\npieces of KV, default tile: ms by the tokens that a program covers")
-    say(f"{'':<16}" + "".join(f"{piece or 'chosen':>10}" for piece in (None, *PIECES)))
-    for name, case in cases.items():
-        timings = (_time_or_nan(case, None, piece) for piece in (None, *PIECES))
-        say(f"{name:<16}" + "".join(f"{timing:>10.4f}" for timing in timings))
-
-
-def _time_or_nan(case: Case, tile: TileConfig | None, piece: int | None) -> float:
-    """Milliseconds, or NaN when that piece needs more memory than the card has."""
-    try:
-        return time_ms(lambda: case.run(tile, piece), repeats=10)
-    except torch.cuda.OutOfMemoryError:
-        return math.nan
-
-
-def _name(tile: TileConfig, case: Case) -> str:
-    packed = max(sequence.count for sequence in case.sequences) * case.q.shape[1] // case.geometry.kv_heads
-    chosen = "*" if tile == choose_config(packed, case.geometry.head_dim, case.q.dtype) else " "
-    registers = tile.max_registers or "all"
-    return f"{chosen} {tile.block_m}x{tile.block_n} {tile.num_warps}w {tile.num_stages}s {tile.resident}r {registers}"
-
-
-def measure(results: Results, *, sweep: bool) -> None:
-    """Adds all rows, or sweeps."""
-    if sweep:
-        sweep_all()
-        return
+def measure(results: Results) -> None:
+    """Adds all rows."""
     measure_few_rows(results, measure_dense(results))
     measure_write(results)
     measure_plans(results)
 
 
 if __name__ == "__main__":
-    run_on_card("sparse_prefill", measure, __doc__, sweep="time other tiles and pieces, without rows")
+    run_on_card("sparse_prefill", measure, __doc__)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 ITEM_FIELDS, TILE_FIELDS = 7, 5
-# What a piece costs beside its KV, and what joining one more piece costs, in tokens of KV; from a sweep of 1 and 128
-# rows behind 4k to 32k tokens on an H200.
+# What a piece costs beside its KV, and what joining one more piece costs, in tokens of KV; measured with 1 and 128 rows
+# behind 4k to 32k tokens on an H200.
 PIECE_OVERHEAD, JOIN_COST = 256, 12
 
 
@@ -76,7 +76,7 @@ def launch_shape(
     group = heads // geometry.kv_heads
     config = choose_config(longest * group, geometry.head_dim, dtype)
     columns = LaunchShape(rows, sequences, group, config, 1).tiles * geometry.kv_heads
-    # One round of programs: in the sweep a second one never paid, and spare items are not free.
+    # One round of programs: a second one never paid, and spare items are not free.
     most = max(1, processors_of(device) * config.resident // columns)
     counts = {most} | {count for power in range(most.bit_length()) for count in (1 << power, 3 << power)}
 

@@ -116,7 +116,7 @@ def attend(
         maxnreg=config.max_registers,
     )
     if work.slots:
-        # Low tiles are few and cut into many pieces, which then are read side by side; sizes of a sweep on an H200.
+        # Low tiles are few and cut into many pieces, which then are read side by side; tried on an H200.
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
             join_kernel,
@@ -183,7 +183,7 @@ def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileCo
         return TileConfig(16, 64, 4, 3, resident=3) if head_dim <= 128 else TileConfig(16, 32, 4, 3, resident=2)
     if packed_rows <= 64:
         return TileConfig(64, 64, 4, 3, resident=2) if head_dim <= 128 else TileConfig(64, 32, 4, 3)
-    # Fastest in the sweep on an H200: two resident programs hide each other's softmax behind matrix work.
+    # Fastest of those tried on an H200: two resident programs hide each other's softmax behind matrix work.
     if head_dim <= 128:
         return TileConfig(128, 64, 8, 3 if head_dim <= 64 else 2, resident=2, max_registers=128)
     return TileConfig(128, 64, 8, 2)

@@ -2,8 +2,8 @@
 
 python -m semblend_trt.benchmarks.donor_disk --path DIR [--json DIR]
 
-Both sides write in one piece, sync and close; both read into memory that exists, right after the file was written, so
-that they measure the same state of the system's cache. The tier checks every byte besides.
+Both sides write all bytes at once, sync and close; both read into memory that exists, right after the file was
+written, so that they measure the same state of the system's cache. The tier checks every byte besides.
 """
 
 from __future__ import annotations

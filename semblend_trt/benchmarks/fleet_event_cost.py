@@ -2,7 +2,7 @@
 
 A donor's registration is two calls (its intent and that it is held), its move and its end one each; each event's time
 is taken on the serving thread, which works between the events as a scheduler does. The baseline is the same loop with
-nobody to tell. Of several rounds the best counts, since a machine may have other work.
+no fleet to tell. Of several rounds the best counts, since a machine may have other work.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
         told = best_round(news)
         news.close()
     baseline = (
-        f"{len(told)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with nobody to tell "
+        f"{len(told)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with no fleet to tell "
         f"{np.percentile(silent, 99):.2f} us"
     )
     results.add("event_cost_p99_us", float(np.percentile(told, 99)), "us", goal=20, baseline=baseline)

@@ -60,7 +60,7 @@ def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, 
         donors = Donors(publisher, HELD, tokens)
         for _ in range(HELD):
             donors.step()
-        _settle(publisher)
+        _await_sent(publisher)
         taken, before = server.messages_taken(), sum(publisher.counters.dropped.values())
         began, worked = time.perf_counter(), time.process_time()
         steps = 0
@@ -70,7 +70,7 @@ def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, 
             steps += 256
             while len(publisher._changes) > MAX_WAITING:
                 time.sleep(0.001)
-        _settle(publisher)
+        _await_sent(publisher)
         elapsed, worked = time.perf_counter() - began, time.process_time() - worked
         sent = server.messages_taken() - taken
         dropped = sum(publisher.counters.dropped.values()) - before
@@ -125,7 +125,7 @@ def main() -> None:
     results.write(arguments.json, "fleet_publisher")
 
 
-def _settle(publisher: EventPublisher) -> None:
+def _await_sent(publisher: EventPublisher) -> None:
     if not publisher.settle(120):
         sys.exit("The publisher did not reach the server.")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say
+from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, VOCABULARY
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, HeldDonors, Outbox
@@ -24,8 +24,6 @@ from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
-    import argparse
-
     import numpy.typing as npt
 
     from semblend_trt.fleet.directory import Worker
@@ -184,31 +182,18 @@ def main() -> None:
     arguments = parser.parse_args()
     results = Results()
     arrivals = arrivals_of(arguments.requests, arguments.load)
-    outcomes = {}
-    for name, policy in POLICIES.items():
-        outcomes[name] = outcome = simulate(policy(), arrivals)
-        share, waits = float(np.mean(outcome.to_holder)), np.array(outcome.waits) * 1e3
-        say(
-            f"{name:<14} to a holder {share:.3f}  imbalance {outcome.imbalance:.2f}  first token after "
-            f"{np.median(waits):.0f} ms, p95 {np.percentile(waits, 95):.0f} ms  busy {sum(outcome.busy_seconds):.1f} s"
-        )
-    _add_rows(results, outcomes, arguments)
-    results.write(arguments.json, "fleet_routing")
-
-
-def _add_rows(results: Results, outcomes: dict[str, Outcome], arguments: argparse.Namespace) -> None:
     told = (
         f"{arguments.requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
         f"at {arguments.load:g} times what these could serve without reuse"
     )
-    for name, outcome in outcomes.items():
-        end, is_goal = ("", True) if name == "span_overlap" else (f"_{name}", False)
-        share, waits = float(np.mean(outcome.to_holder)), np.array(outcome.waits) * 1e3
-        goals: tuple[float | None, float | None] = (0.95, 1.3) if is_goal else (None, None)
-        results.add(f"routed_to_holder_share{end}", share, "share", goal=goals[0], better="higher", baseline=told)
-        results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", goal=goals[1], baseline=told)
-        p95 = float(np.percentile(waits, 95))
-        results.add(f"routed_first_token_p95_ms{end}", p95, "ms", baseline=told)
+    for name, policy in POLICIES.items():
+        outcome = simulate(policy(), arrivals)
+        end, goals = ("", (0.95, 1.3)) if name == "span_overlap" else (f"_{name}", (None, None))
+        share, p95 = float(np.mean(outcome.to_holder)), float(np.percentile(outcome.waits, 95)) * 1e3
+        results.add(f"routed_to_holder_share{end}", share, "share", told, goals[0], "higher")
+        results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", told, goals[1])
+        results.add(f"routed_first_token_p95_ms{end}", p95, "ms", told)
+    results.write(arguments.json, "fleet_routing")
 
 
 def _text(rng: np.random.Generator, length: int) -> _Tokens:

@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from semblend_trt.discovery.compiled import inner
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -33,12 +31,11 @@ DONOR_TOKENS, SLICE_TOKENS = 2_000, 500
 DOCUMENT_TOKENS, DOCUMENT_DONOR_TOKENS = 6_000, 8_000
 _CHARACTERS_A_CALL = 1 << 16
 RUN_TOKENS = 64
-_BASE = np.uint64(0xD6E8FEB86659FD93)
-_OUT = np.uint64(pow(0xD6E8FEB86659FD93, RUN_TOKENS, 1 << 64))
+_BASE = 0xD6E8FEB86659FD93
+_INVERSE = pow(_BASE, -1, 1 << 64)
 _FILTER_BITS = 27
 _SPREAD, _TOP = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - _FILTER_BITS)
 Hashes = npt.NDArray[np.uint64]
-Filter = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,53 +142,38 @@ def _tokens_of(path: Path) -> TokenArray:
 
 def _encoded(text: str) -> TokenArray:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    pieces = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
+    parts_of_text = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
     parts = []
-    for at in range(0, len(pieces), 64):
-        encoded = tokenizer.encode_batch_fast(pieces[at : at + 64], add_special_tokens=False)
+    for at in range(0, len(parts_of_text), 64):
+        encoded = tokenizer.encode_batch_fast(parts_of_text[at : at + 64], add_special_tokens=False)
         parts += [np.asarray(each.ids, dtype=np.int32) for each in encoded]
     return np.concatenate(parts)
 
 
-@inner
 def window_hashes(tokens: TokenArray) -> Hashes:
-    """Hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1]."""
+    """Hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
     count = max(0, len(tokens) - RUN_TOKENS + 1)
-    hashes = np.empty(count, dtype=np.uint64)
-    value = np.uint64(0)
-    for at in range(len(tokens)):
-        value = value * _BASE + np.uint64(tokens[at])
-        if at >= RUN_TOKENS:
-            value -= np.uint64(tokens[at - RUN_TOKENS]) * _OUT
-        if at >= RUN_TOKENS - 1:
-            hashes[at - RUN_TOKENS + 1] = value
-    return hashes
+    sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
+    np.cumsum(tokens.astype(np.uint64) * _powers(_INVERSE, len(tokens)), out=sums[1:])
+    return (sums[RUN_TOKENS:] - sums[:count]) * _powers(_BASE, count)
 
 
-@inner
-def fill(filter_: Filter, hashes: Hashes) -> None:
-    for value in hashes:
-        filter_[(value * _SPREAD) >> _TOP] = True
-
-
-@inner
-def passing(filter_: Filter, hashes: Hashes) -> Hashes:
-    """The hashes that the filter lets through: all that were filled in, and a few others."""
-    kept = np.empty(len(hashes), dtype=np.uint64)
-    count = 0
-    for value in hashes:
-        kept[count] = value
-        count += filter_[(value * _SPREAD) >> _TOP]
-    return kept[:count]
+def _powers(base: int, count: int) -> Hashes:
+    return np.cumprod(np.full(count, base, dtype=np.uint64), dtype=np.uint64)
 
 
 def reusable_tokens(prompts: list[TokenArray], donors: Iterable[TokenArray]) -> list[npt.NDArray[np.bool_]]:
     """For every prompt, which of its tokens lie in a window of RUN_TOKENS tokens that stands in some donor."""
     hashes = [window_hashes(prompt) for prompt in prompts]
+    # Few hashes of donors pass that are none of a prompt.
     filter_ = np.zeros(1 << _FILTER_BITS, dtype=np.bool_)
     for each in hashes:
-        fill(filter_, each)
-    found = np.unique(np.concatenate([passing(filter_, window_hashes(donor)) for donor in donors]))
+        filter_[(each * _SPREAD) >> _TOP] = True
+    passing = []
+    for donor in donors:
+        of_donor = window_hashes(donor)
+        passing.append(of_donor[filter_[(of_donor * _SPREAD) >> _TOP]])
+    found = np.unique(np.concatenate(passing))
     masks = []
     for prompt, each in zip(prompts, hashes, strict=True):
         edges = np.zeros(len(prompt) + 1, dtype=np.int64)

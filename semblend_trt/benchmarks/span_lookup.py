@@ -133,7 +133,7 @@ def add_lookups(
     rows.add("span_lookup_p50_ms", p50, "ms", where, goal=0.3)
     rows.add("span_lookup_p99_ms", p99, "ms", where, goal=0.5)
     every = np.percentile(large, [50, 99]) * 1e3
-    machine = f"all {large.size} lookups, whatever else the machine did; their median is {every[0]:.3f} ms"
+    machine = f"all {large.size} lookups, with all else that the machine did; their median is {every[0]:.3f} ms"
     rows.add("span_lookup_every_p99_ms", every[1], "ms", machine)
     few = float(np.median(small.min(axis=0))) * 1e3
     rows.add("span_lookup_growth", p50 / few, "x", f"median with {SMALL} donors {few:.3f} ms", goal=2.0)

@@ -26,7 +26,6 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
@@ -42,8 +41,9 @@ from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
+from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
-from semblend_trt.semantic.neighbourhood import neighbourhood_for
+from semblend_trt.semantic.neighbours import neighbourhood_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -326,8 +326,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(request)
         commands = OffloadCommands()
         if self.donor_index is not None:
-            self.donor_index.prefetch(self._neighbourhood.near_donors())
-            commands = self.donor_index.take_commands()
+            self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
+            commands = self.donor_index.offload.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
         for tracked in iteration.followed:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from semblend_trt.command_line import ended, named
 from semblend_trt.printable import printable
-from semblend_trt.semantic.onnx_export import export
-from semblend_trt.semantic.sentence_embedders import GRAPH_FILE
+from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, export
 from semblend_trt.semantic.sentence_model import WEIGHTS_FILE, sentence_model
 
 PROGRAM = "python -m semblend_trt.discovery.export_embedder"

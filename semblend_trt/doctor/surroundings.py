@@ -1,4 +1,4 @@
-"""What the settings name outside of this process: variables nobody reads, a NATS server, folders and files."""
+"""What the settings name outside of this process: variables that are not read, a NATS server, folders and files."""
 
 from __future__ import annotations
 

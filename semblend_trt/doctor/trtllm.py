@@ -76,7 +76,7 @@ def read_options(path: str | Path) -> SimpleNamespace:
         raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
     except RecursionError:
         raise _too_deep(path) from None
-    except Exception as error:  # whatever the file makes its parser raise, it holds no options
+    except Exception as error:  # the parser may raise anything
         raise ConfigurationError(f"engine options {path} are not YAML: {error}".replace("\n", " ")) from error
     if not isinstance(options, dict):
         raise ConfigurationError(f"engine options {path} are not names with values; give the YAML file of the engine")
@@ -162,7 +162,7 @@ def _connector_module() -> ModuleType | None:
         try:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
-            # A module of theirs that is missing is another version; one of somebody else's is a broken installation.
+            # A module of theirs that is missing is another version; one of another package is a broken installation.
             if not (error.name or "").startswith("tensorrt_llm"):
                 raise
     return None

@@ -106,14 +106,12 @@ class FollowedWorker:
 class WorkerState:
     """A worker that speaks: how many donors it is known to hold, whether nothing that it said was missed.
 
-    `last_seen_s` are the seconds, of the directory's own clock, since it last said something that was believed.
     `events` counts by kind what was believed, `compared` the heartbeats that were compared with what is known.
     """
 
     worker: Worker
     is_synced: bool
     donors: int
-    last_seen_s: float
     generation: int
     events: Counter[str]
     compared: int
@@ -227,14 +225,12 @@ class Directory:
     def workers(self) -> tuple[WorkerState, ...]:
         """The workers that are followed, by id."""
         with self._lock:
-            now = self._clock()
-            self._expire(now)
+            self._expire(self._clock())
             return tuple(
                 WorkerState(
                     worker,
                     each.is_synced,
                     len(each.donors),
-                    max(0.0, now - each.seen_at),
                     each.generation,
                     each.events.copy(),
                     each.compared,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import entry, inner
+from semblend_trt.compiled import entry, inner
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, fingerprint
 
 if TYPE_CHECKING:

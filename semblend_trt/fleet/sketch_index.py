@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.discovery.compiled import entry
+from semblend_trt.compiled import entry
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.sketch import MAX_LEVEL, Sketch
 from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.discovery.compiled import entry, inner
+from semblend_trt.compiled import entry, inner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -104,11 +104,9 @@ def tiny_runner(tiny_qwen2_path: Path) -> ModelRunner:
 
 
 @pytest.fixture
-def engine(
-    tiny_qwen2_path: Path, tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Engines]:
+def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
     """Engines over one tiny model, whose weights they share."""
-    engines = Engines(monkeypatch.setenv, tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
+    engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
     yield engines
     engines.shutdown()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -12,7 +14,6 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from semblend_trt.reuse_profile import ProfileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from engine_wrapper.embedded.llm import RequestOutput
@@ -39,23 +40,21 @@ SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
 class Engines:
     """Builds engines and keeps them until the test ends; all of them write the audit log `audit`."""
 
-    def __init__(self, setenv: Callable[[str, str], None], audit: Path, **model: Any) -> None:
-        self._setenv, self._model, self.audit = setenv, model, audit
+    def __init__(self, audit: Path, **model: Any) -> None:
+        self._model, self.audit = model, audit
         self.built: list[LLM] = []
 
     def __call__(
         self, module: str | None = "engine_wrapper.connector", cache: dict[str, Any] | None = None, **options: Any
     ) -> LLM:
-        """An engine with the connector of `module`, or with none. Options in capitals are settings, which hold until
-        the test ends."""
+        """An engine with the connector of `module`, or with none. Options in capitals are its settings."""
         settings = {"AUDIT_PATH": self.audit} | {name: options.pop(name) for name in list(options) if name.isupper()}
-        for name, value in settings.items():
-            self._setenv(f"SEMBLEND_{name}", str(value))
-        llm = LLM(
-            kv_connector_config=None if module is None else KvCacheConnectorConfig.ours(module),
-            kv_cache_config=KvCacheConfig(**{"tokens_per_block": BLOCK, "max_tokens": 4096, **(cache or {})}),
-            **self._model | options,
-        )
+        with mock.patch.dict(os.environ, {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}):
+            llm = LLM(
+                kv_connector_config=None if module is None else KvCacheConnectorConfig.ours(module),
+                kv_cache_config=KvCacheConfig(**{"tokens_per_block": BLOCK, "max_tokens": 4096, **(cache or {})}),
+                **self._model | options,
+            )
         self.built.append(llm)
         return llm
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt import loader
 from semblend_trt.donors.donor_table import Tier
-from tests.engine_wrapper.serving import text
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in, used_blocks
 
-GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
-PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
-BLOCK = 16
+pytestmark = pytest.mark.usefixtures("position_fix")
+
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 DONOR_TOKENS = 250  # 249 of the prompt and the generated one
 ONE_ON_DEVICE = 16 * BLOCK * TOKEN_BYTES
@@ -24,7 +23,6 @@ ONE_ON_HOST = DONOR_TOKENS * TOKEN_BYTES
 
 
 DOCUMENTS = [text(10 + number, 200) for number in range(4)]
-QUESTION = text(3, 20)
 
 
 def donor(number: int) -> list[int]:
@@ -43,32 +41,17 @@ def device(request):
 
 
 @pytest.fixture
-def engine(tiny_qwen2_path, monkeypatch, device):
-    engines: list[LLM] = []
+def engine(engine, device):
+    elsewhere = {} if device == "cpu" else {"runner": None, "dtype": "float32", "device": device}
 
-    def build(device_bytes=0, host_bytes=1 << 30, **arguments):
-        monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-        monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(device_bytes))
-        monkeypatch.setenv("SEMBLEND_HOST_BYTES", str(host_bytes))
-        llm = LLM(
-            model=tiny_qwen2_path,
-            dtype="float32",
-            device=device,
-            kv_connector_config=KvCacheConnectorConfig.ours(),
-            kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
-            **arguments,
-        )
-        engines.append(llm)
-        return llm
+    def build(device_bytes=0, host_bytes=1 << 30, **options):
+        return engine(DEVICE_BYTES=device_bytes, HOST_BYTES=host_bytes, **elsewhere, **options)
 
-    yield build
-    for llm in engines:
-        llm.shutdown()
+    return build
 
 
 def serve(llm, prompt, params=GREEDY):
-    output = llm.generate([prompt], params)[0]
-    llm.settle()
+    output = serving.serve(llm, prompt, params)
     worker = llm.connector_worker
     worker.saver.drain()
     store = worker.store
@@ -93,16 +76,10 @@ def held(llm):
     return on_device, on_host
 
 
-def answers(output):
-    return output.outputs[0].token_ids, output.outputs[0].generation_logits[0]
-
-
 def assert_same(output, expected):
     assert output.reused_tokens == expected.reused_tokens
-    (tokens, logits), (expected_tokens, expected_logits) = answers(output), answers(expected)
-    assert tokens == expected_tokens
     # On a card a load that is waited for layer by layer runs other kernels than a replayed graph.
-    assert torch.allclose(logits, expected_logits, atol=1e-3 if torch.cuda.is_available() else 0, rtol=0)
+    serving.assert_same(output, expected, 1e-3 if torch.cuda.is_available() else 0)
 
 
 def test_device_tier_answers_as_the_host_tier(engine):

@@ -14,14 +14,18 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import SamplingParams
+from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.donors import donor_file
 from semblend_trt.donors.disk_tier import FOLDER
 from semblend_trt.donors.donor_table import Tier
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
 from validation.documents import stock_list
 from validation.prompts import render
 
-GREEDY = SamplingParams(max_tokens=8, return_generation_logits=True)
+pytestmark = pytest.mark.usefixtures("position_fix")
+
 MODEL = files("validation") / "assets" / "model"
 LISTS = [stock_list(random.Random(seed), rows=12) for seed in range(6)]
 FIRST = render("Answer briefly.", [each.text for each in LISTS], LISTS[1].questions[0].text)
@@ -37,37 +41,42 @@ def second(number):
 SECOND = second(0)
 
 
+@pytest.fixture(scope="module")
+def runner():
+    return ModelRunner(MODEL, "float32", "cpu")
+
+
 @pytest.fixture
-def engine(monkeypatch, tmp_path):
-    engines: list[LLM] = []
+def engine(engine, runner, tmp_path):
+    places = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
+    amounts = {"HOST_BYTES": 1 << 30, "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
 
-    def build(path=tmp_path, host_bytes=1 << 30, disk_bytes=1 << 30, device_bytes=0, **settings):
-        monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
-        monkeypatch.setenv("SEMBLEND_DISK_PATH", str(path))
-        monkeypatch.setenv("SEMBLEND_DISK_KEY_PATH", str(tmp_path / "key"))
-        for name, value in (("HOST", host_bytes), ("DISK", disk_bytes), ("DEVICE", device_bytes)):
-            monkeypatch.setenv(f"SEMBLEND_{name}_BYTES", str(value))
-        for name, value in settings.items():
-            monkeypatch.setenv(f"SEMBLEND_{name.upper()}", value)
-        llm = LLM(
-            model=MODEL,
-            dtype="float32",
-            device="cpu",
-            kv_connector_config=KvCacheConnectorConfig.ours(),
-            kv_cache_config=KvCacheConfig(max_tokens=4096),
-        )
-        engines.append(llm)
-        return llm
+    def build(**settings):
+        return engine(cache={"tokens_per_block": 32}, model=MODEL, runner=runner, **places | amounts | settings)
 
-    yield build
-    for llm in engines:
-        llm.shutdown()
+    return build
+
+
+@pytest.fixture
+def kept(engine):
+    """A first engine's life: it leaves one donor on disk. The answer to SECOND that it gave by that donor."""
+    first = ready(engine())
+    serve(first, FIRST)
+    expected = serve(first, SECOND)
+    assert expected.reused_tokens > 500
+    first.shutdown()
+    return expected
+
+
+@pytest.fixture
+def restart(engine, kept):
+    """Builds an engine that takes in the donor on disk, and keeps no donors of its own."""
+    return lambda **settings: ready(engine(**{"MIN_DONOR_TOKENS": 4096, **settings}))
 
 
 def serve(llm, prompt, params=GREEDY):
     """Serves a prompt, and waits until what it began in the background has ended and the scheduler has heard of it."""
-    output = llm.generate([prompt], params)[0]
-    llm.settle()
+    output = serving.serve(llm, prompt, params)
     llm.connector_worker.saver.drain()
     if llm.connector_worker.transfers is not None:
         llm.connector_worker.transfers.drain()
@@ -85,71 +94,51 @@ def ready(llm):
 
 def events(llm):
     """Counts of tier events, heard by an engine's library from now on."""
-    counts, desk = {}, llm.connector_scheduler.donor_index._offload
+    counts, desk = {}, llm.connector_scheduler.donor_index.offload
     desk._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
-
-
-def answers(output):
-    return output.outputs[0].token_ids, output.outputs[0].generation_logits[0]
-
-
-def assert_same(output, expected):
-    assert answers(output)[0] == answers(expected)[0]
-    assert answers(output)[1].equal(answers(expected)[1])
 
 
 def donor_files(path):
     return sorted((path / FOLDER).glob("*.donor.safetensors"))
 
 
-def keep_one(engine):
-    """A first engine's life: it leaves one donor on disk. Returns the answer to SECOND that it gave by that donor."""
-    first = ready(engine())
-    serve(first, FIRST)
-    expected = serve(first, SECOND)
-    assert expected.reused_tokens > 500
-    first.shutdown()
-    return expected
+def reused(llm, numbers=range(3)):
+    """Tokens that each of some questions reuses."""
+    return [serve(llm, second(number)).reused_tokens for number in numbers]
 
 
-def test_second_engine_answers_from_the_firsts_donor(engine, tmp_path):
-    expected = keep_one(engine)
+def test_second_engine_answers_from_the_firsts_donor(restart, kept, tmp_path):
     assert len(donor_files(tmp_path)) == 1  # the second prompt's KV is approximate and no donor
-    restarted = ready(engine())
+    restarted = restart(MIN_DONOR_TOKENS=64)
     stats = restarted.connector_scheduler.donor_index.catalog.stats()
     assert (stats.ready, stats.resting) == (0, 1)
     cold = serve(restarted, second(1))
     assert cold.reused_tokens == 0  # never promised before it has been read
     assert restarted.connector_scheduler.outcomes.of(cold.request_id).reason == "donor_on_disk"
     warm = serve(restarted, SECOND)
-    assert warm.reused_tokens >= expected.reused_tokens
-    assert answers(warm)[0] == answers(expected)[0]
+    assert warm.reused_tokens >= kept.reused_tokens
+    assert token_ids(warm) == token_ids(kept)
 
 
-def test_fetched_donor_gives_the_very_same_logits(engine):
-    expected = keep_one(engine)
-    restarted = ready(engine(min_donor_tokens="4096"))  # so that the cold request does not become a donor
-    assert serve(restarted, second(1)).reused_tokens == 0
-    assert_same(serve(restarted, SECOND), expected)
+def test_fetched_donor_gives_the_very_same_logits(restart, kept):
+    restarted = restart()
+    assert reused(restarted, [1]) == [0]
+    assert_same(serve(restarted, SECOND), kept, 0)
 
 
-def test_another_salt_finds_nothing_after_a_restart(engine):
-    keep_one(engine)
-    restarted = ready(engine(min_donor_tokens="4096", donor_tenant="another"))
-    assert [serve(restarted, second(number)).reused_tokens for number in range(2)] == [0, 0]
+def test_another_salt_finds_nothing_after_a_restart(restart):
+    assert reused(restart(DONOR_TENANT="another")) == [0, 0, 0]
 
 
-def test_files_are_the_owners_alone(engine, tmp_path):
-    keep_one(engine)
+def test_files_are_the_owners_alone(engine, kept, tmp_path):
     assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
     for path in (tmp_path / FOLDER).iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("damage", ["kv", "tokens", "header", "truncated", "empty", "other_version"])
-def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
-    keep_one(engine)
+def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     (path,) = donor_files(tmp_path)
     data = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -162,17 +151,16 @@ def test_damaged_file_costs_a_cold_prefill(engine, tmp_path, damage):
         place = {"kv": len(data) // 2, "tokens": len(data) - 2, "header": data.index(b"namespace_key") + 20}[damage]
         data[place] ^= 1
     path.write_bytes(bytes(data))
-    restarted = ready(engine(min_donor_tokens="4096"))
+    restarted = restart()
     counts = events(restarted)
-    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    assert reused(restarted) == [0, 0, 0]
     assert counts == ({"fetch_failed": 1} if damage == "kv" else {})
     assert donor_files(tmp_path) == []
     assert len(restarted.connector_scheduler.donor_index.catalog) == 0
 
 
-def test_kv_that_was_altered_under_right_digests_is_never_served(engine, tmp_path):
+def test_kv_that_was_altered_under_right_digests_is_never_served(restart, tmp_path):
     """Who can write the folder and read the files there can make digests, but no seal."""
-    keep_one(engine)
     (path,) = donor_files(tmp_path)
     data = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little")
@@ -188,8 +176,8 @@ def test_kv_that_was_altered_under_right_digests_is_never_served(engine, tmp_pat
     about["seal"] = hmac.digest(bytes(32), json.dumps(header, separators=(",", ":")).encode(), "sha256").hex()
     data[8:begin] = json.dumps(header, separators=(",", ":")).encode().ljust(begin - 8)
     path.write_bytes(data)
-    restarted = ready(engine(min_donor_tokens="4096"))
-    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    restarted = restart()
+    assert reused(restarted) == [0, 0, 0]
     assert donor_files(tmp_path) == []
 
 
@@ -234,8 +222,7 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path,
     assert donor_files(tmp_path) == []
 
 
-def test_refused_files_are_counted(engine, tmp_path):
-    keep_one(engine)
+def test_refused_files_are_counted(engine, kept, tmp_path):
     donor_files(tmp_path)[0].write_bytes(b"nothing")
     restarted = engine()
     restarted.connector_worker.transfers.drain()
@@ -259,17 +246,15 @@ def test_full_disk_is_counted_and_leaves_no_file(engine, tmp_path, monkeypatch):
     assert llm.connector_scheduler.donor_index.catalog.stats().disk_bytes_used == 0
 
 
-def test_file_that_vanishes_is_a_miss(engine, tmp_path):
-    keep_one(engine)
-    restarted = ready(engine(min_donor_tokens="4096"))
+def test_file_that_vanishes_is_a_miss(restart, tmp_path):
+    restarted = restart()
     donor_files(tmp_path)[0].unlink()
     counts = events(restarted)
-    assert [serve(restarted, second(number)).reused_tokens for number in range(3)] == [0, 0, 0]
+    assert reused(restarted) == [0, 0, 0]
     assert counts == {"fetch_failed": 1}
 
 
-def test_worker_killed_while_writing_leaves_nothing_that_is_found(engine, tmp_path):
-    keep_one(engine)
+def test_worker_killed_while_writing_leaves_nothing_that_is_found(engine, kept, tmp_path):
     (path,) = donor_files(tmp_path)
     path.rename(path.with_name(path.name.replace(".donor.safetensors", ".donor.unfinished")))
     restarted = ready(engine())
@@ -287,7 +272,7 @@ def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
 
 def test_unusable_path_costs_the_disk_tier_only(engine, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    llm = engine(path=tmp_path / "file")
+    llm = engine(DISK_PATH=tmp_path / "file")
     assert llm.connector_worker.transfers is None
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
@@ -295,7 +280,7 @@ def test_unusable_path_costs_the_disk_tier_only(engine, tmp_path):
 
 def test_bytes_without_a_path_stop_the_engine_with_a_sentence(engine):
     with pytest.raises(Exception, match="set SEMBLEND_DISK_PATH"):
-        engine(path="")
+        engine(DISK_PATH="")
 
 
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):
@@ -306,7 +291,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     reference.shutdown()
     for path in donor_files(reference.connector_worker._settings.disk_path):
         path.unlink()
-    llm = ready(engine(host_bytes=1100 * token_bytes))
+    llm = ready(engine(HOST_BYTES=1100 * token_bytes))
     library = llm.connector_scheduler.donor_index
     serve(llm, FIRST)
     serve(llm, OTHER)
@@ -325,7 +310,7 @@ def test_files_stay_within_their_budget(engine, tmp_path):
     size = donor_files(tmp_path)[0].stat().st_size
     llm.shutdown()
     budget = size * 5 // 2
-    restarted = ready(engine(disk_bytes=budget))
+    restarted = ready(engine(DISK_BYTES=budget))
     for seed in range(5):
         serve(restarted, render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is there?"))
         assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
@@ -334,17 +319,17 @@ def test_files_stay_within_their_budget(engine, tmp_path):
 
 
 def test_used_donor_of_the_host_is_lifted_to_the_device(engine):
-    reference = engine(disk_bytes=0)
+    reference = engine(DISK_BYTES=0)
     serve(reference, FIRST)
     token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
     expected = serve(reference, SECOND)
-    llm = engine(disk_bytes=0, device_bytes=1024 * token_bytes)
+    llm = engine(DISK_BYTES=0, DEVICE_BYTES=1024 * token_bytes)
     serve(llm, FIRST)
     library, store = llm.connector_scheduler.donor_index, llm.connector_worker.store
     (donor_id,) = library._text_of_donor
     serve(llm, OTHER)  # takes the device
     assert library.catalog.tier(donor_id) is Tier.HOST
-    assert_same(serve(llm, SECOND), expected)
+    assert_same(serve(llm, SECOND), expected, 0)
     assert library.catalog.tier(donor_id) is Tier.DEVICE
     assert (donor_id in store.device, donor_id in store.host) == (True, False)
     assert serve(llm, second(1)).reused_tokens == expected.reused_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -10,9 +9,11 @@ from importlib.resources import files
 
 import pytest
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import PREFILL
 
-PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("position_fix")
+
 WAIT = 120.0
 
 
@@ -31,36 +32,18 @@ def reworded(sentences, seed):
 
 
 @pytest.fixture
-def served(monkeypatch, tmp_path):
-    """Builds engines over the shipped model, each with its own audit log."""
-    engines = []
+def served(engine):
+    """Builds engines over the shipped model that look for neighbours."""
 
-    def build(**variables):
-        for name, value in {
-            "POLICY": "position_fix",
-            "EMBEDDER": "static",
-            "AUDIT_PATH": tmp_path / f"{len(engines)}.jsonl",
-            **variables,
-        }.items():
-            monkeypatch.setenv(f"SEMBLEND_{name}", str(value))
-        connector = KvCacheConnectorConfig.ours()
-        engines.append(
-            LLM(
-                model=files("validation") / "assets" / "model",
-                kv_connector_config=connector,
-                kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=8192),
-            )
-        )
-        return engines[-1], tmp_path / f"{len(engines) - 1}.jsonl"
+    def build(**settings):
+        shipped = {"model": files("validation") / "assets" / "model", "runner": None}
+        return engine(cache={"max_tokens": 8192}, **shipped, **{"EMBEDDER": "static", **settings})
 
-    yield build
-    for llm in engines:
-        llm.shutdown()
+    return build
 
 
 def serve(llm, prompt, **options):
-    (output,) = llm.generate([prompt], PREFILL, **options)
-    llm.settle()
+    output = serving.serve(llm, prompt, PREFILL, **options)
     scheduler = llm.connector_scheduler
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
@@ -70,8 +53,8 @@ def serve(llm, prompt, **options):
 
 
 @pytest.mark.known_defect(29)
-def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
-    llm, audit = served()
+def test_a_reworded_prompt_is_near_and_reuses_nothing(engine, served):
+    llm = served()
     donors = [document(seed) for seed in range(3)]
     first = [serve(llm, " ".join(sentences))[0] for sentences in donors]
     output, report = serve(llm, reworded(donors[1], 5))
@@ -81,9 +64,7 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
     assert report.nearest[0].similarity >= 0.6
     _, other_salt = serve(llm, reworded(donors[1], 6), cache_salt="another")
     assert other_salt.nearest == ()
-    llm.shutdown()
-    events = [json.loads(line) for line in audit.read_text().splitlines()]
-    (event,) = (each for each in events if each["event"] == "neighbours" and each["request_id"] == output.request_id)
+    (event,) = (each for each in engine.events("neighbours") if each["request_id"] == output.request_id)
     assert [name for name, _ in event["nearest"]] == [near.donor_id for near in report.nearest]
 
 
@@ -91,11 +72,11 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(served):
 def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path, embedder):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
     sentences = document(3)
-    llm, _ = served(EMBEDDER="off", **disk)
+    llm = served(EMBEDDER="off", **disk)
     serve(llm, " ".join(sentences))
     llm.connector_worker.transfers.drain()
     llm.shutdown()
-    llm, _ = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
+    llm = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
     llm.connector_worker.transfers.drain()
     serve(llm, "hello")  # the scheduler takes in what lies on disk
     output, _ = serve(llm, reworded(sentences, 5))
@@ -107,7 +88,7 @@ def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path,
 
 
 def test_discovery_only_reports_neighbours_and_places_nothing(served):
-    llm, _ = served(DISCOVERY_ONLY=1)
+    llm = served(DISCOVERY_ONLY=1)
     sentences = document(7)
     serve(llm, " ".join(sentences))
     output, report = serve(llm, "Read this. " + " ".join(sentences))
@@ -118,7 +99,7 @@ def test_discovery_only_reports_neighbours_and_places_nothing(served):
 
 @pytest.mark.parametrize("variables", [{"EMBEDDER": "off"}, {"MIN_SIMILARITY": "0.999"}])
 def test_settings_silence_neighbours_and_leave_reuse_alone(served, variables):
-    llm, _ = served(**variables)
+    llm = served(**variables)
     sentences = document(8)
     serve(llm, " ".join(sentences))
     output, report = serve(llm, "Read this, all of it, and then answer: " + " ".join(sentences))
@@ -131,7 +112,7 @@ def test_settings_silence_neighbours_and_leave_reuse_alone(served, variables):
 )
 def test_without_the_extra_the_exact_path_still_works(served, monkeypatch, caplog, package, embedder, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    llm, _ = served(EMBEDDER=embedder)
+    llm = served(EMBEDDER=embedder)
     sentences = document(9)
     serve(llm, " ".join(sentences))
     output, report = serve(llm, "Read this. " + " ".join(sentences))

@@ -16,6 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from kernels.rope import RopeRotation, rotate_keys
+from tests.kernels.builders import error_of, rotation_of, seeded
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LLAMA3 = {
@@ -89,12 +90,8 @@ class RotaryModel:
         return self.apply(keys.double(), keys.double(), cos, sin)[1].float()
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
 def sample_keys(tokens: int = 80) -> torch.Tensor:
-    return torch.randn(1, 2, tokens, 64, generator=torch.Generator().manual_seed(7))
+    return seeded(1, 2, tokens, 64, seed=7)
 
 
 @pytest.mark.known_defect(6, 27)
@@ -103,7 +100,7 @@ def sample_keys(tokens: int = 80) -> torch.Tensor:
 def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int, shift: int) -> None:
     model, keys = RotaryModel(name), sample_keys()
     moved = rotate_keys(model.exact_keys_at(keys, start), shift, model.rotation)
-    assert relative_error(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
+    assert error_of(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,9 +108,9 @@ def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int
 def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name: str, start: int, shift: int) -> None:
     model, keys = RotaryModel(name), sample_keys()
     before, after = model.keys_at(keys, start), model.keys_at(keys, start + shift)
-    own_rounding = relative_error(before, model.exact_keys_at(keys, start))
-    own_rounding += relative_error(after, model.exact_keys_at(keys, start + shift))
-    error = relative_error(rotate_keys(before, shift, model.rotation), after)
+    own_rounding = error_of(before, model.exact_keys_at(keys, start))
+    own_rounding += error_of(after, model.exact_keys_at(keys, start + shift))
+    error = error_of(rotate_keys(before, shift, model.rotation), after)
     assert error <= own_rounding + 1e-6
     if start + abs(shift) < 600:
         assert error <= 1e-5
@@ -122,7 +119,7 @@ def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name
 @pytest.mark.parametrize("name", MODELS)
 def test_a_missing_rotation_is_visible(name: str) -> None:
     model, keys = RotaryModel(name), sample_keys()
-    assert relative_error(model.keys_at(keys, 3), model.keys_at(keys, 515)) > 0.1
+    assert error_of(model.keys_at(keys, 3), model.keys_at(keys, 515)) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -142,10 +139,10 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 @settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
 def test_rotations_compose(first: int, second: int, interleaved: bool) -> None:
-    rotation = RopeRotation(tuple(1e4 ** (-i / 16) for i in range(16)), 32, interleaved)
+    rotation = rotation_of(32, interleaved)
     keys = sample_keys(5)
     twice = rotate_keys(rotate_keys(keys, first, rotation), second, rotation)
-    assert relative_error(twice, rotate_keys(keys, first + second, rotation)) <= 1e-6
+    assert error_of(twice, rotate_keys(keys, first + second, rotation)) <= 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -178,8 +175,7 @@ def test_keys_narrower_than_the_rotary_dim_are_refused() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_channels_before_first_channel_pass(interleaved: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    keys = torch.randn(2, 3, 20, generator=generator)
+    keys = seeded(2, 3, 20, seed=1)
     rotation = RopeRotation((1.0, 0.1), 4, interleaved, first_channel=12)
     rotated = rotate_keys(keys, 5, rotation)
     assert torch.equal(rotated[..., :12], keys[..., :12])

@@ -1,12 +1,13 @@
-"""sparse_prefill and write_rows, in torch and in Triton, against their plain forms.
+"""sparse_prefill and write_rows, in torch and in Triton, against their plain forms; what no query may read is NaN.
 
-Slots that no query may read are NaN.
+Every test that takes `device` runs twice: through torch on the CPU, and through Triton, compiled where there is a CUDA
+device and interpreted where there is none. What only Triton has stands at the end: tile sizes, pieces of KV that are
+joined, and kernels that serve every length.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,94 +16,85 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry, pool_view
 from kernels.sparse_prefill import SequenceRows, eager, naive, sparse_prefill, write_rows
+from kernels.sparse_prefill.tiles import TileConfig
+from tests.kernels.builders import BLOCK, TOLERANCE, Batch, assert_same, error_of, geometry_of, rows_at, seeded
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-BLOCK = 4
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-
-
-def geometry_of(kv_heads: int = 2, head_dim: int = 8, block_size: int = BLOCK) -> KvGeometry:
-    return KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+SCALE = 0.3
+SMALL = TileConfig(16, 16, 4, 2)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
 
 
-def sequences_at(geometry: KvGeometry, positions: Sequence[Sequence[int]]) -> list[SequenceRows]:
-    """One sequence for each list of positions, in blocks of their own, in shuffled order."""
-    blocks = torch.randperm(200, generator=torch.Generator().manual_seed(9))
-    sequences, rows = [], 0
-    for own in positions:
-        needed = geometry.blocks_for(own[-1] + 1)
-        sequences.append(SequenceRows(rows, torch.tensor(own), blocks[:needed]))
-        blocks, rows = blocks[needed:], rows + len(own)
-    return sequences
+def assert_matches_naive(device: str, batch: Batch) -> None:
+    q, pool, sequences = batch.on(device)
+    actual = sparse_prefill(q, pool, 1, sequences, batch.geometry, SCALE)
+    assert actual.dtype == batch.q.dtype
+    assert_same(actual, plain(batch))
+    assert torch.equal(pool.cpu().isnan(), batch.pool.isnan())
+    assert torch.equal(pool.cpu().nan_to_num(), batch.pool.nan_to_num())
 
 
-def pool_for(geometry: KvGeometry, sequences: Sequence[SequenceRows], dtype: torch.dtype) -> torch.Tensor:
-    """A pool with KV at every position up to each sequence's last, and NaN everywhere else."""
-    pool = torch.full((200, geometry.num_layers, 2, geometry.row_elements), math.nan, dtype=dtype)
-    generator = torch.Generator().manual_seed(2)
-    view = pool_view(pool, geometry)
-    for sequence in sequences:
-        for position in range(sequence.last_position + 1):
-            slot = view[sequence.block_ids[position // geometry.block_size], :, :, :, position % geometry.block_size]
-            slot.copy_(torch.randn(slot.shape, generator=generator))
-    return pool
+def plain(batch: Batch) -> torch.Tensor:
+    return naive.sparse_prefill(batch.q, batch.pool, 1, batch.sequences, batch.geometry, SCALE)
 
 
-def assert_matches_naive(
-    device: str,
-    geometry: KvGeometry,
-    heads: int,
-    positions: Sequence[Sequence[int]],
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    sequences = sequences_at(geometry, positions)
-    pool = pool_for(geometry, sequences, dtype)
-    rows = sum(len(own) for own in positions)
-    q = torch.randn(rows, heads, geometry.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = naive.sparse_prefill(q, pool, 1, sequences, geometry, 0.3).double()
-    moved = pool.to(device, copy=True)
-    actual = sparse_prefill(q.to(device), moved, 1, [sequence.to(device) for sequence in sequences], geometry, 0.3)
-    assert actual.dtype == dtype
-    assert float((actual.cpu().double() - expected).norm() / expected.norm()) <= TOLERANCE[dtype]
-    assert torch.equal(moved.cpu().isnan(), pool.isnan())
-    assert torch.equal(moved.cpu().nan_to_num(), pool.nan_to_num())
+def tiled(device: str, batch: Batch, config: TileConfig | None = None, piece: int | None = None) -> torch.Tensor:
+    """By the Triton kernels, with a tile and a piece of KV of one's own."""
+    from kernels.sparse_prefill import triton_attention
+
+    q, pool, sequences = batch.on(device)
+    return triton_attention.sparse_prefill(q, pool, 1, sequences, batch.geometry, SCALE, config, piece).cpu()
 
 
 @pytest.mark.parametrize(
-    "positions",
+    ("positions", "heads", "kv_heads"),
     [
-        [[0]],
-        [[BLOCK - 1]],
-        [[BLOCK]],
-        [[BLOCK + 1]],
-        [list(range(BLOCK - 1))],
-        [list(range(BLOCK + 1))],
-        [list(range(13))],
-        [list(range(5, 13))],
-        [list(range(2, 13))],
-        [list(range(1, 6)), list(range(3, 17))],
-        [[0, 3, 4, 9, 10, 18]],
-        [[2], list(range(9)), [1, 7, 8], [16]],
+        ([[0]], 2, 2),
+        ([[BLOCK - 1]], 4, 2),
+        ([[BLOCK]], 3, 1),
+        ([[BLOCK + 1]], 6, 3),
+        ([list(range(BLOCK - 1))], 4, 2),
+        ([list(range(BLOCK + 1))], 2, 2),
+        ([list(range(13))], 6, 3),
+        ([list(range(5, 13))], 4, 2),
+        ([list(range(2, 13))], 3, 1),
+        ([list(range(1, 6)), list(range(3, 17))], 4, 2),
+        ([[0, 3, 4, 9, 10, 18]], 6, 3),
+        ([[2], list(range(9)), [1, 7, 8], [16]], 4, 2),
+        ([[2], list(range(9)), [1, 7, 8], [16]], 3, 1),
     ],
 )
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1), (6, 3)])
 def test_positions_and_groups(device: str, positions: list[list[int]], heads: int, kv_heads: int) -> None:
-    assert_matches_naive(device, geometry_of(kv_heads), heads, positions)
+    assert_matches_naive(device, Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_widths_and_dtypes(device: str, head_dim: int, dtype: torch.dtype) -> None:
-    assert_matches_naive(device, geometry_of(head_dim=head_dim), 4, [[0, 1, 6, 11], [9], list(range(7))], dtype)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
+    [
+        (128, 32, 7, 1, torch.bfloat16),
+        (128, 64, 4, 1, torch.float16),
+        (64, 32, 4, 2, torch.float32),
+        (64, 64, 1, 1, torch.bfloat16),
+        (64, 16, 7, 1, torch.float16),
+        (256, 32, 2, 1, torch.bfloat16),
+        (96, 32, 2, 1, torch.float32),
+        (80, 128, 4, 1, torch.float16),
+        (80, 5, 4, 2, torch.bfloat16),
+        (8, BLOCK, 4, 2, torch.float32),
+    ],
+)
+def test_widths_blocks_groups_and_dtypes(
+    device: str, head_dim: int, block_size: int, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    around = [block_size - 2, block_size - 1, block_size, 2 * block_size]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    assert_matches_naive(device, Batch([around, [9], list(range(7))], dtype=dtype, **sizes))
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("count", [eager.CHUNK_ROWS - 1, eager.CHUNK_ROWS, eager.CHUNK_ROWS + 1])
 def test_chunks_join(device: str, count: int) -> None:
-    geometry = geometry_of(1)
-    assert_matches_naive(device, geometry, 1, [[*list(range(2, 2 * count, 2))[: count - 1], 2 * count]])
+    positions = [*list(range(2, 2 * count, 2))[: count - 1], 2 * count]
+    assert_matches_naive(device, Batch([positions], heads=1, kv_heads=1, head_dim=8))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -112,48 +104,39 @@ def test_chunks_join(device: str, count: int) -> None:
     block_size=st.integers(1, 5),
 )
 def test_any_positions_match_naive(device: str, positions: list[list[int]], kv_heads: int, block_size: int) -> None:
-    assert_matches_naive(device, geometry_of(kv_heads, block_size=block_size), 2 * kv_heads, positions)
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
+    assert_matches_naive(device, Batch(positions, **sizes))
 
 
 def test_a_batch_equals_its_sequences_run_alone(device: str) -> None:
-    geometry = geometry_of()
-    host_sequences = sequences_at(geometry, [[3, 4, 9], [12], list(range(6))])
-    pool = pool_for(geometry, host_sequences, torch.float32).to(device)
-    sequences = [sequence.to(device) for sequence in host_sequences]
-    q = torch.randn(10, 4, 8, generator=torch.Generator().manual_seed(4)).to(device)
-    together = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
+    batch = Batch([[3, 4, 9], [12], list(range(6))], block_size=BLOCK)
+    q, pool, sequences = batch.on(device)
+    together = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
         alone = SequenceRows(0, sequence.positions, sequence.block_ids)
-        torch.testing.assert_close(sparse_prefill(q[rows], pool, 0, [alone], geometry, 0.5), together[rows])
+        torch.testing.assert_close(sparse_prefill(q[rows], pool, 0, [alone], batch.geometry, SCALE), together[rows])
 
 
 def test_a_later_key_never_reaches_an_earlier_query(device: str) -> None:
-    geometry = geometry_of()
-    host_sequences = sequences_at(geometry, [[2, 5, 9]])
-    pool = pool_for(geometry, host_sequences, torch.float32).to(device)
-    sequences = [sequence.to(device) for sequence in host_sequences]
-    q = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(4)).to(device)
-    before = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
-    pool_view(pool, geometry)[sequences[0].block_ids[1], 0, :, :, 2:] += 10
-    after = sparse_prefill(q, pool, 0, sequences, geometry, 0.5)
+    batch = Batch([[2, 5, 9]], block_size=BLOCK)
+    q, pool, sequences = batch.on(device)
+    before = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
+    pool_view(pool, batch.geometry)[sequences[0].block_ids[1], 0, :, :, 2:] += 10
+    after = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
     assert torch.equal(before[:2], after[:2])
     assert not torch.equal(before[2], after[2])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_write_rows_fills_the_positions_and_nothing_else(device: str, dtype: torch.dtype) -> None:
-    geometry = geometry_of(3)
-    sequences = sequences_at(geometry, [[0, 5, 6], [BLOCK], list(range(9))])
-    generator = torch.Generator().manual_seed(6)
-    k, v = torch.randn(2, 13, 3, 8, generator=generator).to(dtype)
-    expected = torch.full((200, 2, 2, geometry.row_elements), math.nan, dtype=dtype)
-    moved = expected.to(device, copy=True)
-    write_rows(k.to(device), v.to(device), moved, 1, [sequence.to(device) for sequence in sequences], geometry)
-    naive.write_rows(k, v, expected, 1, sequences, geometry)
-    actual = moved.cpu()
-    assert torch.equal(actual.isnan(), expected.isnan())
-    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+    batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, dtype=dtype)
+    k, v = seeded(2, 13, 3, 16, seed=6, dtype=dtype)
+    expected = torch.full_like(batch.pool, math.nan)
+    actual = expected.to(device, copy=True)
+    write_rows(k.to(device), v.to(device), actual, 1, batch.on(device)[2], batch.geometry)
+    naive.write_rows(k, v, expected, 1, batch.sequences, batch.geometry)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     assert int((~actual.isnan()).sum()) == 2 * k.numel()
 
 
@@ -167,7 +150,7 @@ def test_no_rows_return_at_once() -> None:
 
 
 def test_rows_moved_to_a_device_keep_their_bounds() -> None:
-    rows = SequenceRows(3, torch.tensor([1, 2, 7]), torch.tensor([5, 2]))
+    rows = rows_at(3, [1, 2, 7], [5, 2])
     moved = rows.to("cpu")
     assert (moved.first_row, moved.count, moved.first_position, moved.last_position) == (3, 3, 1, 7)
     assert (moved.highest_block, moved.contiguous) == (5, False)
@@ -189,11 +172,7 @@ def test_rows_moved_to_a_device_keep_their_bounds() -> None:
 )
 def test_bad_rows_are_refused(first_row: int, positions: list[int], block_ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SequenceRows(first_row, torch.tensor(positions), torch.tensor(block_ids))
-
-
-def rows_at(first_row: int, positions: list[int], block_ids: list[int]) -> SequenceRows:
-    return SequenceRows(first_row, torch.tensor(positions), torch.tensor(block_ids))
+        rows_at(first_row, positions, block_ids)
 
 
 @pytest.mark.parametrize(
@@ -222,26 +201,19 @@ def test_bad_arguments_are_refused_before_anything_is_written(
         sparse_prefill(rows, pool, layer, sequences, geometry, 1.0)
 
 
-def test_query_heads_are_a_multiple_of_kv_heads() -> None:
-    geometry = geometry_of()
-    pool = torch.zeros(3, 2, 2, geometry.row_elements)
-    with pytest.raises(ValueError, match="a multiple of 2 heads"):
-        sparse_prefill(torch.zeros(1, 3, 8), pool, 0, [rows_at(0, [0], [0])], geometry, 1.0)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.1, math.inf, math.nan])
-def test_the_scale_is_finite_and_positive(scale: float) -> None:
-    geometry = geometry_of()
-    pool = torch.zeros(3, 2, 2, geometry.row_elements)
-    with pytest.raises(ValueError, match=r"scale is .*; it must be finite and above 0"):
-        sparse_prefill(torch.zeros(1, 2, 8), pool, 0, [rows_at(0, [0], [0])], geometry, scale)
-
-
-def test_latent_pools_are_refused() -> None:
-    geometry = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=BLOCK, kv_factor=1)
-    pool = torch.zeros(3, 2, 1, geometry.row_elements)
-    with pytest.raises(ValueError, match="kv_factor is 1"):
-        sparse_prefill(torch.zeros(1, 2, 8), pool, 0, [rows_at(0, [0], [0])], geometry, 1.0)
+@pytest.mark.parametrize(
+    ("heads", "scale", "kinds", "message"),
+    [
+        (3, 1.0, 2, "a multiple of 2 heads"),
+        *((2, scale, 2, r"scale is .*; it must be finite and above 0") for scale in (0.0, -0.1, math.inf, math.nan)),
+        (2, 1.0, 1, "kv_factor is 1"),
+    ],
+)
+def test_heads_scales_and_latent_pools_are_refused(heads: int, scale: float, kinds: int, message: str) -> None:
+    geometry = geometry_of(kv_factor=kinds)
+    pool = torch.zeros(3, 2, kinds, geometry.row_elements)
+    with pytest.raises(ValueError, match=message):
+        sparse_prefill(torch.zeros(1, heads, 8), pool, 0, [rows_at(0, [0], [0])], geometry, scale)
 
 
 def test_rows_are_checked_once_for_a_pool() -> None:
@@ -256,3 +228,140 @@ def test_rows_are_checked_once_for_a_pool() -> None:
         sparse_prefill(torch.ones(3, 2, 8), pool[:2], 0, sequences, geometry, 1.0)
     with pytest.raises(ValueError, match="first_row is 2; 0 is the next free row"):
         sparse_prefill(torch.ones(1, 2, 8), pool, 0, sequences[1:], geometry, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "block_n"), [(16, 16), (16, 64), (32, 32), (32, 16), (64, 32), (64, 64), (24, 16), (24, 64)]
+)
+def test_tiles_of_several_blocks_and_of_parts_of_one(triton_device: str, block_size: int, block_n: int) -> None:
+    batch = Batch([[3, 50, 51, 99]], block_size=block_size, dtype=torch.float16)
+    assert_same(tiled(triton_device, batch, TileConfig(16, block_n, 4, 2)), plain(batch))
+
+
+@pytest.mark.parametrize("piece", [16, 32, 48, 256])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_pieces_are_joined(triton_device: str, heads: int, piece: int) -> None:
+    batch = Batch([[0, 15, 16, 90], [100], list(range(20))], heads=heads)
+    assert_same(tiled(triton_device, batch, SMALL, piece), plain(batch))
+
+
+def test_more_pieces_than_are_joined_at_a_time(triton_device: str) -> None:
+    batch = Batch([[37, 350]], heads=1, kv_heads=1)
+    assert_same(tiled(triton_device, batch, SMALL, 16), plain(batch))
+
+
+@pytest.mark.parametrize("piece", [None, 32])
+def test_large_scores_do_not_overflow(triton_device: str, piece: int | None) -> None:
+    batch = Batch([[0, 40, 77]])
+    batch.q *= 300
+    # Scores of several hundred leave exponents of about four digits.
+    assert error_of(tiled(triton_device, batch, SMALL, piece), plain(batch)) <= 1e-3
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_tile_heights(triton_device: str, block_m: int) -> None:
+    batch = Batch([list(range(0, 90, 2)), [5]], heads=3, kv_heads=1, dtype=torch.float16)
+    assert_same(tiled(triton_device, batch, TileConfig(block_m, 32, 4, 2)), plain(batch))
+
+
+def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device: str) -> None:
+    batch = Batch([list(range(9)), [3, 20]])
+    _, pool, sequences = batch.on(triton_device)
+    fused, expected = seeded(11, 8, 16, seed=8), batch.pool.clone()
+    q, k, v = fused.to(triton_device).split([4, 2, 2], dim=1)
+    write_rows(k, v, pool, 0, sequences, batch.geometry)
+    naive.write_rows(fused[:, 4:6], fused[:, 6:], expected, 0, batch.sequences, batch.geometry)
+    torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    attended = naive.sparse_prefill(fused[:, :4], expected, 0, batch.sequences, batch.geometry, SCALE)
+    # Heads before rows in memory, as a model's attention hands its queries over.
+    for queries in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert_same(sparse_prefill(queries, pool, 0, sequences, batch.geometry, SCALE), attended)
+
+
+def test_a_pool_with_gaps_between_its_blocks(triton_device: str) -> None:
+    batch = Batch([[4, 30]])
+    q, pool, sequences = batch.on(triton_device)
+    wide = torch.full((len(pool), 5, 2, batch.geometry.row_elements), math.nan, device=triton_device)
+    wide[:, 3:] = pool
+    assert_same(sparse_prefill(q, wide[:, 3:], 1, sequences, batch.geometry, SCALE), plain(batch))
+
+
+@needs_cuda
+@pytest.mark.parametrize("positions", ["dense", "suffix", "scattered", "last"])
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(64, 1, 8), (80, 4, 2), (128, 7, 4), (256, 2, 4)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_thousands_of_tokens(head_dim: int, group: int, kv_heads: int, positions: str, dtype: torch.dtype) -> None:
+    tokens = 2999
+    generator = torch.Generator().manual_seed(5)
+    own = {
+        "dense": list(range(tokens)),
+        "suffix": list(range(tokens - 128, tokens)),
+        "scattered": sorted({*torch.randperm(tokens, generator=generator)[:300].tolist(), tokens - 1}),
+        "last": [tokens - 1],
+    }[positions]
+    sizes = {"heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    batch = Batch([own], block_size=32, dtype=dtype, **sizes)
+    view = pool_view(batch.pool.cuda(), batch.geometry)[batch.sequences[0].block_ids.cuda(), 1].double()
+    # keys, values: [heads, tokens, head_dim]
+    keys, values = (
+        view[:, kind].transpose(0, 1).flatten(1, 2)[:, :tokens].repeat_interleave(group, 0) for kind in (0, 1)
+    )
+    queries = batch.q.cuda().double().transpose(0, 1)
+    mask = torch.arange(tokens, device="cuda") <= torch.tensor(own, device="cuda")[:, None]
+    scores = (queries @ keys.transpose(1, 2) * SCALE).masked_fill(~mask, -math.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1).cpu()
+    assert_same(tiled("cuda", batch), expected)
+
+
+@needs_cuda
+def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
+    from kernels.sparse_prefill import triton_attention
+
+    def compiled() -> list[int]:
+        kernels = (triton_attention.attention_kernel, triton_attention.join_kernel, triton_attention.write_kernel)
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    geometry = KvGeometry(num_layers=17, kv_heads=2, head_dim=64, block_size=32)
+    pool = torch.randn(64, 17, 2, geometry.row_elements, device="cuda", dtype=torch.bfloat16)
+
+    def run(positions: list[list[int]], layer: int, piece: int) -> None:
+        first_rows = [sum(len(own) for own in positions[:index]) for index in range(len(positions))]
+        sequences = [
+            SequenceRows(first, torch.tensor(own), torch.arange(index, index + geometry.blocks_for(own[-1] + 1)))
+            for index, (first, own) in enumerate(zip(first_rows, positions, strict=True))
+        ]
+        moved = [sequence.to("cuda") for sequence in sequences]
+        q = torch.randn(sum(map(len, positions)), 4, 64, device="cuda", dtype=torch.bfloat16)
+        write_rows(q[:, :2], q[:, 2:], pool, layer, moved, geometry)
+        config = TileConfig(64, 64, 4, 2)
+        triton_attention.sparse_prefill(q, pool, layer, moved, geometry, 0.125, config, piece)
+
+    run([list(range(100))], 3, 64)
+    run([list(range(100))], 3, 1024)
+    before = compiled()
+    for layer, positions in enumerate(([[0]], [[16]], [[255, 256]], [list(range(333))], [[1], [5, 64], [70]])):
+        run(positions, layer, 1024)
+        run([*positions, list(range(500, 517))], 16 - layer, 64)
+    assert compiled() == before
+
+
+@needs_cuda
+def test_a_captured_launch_follows_positions_and_blocks() -> None:
+    """Positions and blocks of a single sequence are read from its own tensors when the graph is replayed."""
+    from kernels.sparse_prefill import triton_attention
+
+    batch = Batch([[77, 90, 140]], block_size=32, dtype=torch.bfloat16)
+    q, pool, (longest,) = batch.on("cuda")
+    arguments = (q, pool, 1, (longest,), batch.geometry, SCALE, SMALL, 32)
+    triton_attention.sparse_prefill(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = triton_attention.sparse_prefill(*arguments)
+    graph.replay()
+    assert_same(output, plain(batch))
+    earlier = [5, 31, 63]
+    longest.positions.copy_(torch.tensor(earlier))
+    batch.sequences = [SequenceRows(0, torch.tensor(earlier), batch.sequences[0].block_ids)]
+    graph.replay()
+    assert_same(output, plain(batch))

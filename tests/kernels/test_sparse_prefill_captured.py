@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry, pool_view
-from kernels.sparse_prefill import SequenceRows, naive
+from kernels.sparse_prefill import naive
 from kernels.sparse_prefill.tiles import TileConfig
+from tests.kernels.builders import Batch, assert_same
 
 if TYPE_CHECKING:
+    from kernels.sparse_prefill import SequenceRows
     from kernels.sparse_prefill.captured import LaunchShape
 
-GEOMETRY = KvGeometry(num_layers=1, kv_heads=2, head_dim=16, block_size=16)
-GROUP = 3
+GROUP, HEADS = 3, 6
 SCALE = 0.3
 POSITIONS = st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12).map(sorted), min_size=1, max_size=3)
 
@@ -27,15 +26,6 @@ POSITIONS = st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12).map(s
 @pytest.fixture(autouse=True)
 def only_with_triton(triton_device: str) -> None:
     """The tables belong to the Triton kernels."""
-
-
-def batch_of(positions: list[list[int]]) -> list[SequenceRows]:
-    sequences, row, block = [], 0, 0
-    for own in positions:
-        blocks = GEOMETRY.blocks_for(own[-1] + 1)
-        sequences.append(SequenceRows(row, torch.tensor(own), torch.arange(block, block + blocks)))
-        row, block = row + len(own), block + blocks
-    return sequences
 
 
 def filled(shape: LaunchShape, sequences: list[SequenceRows]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +44,7 @@ def test_items_cover_every_token_of_every_row_once(positions: list[list[int]], s
 
     rows = sum(map(len, positions)) + spare
     shape = LaunchShape(rows, len(positions) + spare, GROUP, TileConfig(16, 16, 4, 2), pieces)
-    sequences = batch_of(positions)
+    sequences = Batch(positions, heads=HEADS).sequences
     items, tiles = filled(shape, sequences)
     covered = {}
     for first_row, begin, end, _, kv_begin, kv_end, slot in items.tolist():
@@ -81,32 +71,22 @@ def test_a_batch_of_more_rows_or_sequences_than_the_shape_has_is_refused(positio
     with pytest.raises(
         ValueError, match=f"has {rows} rows of {len(positions)} sequences; the launch has room for 5 of 3"
     ):
-        filled(shape, batch_of(positions))
+        filled(shape, Batch(positions, heads=HEADS).sequences)
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-@pytest.mark.parametrize("block_m", [16, 128])
+@pytest.mark.parametrize(("block_m", "pieces"), [(16, 1), (16, 4), (128, 1), (128, 4)])
 def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: int, triton_device: str) -> None:
     from kernels.sparse_prefill.captured import LaunchShape, LaunchTables, sparse_prefill
 
     shape = LaunchShape(10, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
-    generator = torch.Generator().manual_seed(4)
     for positions in ([[90]], [list(range(40, 50))], [[0, 3, 70], [17], [5, 40, 41, 42]]):
-        sequences = batch_of(positions)
-        rows = sum(map(len, positions))
-        pool = torch.full((60, 1, 2, GEOMETRY.row_elements), math.nan)
-        view = pool_view(pool, GEOMETRY)
-        for sequence in sequences:
-            reached = torch.arange(sequence.last_position + 1)
-            kv = torch.randn(len(reached), 1, 2, 2, 16, generator=generator)
-            view[sequence.block_ids[reached // 16], :, :, :, reached % 16] = kv
-        q = torch.randn(10, 2 * GROUP, 16, generator=generator)
-        tables = (torch.from_numpy(table).to(triton_device) for table in filled(shape, sequences))
-        own = torch.zeros(10, dtype=torch.int64)
-        own[:rows] = torch.cat([sequence.positions for sequence in sequences])
-        blocks = torch.cat([sequence.block_ids for sequence in sequences])
-        launch = LaunchTables(*tables, own.to(triton_device), blocks.to(triton_device))
-        actual = sparse_prefill(q.to(triton_device), pool.to(triton_device), 0, shape, launch, GEOMETRY, SCALE)
-        expected = naive.sparse_prefill(q[:rows], pool, 0, sequences, GEOMETRY, SCALE)
-        error = (actual[:rows].cpu().double() - expected.double()).norm() / expected.double().norm()
-        assert float(error) <= 1e-5
+        batch, rows = Batch(positions, heads=HEADS), sum(map(len, positions))
+        q, own = torch.zeros(10, HEADS, 16), torch.zeros(10, dtype=torch.int64)
+        q[:rows], own[:rows] = batch.q, torch.cat([sequence.positions for sequence in batch.sequences])
+        blocks = torch.cat([sequence.block_ids for sequence in batch.sequences])
+        tables = (*map(torch.from_numpy, filled(shape, batch.sequences)), own, blocks)
+        launch = LaunchTables(*(table.to(triton_device) for table in tables))
+        pool = batch.pool.to(triton_device)
+        actual = sparse_prefill(q.to(triton_device), pool, 1, shape, launch, batch.geometry, SCALE)
+        expected = naive.sparse_prefill(batch.q, batch.pool, 1, batch.sequences, batch.geometry, SCALE)
+        assert_same(actual[:rows], expected)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.tiles import (
     PIECE_OVERHEAD,
     TileConfig,
@@ -20,6 +19,10 @@ from kernels.sparse_prefill.tiles import (
     cut_rows,
     row_tiles,
 )
+from tests.kernels.builders import rows_at
+
+if TYPE_CHECKING:
+    from kernels.sparse_prefill import SequenceRows
 
 PROCESSORS = 132
 # Programs of one of 4 KV heads that run at a time, two a multiprocessor.
@@ -27,10 +30,9 @@ PROGRAMS = 66
 
 
 def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
-    first_rows = np.cumsum([0, *(len(own) for own in positions)])
+    first_rows = np.cumsum([0, *map(len, positions)]).tolist()
     return tuple(
-        SequenceRows(int(first), torch.tensor(own), torch.arange(own[-1] // 4 + 1))
-        for first, own in zip(first_rows, positions, strict=False)
+        rows_at(first, own, range(own[-1] // 4 + 1)) for first, own in zip(first_rows, positions, strict=False)
     )
 
 

@@ -1,22 +1,30 @@
-"""Donors that are held: in a catalog, and in the host tier as a save puts them there."""
+"""Donors that are held: in a catalog, in the host tier as a save puts them there, and in files."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from kernels.layout import ContiguousKv
 from semblend_trt.donors.catalog import DonorCatalog
+from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.donor_table import Capacities, TierMoves
 from semblend_trt.donors.eviction import Eviction, eviction_factory
+from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.host_tier import HostKv, HostTier
+    from semblend_trt.donors.host_tier import HostTier
     from semblend_trt.donors.store import DonorStore
 
 BYTES_PER_TOKEN = 10
+FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
 LRU = eviction_factory(Eviction.LRU, time.monotonic)
 
 
@@ -60,3 +68,38 @@ def fill(held: HostKv, tensor: torch.Tensor) -> None:
     for part in held.parts:
         part.tensor.copy_(tensor[:, :, :, first : first + part.capacity])
         first += part.capacity
+
+
+def host_kv(*sizes: int, form: KvForm = FORM, fill: float | None = None) -> HostKv:
+    """KV in parts of so many tokens as the host tier holds it, random unless it is filled."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    parts = []
+    for size in sizes:
+        in_memory = (form.num_layers, size, form.kv_factor, form.kv_heads, form.head_dim)
+        rows = torch.randn(in_memory, generator=generator) if fill is None else torch.full(in_memory, fill)
+        parts.append(ContiguousKv(rows.to(form.dtype).permute(0, 2, 3, 1, 4)))
+    return HostKv(tuple(parts))
+
+
+def text_of(tokens: int) -> DonorText:
+    return DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32), bytes(range(16)))
+
+
+def at_once(call: Callable[[], Any]) -> Any:
+    """What the call gives or raises; one that waits for another side fails here and keeps no process from ending."""
+    ended = []
+
+    def run() -> None:
+        try:
+            ended.append((call(), None))
+        except Exception as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended, "the call waits"
+    given, error = ended[0]
+    if error is not None:
+        raise error
+    return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
 from semblend_trt import reuse_profile
+from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms
-from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ProfileMatch, ProfileMatcher, ReuseProfile
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
 FIELDS: dict[str, Any] = {
@@ -373,3 +375,120 @@ def test_oversized_missing_and_special_files_are_refused(tmp_path: Path) -> None
     ):
         with pytest.raises(ConfigurationError, match=told):
             ReuseProfile.read(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "reuse-profile.json"
+    ReuseProfile.made_for(namespace(), GEOMETRY, policy="position_fix").write(made)
+    return made
+
+
+def matcher(path: Path | None, policy: str = "verified") -> ProfileMatcher:
+    return ProfileMatcher(load_settings(policy=policy, profile_path=path))
+
+
+def match(asked: ProfileMatcher, space: CacheNamespace, mode: EngineMode = EngineMode.WRAPPER) -> ProfileMatch:
+    return asked.match(space, GEOMETRY, mode)
+
+
+def test_it_holds_for_its_namespace_with_any_salt(path: Path) -> None:
+    asked = matcher(path)
+    for salt in (None, "a", "b"):
+        assert match(asked, namespace().for_request(salt, None)).profile == ReuseProfile.read(path)
+
+
+def test_no_profile(caplog: pytest.LogCaptureFixture) -> None:
+    asked = matcher(None)
+    with caplog.at_level(logging.WARNING):
+        assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
+    (record,) = caplog.records
+    assert "SEMBLEND_PROFILE" in record.getMessage()
+
+
+def test_another_namespace_is_refused_and_told_once_with_what_differs(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = matcher(path)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            found = match(asked, namespace(kv_dtype="float16"))
+    assert (found.profile, found.refusal) == (None, "profile_mismatch")
+    (record,) = caplog.records
+    assert "made for KV dtype bfloat16; this engine runs float16." in record.getMessage()
+
+
+def test_a_request_with_an_adapter_is_another_namespace(path: Path) -> None:
+    asked = matcher(path)
+    assert match(asked, namespace()).profile is not None
+    assert match(asked, namespace().for_request(None, "legal")).refusal == "profile_mismatch"
+    assert match(asked, namespace()).profile is not None
+
+
+def test_any_number_of_adapters_is_compared_and_few_are_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = matcher(path)
+    with caplog.at_level(logging.ERROR):
+        for index in range(200):
+            assert match(asked, namespace().for_request(None, f"adapter-{index}")).refusal == "profile_mismatch"
+    assert len(caplog.records) <= 64
+    assert match(asked, namespace()).profile is not None
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_file_that_cannot_be_read_is_refused_not_raised(
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "broken.json"
+    if content is not None:
+        path.write_text(content)
+    with caplog.at_level(logging.ERROR):
+        found = match(matcher(path), namespace())
+    assert (found.profile, found.refusal) == (None, "profile_unreadable")
+    assert str(path) in found.differences[0]
+    assert str(path) in caplog.text
+
+
+def test_other_policies_read_no_profile(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        asked = matcher(path, "exact")
+        assert match(asked, namespace()) == ProfileMatch(None)
+        match(matcher(None, "exact"), namespace())
+    assert [record.getMessage() for record in caplog.records] == [
+        "SEMBLEND_PROFILE is set, but policy exact uses no profile"
+    ]
+
+
+def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrapper starts as a stock engine, and may be given back; what is said then is said once each time."""
+    asked = matcher(path)
+    said = []
+    for mode in (EngineMode.STOCK, EngineMode.STOCK, EngineMode.WRAPPER, EngineMode.WRAPPER, EngineMode.STOCK):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert match(asked, namespace(), mode).profile is not None
+        said.append(caplog.text)
+    stock, again, wrapper, still, back = said
+    assert "needs the wrapper on this engine, with its self-check passed" in stock
+    assert "a stock engine cannot" not in stock
+    assert f"reuse profile {path} holds" in wrapper
+    assert again == still == ""
+    assert "needs the wrapper" in back
+
+
+def test_the_file_is_read_once(path: Path) -> None:
+    asked = matcher(path)
+    path.unlink()
+    assert match(asked, namespace()).profile is not None
+
+
+def test_the_layers_to_prepare_checks_for_are_known_before_any_request(tmp_path: Path, path: Path) -> None:
+    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5, min_saved_share=0.1)
+    checked = tmp_path / "checked.json"
+    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check).write(checked)
+    assert matcher(checked).check_layers == (2,)
+    assert matcher(checked, "position_fix").check_layers == ()
+    assert matcher(path).check_layers == ()
+    assert matcher(None).check_layers == ()
+    assert matcher(None, "cacheblend").check_layers == (1,)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kernels.results import Measured
+from tests.validation import trtllm_stand_in
 from validation.cli import main
+from validation.embedded_engine import EmbeddedEngines
+from validation.models import load
 from validation.samples import Sample
 
 if TYPE_CHECKING:
@@ -54,6 +57,18 @@ _SAMPLE: dict[str, Any] = {
     "first_token_kl": 0.001,
     "token_agreement": 1.0,
 }
+
+
+@pytest.fixture(scope="session")
+def shipped() -> EmbeddedEngines:
+    """Embedded engines over the shipped model in float32."""
+    return EmbeddedEngines(load(None, "cpu", "float32"))
+
+
+@pytest.fixture
+def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a stand-in for `tensorrt_llm` importable."""
+    trtllm_stand_in.install(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,11 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
 from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
-from validation.models import shipped_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from validation.embedded_engine import EmbeddedEngines
 
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
 
@@ -73,12 +74,7 @@ def a_case(workload: str = "reordered", reference: str | None = "42") -> Case:
     return Case("case", workload, "1k", (donor, prompt), prompt, reference, True, Expectation.REUSE, "case")
 
 
-@pytest.fixture(scope="module")
-def shipped() -> ModelRunner:
-    return ModelRunner(shipped_model(), "float32", "cpu")
-
-
-def test_the_shipped_model_gets_its_marks(shipped: ModelRunner) -> None:
+def test_the_shipped_model_gets_its_marks(shipped: EmbeddedEngines) -> None:
     tokeniser, case = Tokeniser(shipped, 8), a_case()
     assert shipped.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
     [end] = tokeniser.stop_token_ids
@@ -97,7 +93,7 @@ def test_another_model_gets_plain_text_and_its_users_own_prompts_untouched(tiny_
     assert own == a_case().prompt
 
 
-def test_what_a_prompt_shares_with_each_donor(shipped: ModelRunner) -> None:
+def test_what_a_prompt_shares_with_each_donor(shipped: EmbeddedEngines) -> None:
     tokens = Tokeniser(shipped, 8).tokenise(a_case())
     shared = tokens.shared_prefix(0)
     assert tokens.donors[0][:shared] == tokens.prompt[:shared]
@@ -105,7 +101,7 @@ def test_what_a_prompt_shares_with_each_donor(shipped: ModelRunner) -> None:
     assert tokens.shared_prefix(1) == len(tokens.prompt)
 
 
-def test_a_long_reference_is_scored_in_part(shipped: ModelRunner) -> None:
+def test_a_long_reference_is_scored_in_part(shipped: EmbeddedEngines) -> None:
     tokeniser = Tokeniser(shipped, 8)
     assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None

@@ -1,4 +1,4 @@
-"""The judge gets one comparison as JSON; whatever goes wrong is reported and costs only that score."""
+"""The judge gets one comparison as JSON; what goes wrong is reported and costs only that score."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_a_judge_that_hangs_is_given_up() -> None:
 
 
 def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
-    """Its child holds its output open: whoever waits for the end of that waits for the child."""
+    """Its child holds its output open, so that waiting for the output's end would be waiting for the child."""
     pid = tmp_path / "pid"
     code = (
         "import pathlib, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'input()'], "
         f"stdin=subprocess.PIPE); pathlib.Path({str(pid)!r}).write_text(str(child.pid)); child.wait()"
     )
     assert python_judge(code, timeout_seconds=5.0).score(COMPARISON) == (None, "no answer within 5 s")
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody remembers it
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         child = os.pidfd_open(int(pid.read_text()))
         assert select.select([child], [], [], 30.0)[0] == [child]  # readable once the process has ended
         os.close(child)

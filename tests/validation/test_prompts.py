@@ -9,11 +9,12 @@ import pytest
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from validation import prompts
-from validation.models import shipped_model
 from validation.prompts import FORMS, PLAIN, SHIPPED, YARDSTICK, Turn, form_for
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from validation.embedded_engine import EmbeddedEngines
 
 TURNS = [Turn("q1", "a1", ("d1",)), Turn("q2", "a2")]
 
@@ -61,8 +62,10 @@ def test_marks_inside_a_part_are_refused(mark: str) -> None:
         PLAIN.render_pages("Read.", [mark])
 
 
-def test_the_tokenizer_decides_on_the_form_unless_one_is_named(tiny_model_paths: dict[str, Path]) -> None:
-    assert form_for(ModelRunner(shipped_model(), "float32", "cpu").tokenizer) is SHIPPED
+def test_the_tokenizer_decides_on_the_form_unless_one_is_named(
+    shipped: EmbeddedEngines, tiny_model_paths: dict[str, Path]
+) -> None:
+    assert form_for(shipped.tokenizer) is SHIPPED
     assert form_for(ModelRunner(tiny_model_paths["llama"], "float32", "cpu").tokenizer) is PLAIN
     assert form_for(Words(*prompts.MARKS, "a")) is YARDSTICK
     assert form_for(Words(*prompts.MARKS[1:], "a")) is PLAIN

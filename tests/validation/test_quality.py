@@ -98,10 +98,9 @@ def report(make_sample: Maker, measured: Measured) -> QualityReport:
         for family in KINDS:
             for index in range(8):
                 places = reuses and family != "unrelated"
+                is_right = not (arm == "position_fix" and family == "header_trap")
                 changes = {
-                    "exact_match": None
-                    if family == "prose"
-                    else not (arm == "position_fix" and family == "header_trap"),
+                    "exact_match": None if family == "prose" else is_right,
                     "loss": (2.002 if reuses else 2.0) if family == "prose" else None,
                     "offered_tokens": 900 if places else 0,
                     "reused_tokens": (880 if arm == "verified" else 900) if places else 0,

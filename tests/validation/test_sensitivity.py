@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.kv_move import Move, eager
 from validation import documents, prompts
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
 from validation.cases import Case, Expectation
-from validation.cli import shipped_model
-from validation.embedded_engine import EmbeddedEngines
 from validation.measurement import Measurement, MeasurementSettings
+from validation.models import shipped_model
 from validation.report import summary
 
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from kernels.layout import PagedKv
     from kernels.rope import RopeRotation
+    from validation.embedded_engine import EmbeddedEngines
 
     Figures = dict[str, dict[str, Any]]
     KvMove = Callable[[Sequence[Move], PagedKv, RopeRotation], None]
@@ -90,16 +89,15 @@ def replaced_lists(seed: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def measure() -> Callable[[KvMove], Figures]:
+def measure(shipped: EmbeddedEngines) -> Callable[[KvMove], Figures]:
     """Runs the arms with one way of moving KV and gives each arm's figures."""
-    runner = ModelRunner(shipped_model(), "float32", "cpu")
     cases = replaced_lists(seed=1)
     settings = MeasurementSettings(str(shipped_model()), ARMS, max_tokens=8, min_span=64)
 
     def run(move: KvMove) -> Figures:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "kv_move", move)
-            samples = Measurement(EmbeddedEngines(runner), cases, settings).run().samples
+            samples = Measurement(shipped, cases, settings).run().samples
         return {
             arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])
             for arm in (COLD, COLD_AGAIN, POSITION_FIX)

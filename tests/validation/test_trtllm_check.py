@@ -28,9 +28,7 @@ NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profil
 NAMES += ["concurrency", "endings", "blocks"]
 
 
-@pytest.fixture(autouse=True)
-def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    trtllm_stand_in.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("_trtllm")
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -77,7 +75,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
     assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]
-    right = ["", "", *(trial.answer for trial in asked.targets), "", ""]
+    right = ["", "", *(each.answer for each in asked.targets), "", ""]
     assert fails(stock=replace(stock, texts=tuple(right))) == ["validation"]
 
     [(asked, stock, served)] = verified

@@ -11,33 +11,31 @@ import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from tests.validation import trtllm_stand_in
 from validation import audit_log
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
-from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
-from validation.models import load, shipped_model
+from validation.models import shipped_model
 from validation.serving import BatchServer, BatchSettings
 from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from validation.embedded_engine import EmbeddedEngines
+
 SETTINGS = BatchSettings(str(shipped_model()), max_tokens=8, groups=4, batch_size=4)
 
 
-@pytest.fixture(autouse=True)
-def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    trtllm_stand_in.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("_trtllm")
 
 
 @pytest.mark.parametrize("name", [COLD, POSITION_FIX])
-def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(name: str) -> None:
-    embedded, trtllm = EmbeddedEngines(load(None, "cpu", "float32")), TrtllmEngines(str(shipped_model()))
+def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped: EmbeddedEngines, name: str) -> None:
+    trtllm = TrtllmEngines(str(shipped_model()))
     # A text is scored by one request a token; the requests behind it keep their own evidence.
-    cases = write_cases(embedded, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
+    cases = write_cases(shipped, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
     [arm] = arms_of([name], ArmChoices(8, boundary=1))
-    ours, theirs = (BatchServer(engines, cases, SETTINGS).answers(arm) for engines in (embedded, trtllm))
+    ours, theirs = (BatchServer(engines, cases, SETTINGS).answers(arm) for engines in (shipped, trtllm))
     assert list(ours) == list(theirs)
     for case in cases:
         left, right = ours[case.id], theirs[case.id]
@@ -50,14 +48,15 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(name: str)
         assert (right.reuse.reused > 100) == (name == POSITION_FIX)
 
 
-def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = EmbeddedEngines(load(None, "cpu", "float32"))
-    cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
+def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(
+    shipped: EmbeddedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     events = audit_log.read_events
     monkeypatch.setattr("validation.engines.read_events", lambda path: events(path)[:-8])
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
-        BatchServer(engines, cases, SETTINGS).answers(arm)
+        BatchServer(shipped, cases, SETTINGS).answers(arm)
 
 
 class Named:

@@ -51,7 +51,7 @@ def question(prompt: str) -> str:
     return prompt[prompt.rindex(prompts.QUESTION_MARK) :]
 
 
-def test_equal_seeds_write_equal_cases_whatever_other_batches_there_are(cases: list[Case]) -> None:
+def test_equal_seeds_write_equal_cases_alone_and_among_other_batches(cases: list[Case]) -> None:
     assert write_batches(DEFAULT_BATCHES, count, 1, 8_192) == cases
     other = write_batches(DEFAULT_BATCHES, count, 2, 8_192)
     assert [case.id for case in other] == [case.id for case in cases]

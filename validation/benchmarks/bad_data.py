@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Of no field that anybody reads.
+# No field that is read may have one of these.
 _WRONG: tuple[Any, ...] = (None, True, -1, -1.5, float("inf"), 1 << 70, "", "\ud800", "x" * 70_000, [], [[]], {"x": 1})
 DATA_PATIENCE = 20.0
 _WORKER, _GENERATION, _DONOR = (1, 0), 7, "donor"

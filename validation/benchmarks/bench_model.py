@@ -21,7 +21,7 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.layer_schedule import DeviationCheck
-from kernels.results import FOLDER, Results
+from kernels.results import FOLDER, Results, parser_of
 from validation.embedded_engine import open_llm
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
 
 
 def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
-    """Makes a small model in float32 whose answers are the same whatever the order in which sums are added."""
+    """Makes a small model in float32 whose answers do not hang on the order in which sums are added."""
     return _make(_DECIDED, folder, device, torch.float32, ranks)
 
 
@@ -219,6 +219,24 @@ class CheckedStopwatch(Stopwatch):
         setattr(DeviationCheck, "decide", self._decide)  # noqa: B010
 
 
+@dataclass(slots=True)
+class Hits:
+    """Times to the first token of prompts behind a donor, and the median split of some more runs.
+
+    `first` is the very first one's, which captures a graph where no shorter prompt has done so.
+    """
+
+    times: list[float]
+    first: float
+    reused: int
+    computed: int
+    split: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> float:
+        return statistics.median(self.times)
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What all measurements share. `folder` holds the model's configuration; `repeats` runs count for a median;
@@ -276,53 +294,94 @@ class Bench:
         token = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
         return donors * (self.longest + 64) * token
 
+    def donors_in(self, tier: str, donors: int, policy: str = "position_fix") -> dict[str, str]:
+        """Settings of a connector with room for so many donors of the longest prompt in one tier, DEVICE or HOST."""
+        return {"POLICY": policy, "HOST_BYTES": "0", f"{tier}_BYTES": str(self.donor_bytes(donors))}
 
-def donor_variables(policy: str, tier: str, size: int) -> dict[str, str]:
-    """Settings of a connector with `policy` whose donors lie in one tier of `size` bytes, DEVICE or HOST."""
-    return {"POLICY": policy, "HOST_BYTES": "0", f"{tier}_BYTES": str(size)}
+    def transformers_cold(self, size: int) -> float:
+        """The model itself under SDPA, cache on, logits of the last row, until its token is on the host."""
+        self.runner.model.set_attn_implementation("sdpa")
+        times = []
+        for _ in range(WARM_UPS + self.repeats):
+            ids = torch.tensor([self.prompts.fresh(size)], device=self.runner.device)
+            synchronize()
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                int(self.runner.model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+            times.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(times[WARM_UPS:])
+
+    def cold(self, llm: LLM, size: int) -> float:
+        """The engine with prompts of which it knows nothing."""
+        times = [ttft_ms(llm, self.prompts.fresh(size)) for _ in range(WARM_UPS + self.repeats)]
+        return statistics.median(times[WARM_UPS:])
+
+    def miss_overhead(self, plain: LLM, connected: LLM, size: int, pairs: int) -> float:
+        """What a connector without a donor adds, in percent: the median of neighbouring runs, each first in turn."""
+        extra = []
+        for index in range(WARM_UPS + pairs):
+            order = (plain, connected) if index % 2 else (connected, plain)
+            times = {id(llm): ttft_ms(llm, self.prompts.fresh(size)) for llm in order}
+            extra.append(100 * (times[id(connected)] / times[id(plain)] - 1))
+        return statistics.median(extra[WARM_UPS:])
+
+    def hits(self, llm: LLM, size: int, stopwatch: type[Stopwatch] = Stopwatch, parts: Sequence[str] = PARTS) -> Hits:
+        """Serves a donor, then prompts with its document behind another instruction; `parts` are the stopwatch's.
+
+        Raises AssertionError when a prompt was not served from the donor: its time would say nothing.
+        """
+        document = self.prompts.document(size)
+        ttft_ms(llm, self.prompts.donor(document))
+        times = []
+        for _ in range(WARM_UPS + self.repeats):
+            synchronize()
+            output = llm.generate(self.prompts.shifted(document), ONE_TOKEN)[0]
+            assert output.reused_tokens >= len(document), f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
+            assert output.time_to_first_token is not None
+            times.append(output.time_to_first_token * 1e3)
+            llm.settle()
+        found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
+        watch = stopwatch(llm)
+        splits = [watch.read(ttft_ms(llm, self.prompts.shifted(document))) for _ in range(self.repeats)]
+        watch.remove()
+        found.split = {part: statistics.median([split[part] for split in splits]) for part in parts}
+        return found
 
 
 @contextmanager
 def model_run(
     name: str,
-    parser: argparse.ArgumentParser,
+    description: str | None,
     arguments: Sequence[str] | None,
     example: str,
-    sizes: Callable[[argparse.Namespace], Sequence[int]],
+    settings: Mapping[str, tuple[Any, str]],
+    *,
     repeats: int = 5,
+    beside: int = 0,
 ) -> Iterator[tuple[Bench, argparse.Namespace, Results]]:
-    """Parses the command line with --layers and --repeats, makes the model and prompts of `sizes`, and writes the rows
-    when the block has ended. `example`: options of a dry run, which is offered where torch sees no card."""
+    """Parses the command line, makes the model and its prompts, and writes the rows when the block has ended.
+
+    `settings`: defaults and help of the options that are whole numbers; `size` or `sizes` among them are tokens of the
+    prompts, with `beside` more tokens in a forward. `example`: options of a dry run, which is offered where torch sees
+    no card. The options have `refuse`, which ends the program.
+    """
+    parser = parser_of(description, CARD_FOLDER)
+    for option, (default, told) in settings.items():
+        many: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
+        parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=told, **many)
     parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
     parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
     options = parser.parse_args(arguments)
+    options.refuse = parser.error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and options.layers is None:
         parser.error(f"torch sees no CUDA device; {example} is a dry run without one")
     rows = Results(arguments, device, dry=options.layers is not None)
+    sizes = tuple(size + beside for size in (options.sizes if "sizes" in settings else [options.size]))
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), device, options.layers)
-        prompts = Prompts(int(runner.config.vocab_size))
-        yield Bench(runner, Path(folder), options.repeats, prompts, tuple(sizes(options))), options, rows
+        yield Bench(runner, Path(folder), options.repeats, Prompts(int(runner.config.vocab_size)), sizes), options, rows
     rows.write(options.json, name, CARD_FOLDER)
-
-
-@dataclass(slots=True)
-class Hits:
-    """Times to the first token of prompts behind a donor, and the median split of some more runs.
-
-    `first` is the very first one's, which captures a graph where no shorter prompt has done so.
-    """
-
-    times: list[float]
-    first: float
-    reused: int
-    computed: int
-    split: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def ttft(self) -> float:
-        return statistics.median(self.times)
 
 
 def ttft_ms(llm: LLM, prompt: list[int]) -> float:
@@ -333,61 +392,6 @@ def ttft_ms(llm: LLM, prompt: list[int]) -> float:
     synchronize()
     llm.settle()
     return output.time_to_first_token * 1e3
-
-
-def transformers_cold(bench: Bench, size: int) -> float:
-    """The model itself under SDPA, cache on, logits of the last row, until its token is on the host."""
-    model, device = bench.runner.model, bench.runner.device
-    model.set_attn_implementation("sdpa")
-    times = []
-    for _ in range(WARM_UPS + bench.repeats):
-        ids = torch.tensor([bench.prompts.fresh(size)], device=device)
-        synchronize()
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times[WARM_UPS:])
-
-
-def engine_cold(bench: Bench, llm: LLM, size: int) -> float:
-    times = [ttft_ms(llm, bench.prompts.fresh(size)) for _ in range(WARM_UPS + bench.repeats)]
-    return statistics.median(times[WARM_UPS:])
-
-
-def miss_overhead(bench: Bench, plain: LLM, connected: LLM, size: int, pairs: int) -> float:
-    """What a connector without a donor adds, in percent: the median of neighbouring runs, each first in turn."""
-    extra = []
-    for index in range(WARM_UPS + pairs):
-        order = (plain, connected) if index % 2 else (connected, plain)
-        times = {id(llm): ttft_ms(llm, bench.prompts.fresh(size)) for llm in order}
-        extra.append(100 * (times[id(connected)] / times[id(plain)] - 1))
-    return statistics.median(extra[WARM_UPS:])
-
-
-def hits(
-    bench: Bench, llm: LLM, size: int, stopwatch: type[Stopwatch] = Stopwatch, parts: Sequence[str] = PARTS
-) -> Hits:
-    """Serves a donor, then prompts with its document behind another instruction; `parts` are the stopwatch's.
-
-    Raises AssertionError when a prompt was not served from the donor: its time would say nothing.
-    """
-    document = bench.prompts.document(size)
-    ttft_ms(llm, bench.prompts.donor(document))
-    times = []
-    for _ in range(WARM_UPS + bench.repeats):
-        synchronize()
-        output = llm.generate(bench.prompts.shifted(document), ONE_TOKEN)[0]
-        assert output.reused_tokens >= len(document), f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
-        assert output.time_to_first_token is not None
-        times.append(output.time_to_first_token * 1e3)
-        llm.settle()
-    found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
-    watch = stopwatch(llm)
-    splits = [watch.read(ttft_ms(llm, bench.prompts.shifted(document))) for _ in range(bench.repeats)]
-    watch.remove()
-    found.split = {part: statistics.median([split[part] for split in splits]) for part in parts}
-    return found
 
 
 def synchronize() -> None:

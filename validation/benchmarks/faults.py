@@ -195,7 +195,7 @@ def disk_full(trial: Trial) -> None:
     def full(*_arguments: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with _folder() as folder, trial.bench.engine(folder) as llm:
+    with tempfile.TemporaryDirectory() as folder, trial.bench.engine(Path(folder)) as llm:
         with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
             trial.ask(llm, trial.donor)
             trial.bench.hear(llm)
@@ -226,17 +226,17 @@ def worker_killed(trial: Trial) -> None:
     """The process is killed between a donor's save and the release of its blocks; another takes the folder over."""
     points = {"writing": "file_refused", "saved": "file_found"}
     point, event = list(points.items())[trial.seed % len(points)]
-    with _folder() as folder:
-        arguments = (str(folder), point, str(trial.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, point, str(trial.seed))
         ended = subprocess.run([sys.executable, "-c", _SERVE_AND_DIE, *arguments], check=False)
         if ended.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the worker was to be killed while {point}, and ended with {ended.returncode}")
-        with trial.counts("tier_events", event=event), trial.bench.engine(folder) as llm:
+        with trial.counts("tier_events", event=event), trial.bench.engine(Path(folder)) as llm:
             trial.ask(llm, *trial.others)
 
 
 def nats_down(trial: Trial) -> None:
-    """Nobody answers where NATS should be."""
+    """No server answers where NATS should be."""
     before = counted("event_connections", result="failed")
     with trial.bench.engine(NATS_URL=_NO_SERVER) as llm:
         trial.ask(llm, trial.donor, *trial.others)
@@ -288,7 +288,8 @@ def inject(bench: FaultBench, name: str, seed: int) -> Trial:
 
 
 def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], None]) -> None:
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         with trial.bench.engine(folder) as llm:
             trial.ask(llm, trial.donor)
             form = llm.connector_worker.transfers._disk.form
@@ -303,44 +304,28 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
             trial.ask(llm, trial.donor)
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def _kill(*_arguments: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_while_writing(_llm: LLM) -> None:
-    """The donor's bytes have been handed to the system, and its file has no name yet."""
-    mock.patch.object(os, "fsync", _kill).start()
-
-
-def kill_once_saved(llm: LLM) -> None:
-    """Memory and file hold the donor, and nobody has been told so."""
-    worker = llm.connector_worker
-    real = worker.saver.finished
-
-    def finished() -> Any:
-        if worker.saver._saves:
-            worker.saver.drain()
-            worker.transfers.drain()
-            _kill()
-        return real()
-
-    worker.saver.finished = finished
-
-
-POINTS = {"writing": kill_while_writing, "saved": kill_once_saved}
-
-
 def serve_and_die(folder: str, point: str, seed: str) -> None:
-    """Serves one donor, and is killed at the point."""
+    """Serves one donor, and is killed while its file is written, or once memory and file hold it and no index does."""
+
+    def kill(*_arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     bench = FaultBench()
     with bench.engine(Path(folder)) as llm:
-        POINTS[point](llm)
+        worker = llm.connector_worker
+        real = worker.saver.finished
+
+        def finished() -> Any:
+            if worker.saver._saves:
+                worker.saver.drain()
+                worker.transfers.drain()
+                kill()
+            return real()
+
+        if point == "writing":
+            mock.patch.object(os, "fsync", kill).start()
+        else:
+            worker.saver.finished = finished
         bench.serve(llm, prompts_of(int(seed))[0])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
@@ -132,9 +132,10 @@ def strongest(runner: ModelRunner, profile: ReuseProfile, construction: str, eff
     return planter.hardest(plants, profile, effort.victims)
 
 
-def run(targets: Sequence[Target], effort: Effort, rows: Results) -> None:
+def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
     """Attacks every model, and adds a row for each policy."""
-    attacks = [attack(target, effort) for target in targets]
+    effort = Effort(tries, victims, seed)
+    attacks = [attack(each, effort) for each in (shipped(), *(Target(*given) for given in target))]
     most = effort.of(PLANTED)
     how = (
         f"of {effort.tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {effort.victims}, and of "
@@ -161,28 +162,20 @@ def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, attacks, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--tries", type=int, default=TRIES, help=f"plants a construction; below {TRIES} a dry run")
-    parser.add_argument("--victims", type=int, default=VICTIMS, help="of each construction, the strongest plants'")
-    parser.add_argument("--seed", type=int, default=SEED, help="seed of the plants")
-    parser.add_argument(
-        "--target",
-        nargs=2,
-        type=Path,
-        action="append",
-        default=[],
-        metavar=("MODEL", "PROFILE"),
-        help="attack the model of this folder, too, with its reuse profile",
-    )
-    options = parser.parse_args(arguments)
-    if not 1 <= options.victims <= options.tries:
-        parser.error(f"--victims {options.victims} is outside 1..{options.tries}, the plants that --tries searches")
-    given = {name: getattr(options, name) for name in ("tries", "victims", "seed")}
-    dry = options.tries < TRIES or options.victims < VICTIMS
-    targets = [shipped(), *(Target(folder, profile) for folder, profile in options.target)]
-    rows = Results(arguments, "cpu", dry=dry)
-    run(targets, Effort(**given), rows)
-    rows.write(options.json, "hijack", rows.own_folder)
+    counts = [
+        Count("tries", TRIES, "plants a construction"),
+        Count("victims", VICTIMS, "of each, the strongest plants'"),
+    ]
+    target = {
+        "nargs": 2,
+        "type": Path,
+        "action": "append",
+        "default": [],
+        "metavar": ("MODEL", "PROFILE"),
+        "help": "attack the model of this folder, too, with its reuse profile",
+    }
+    seed = {"type": int, "default": SEED, "help": "seed of the plants"}
+    run_counted("hijack", __doc__, counts, run, arguments, seed=seed, target=target)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def _found_in_memory(runner: ModelRunner, folder: Path, embedder: str, texts: Se
     with _engine(runner, folder, embedder, MIN_DONOR_TOKENS=str(POOL_TOKENS)) as llm:
         while llm.connector_worker._runtime.disk.found:
             llm.generate(["hello"], _ONE_TOKEN)
-        neighbours = llm.connector_scheduler._news.neighbours
+        neighbours = llm.connector_scheduler._neighbourhood.neighbours
         assert neighbours is None or neighbours.settle(60.0)
         for seed, text in enumerate(texts):
             (first,) = llm.generate([_reworded(text, seed)], _ANSWER)

@@ -95,19 +95,18 @@ class PatternRunner(ModelRunner):
         self.fails_behind: float | None = None
 
     def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002 - one form of two
-        """Raises AssertionError where a request would attend to rows of somebody else, and RuntimeError where it is to
-        fail."""
+        """Raises AssertionError where a request would attend to rows of another, RuntimeError where it is to fail."""
         logits = torch.zeros(len(slices), int(self.config.vocab_size))
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)
-        for row, piece in enumerate(slices[:computed]):
-            request = self.requests[piece.request_id]
-            if request.is_first_context_chunk and piece.begin == request.prepopulated_prompt_len:
-                self._begin(request, piece)
-            held = self.rows[piece.request_id]
-            assert len(held.numbers) == piece.begin, f"request {piece.request_id} would run past unwritten rows"
-            self.check(piece.block_ids, 0, held.numbers, held.moved)
-            held.compute(owner_number(request.root_key), piece.token_ids)
-            self._write(piece.block_ids, piece.begin, held.numbers[piece.begin :])
+        for row, part in enumerate(slices[:computed]):
+            request = self.requests[part.request_id]
+            if request.is_first_context_chunk and part.begin == request.prepopulated_prompt_len:
+                self._begin(request, part)
+            held = self.rows[part.request_id]
+            assert len(held.numbers) == part.begin, f"request {part.request_id} would run past unwritten rows"
+            self.check(part.block_ids, 0, held.numbers, held.moved)
+            held.compute(owner_number(request.root_key), part.token_ids)
+            self._write(part.block_ids, part.begin, held.numbers[part.begin :])
             logits[row, token_after(held.numbers[-1])] = 1.0
         if computed < len(slices):
             self.fails_behind = None
@@ -147,21 +146,21 @@ class PatternRunner(ModelRunner):
                 self.wrong_tokens += int(found.flatten(1).any(1).sum())
                 raise AssertionError(f"{name} holds stale bytes")
 
-    def _begin(self, request: LlmRequest, piece: SequenceSlice) -> None:
+    def _begin(self, request: LlmRequest, part: SequenceSlice) -> None:
         """What the request's rows hold before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
             self.check_answer(paused, request.all_tokens)
-        plan = None if self.plan_source is None else self.plan_source(piece.request_id)
+        plan = None if self.plan_source is None else self.plan_source(part.request_id)
         if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
             plan = None
-        exact = piece.begin if plan is None else plan.num_computed_tokens
-        rows = self.rows[piece.request_id] = Rows(
+        exact = part.begin if plan is None else plan.num_computed_tokens
+        rows = self.rows[part.request_id] = Rows(
             chain(owner_number(request.root_key), request.tokens(0, exact)), request.prompt_len
         )
         if plan is not None:
             rows.is_cold = plan.is_exact
-            self._fill(rows, request, plan, piece.block_ids)
+            self._fill(rows, request, plan, part.block_ids)
 
     def _fill(self, rows: Rows, request: LlmRequest, plan: SemanticKvPlan, block_ids: Sequence[int]) -> None:
         """Computes the plan's holes, and says what its spans must hold."""

@@ -1,4 +1,4 @@
-"""Other weights, or another configuration, under yesterday's name: nobody is served yesterday's KV.
+"""Other weights, or another configuration, under yesterday's name: yesterday's KV serves no request.
 
 `python -m validation.benchmarks.same_name` serves a small model of Qwen2's architecture with a disk tier and a profile
 that lets every donor in. Then each tensor and each field of config.json is changed in turn, in a folder of the same
@@ -25,7 +25,7 @@ from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 
 LAYERS, DOCUMENT_TOKENS, POOL_TOKENS = 2, 96, 1024
+# More than the model has.
+ALL = 1_000
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _ANSWER = SamplingParams(max_tokens=8, ignore_eos=True)
 # What stands for a field's value where adding to it, or turning it round, makes nothing that a loader takes.
@@ -98,9 +100,14 @@ class SameName:
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             folder = Path(shutil.copytree(self._before, Path(place) / self._before.name))
             if tensor is not None:
-                _perturb(folder / WEIGHTS, tensor)
+                weights = load_file(folder / WEIGHTS)
+                held = weights[tensor]
+                noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(0))
+                weights[tensor] = held + 0.5 * max(0.2, float(held.std())) * noise.to(held.dtype)
+                save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
             if fields:
-                _rewrite(folder / CONFIG, fields)
+                config = json.loads((folder / CONFIG).read_text())
+                (folder / CONFIG).write_text(json.dumps({**config, **fields}))
             runner = ModelRunner(folder, device="cpu")
             served, reused = self._served(runner, folder)
             return self._cold(runner, folder), served, reused
@@ -175,19 +182,6 @@ def _make(folder: Path) -> Path:
     return folder
 
 
-def _perturb(weights: Path, name: str) -> None:
-    tensors = load_file(weights)
-    tensor = tensors[name]
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    tensors[name] = tensor + 0.5 * max(0.2, float(tensor.std())) * noise.to(tensor.dtype)
-    save_file(tensors, weights, metadata={"format": "pt"})
-
-
-def _rewrite(config: Path, fields: dict[str, Any]) -> None:
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
-
-
 def _other(name: str, value: Any) -> Any:
     if name in _OTHERS:
         return _OTHERS[name]
@@ -234,7 +228,7 @@ def tried(bench: SameName, tensors: Sequence[str], fields: Sequence[dict[str, An
     return found
 
 
-def run(rows: Results, most: int | None = None) -> None:
+def run(most: int, rows: Results) -> None:
     """Tries every change, or the first `most` tensors and fields."""
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="same-name-") as folder:
@@ -252,14 +246,7 @@ def run(rows: Results, most: int | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, tries, prints and writes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--most", type=int, help="tensors and fields; with a number it is a dry run")
-    options = parser.parse_args(arguments)
-    if options.most is not None and options.most < 1:
-        parser.error(f"--most {options.most} changes nothing; at least 1 is needed")
-    rows = Results(arguments, "cpu", dry=options.most is not None)
-    run(rows, options.most)
-    rows.write(options.json, "same_name", rows.own_folder)
+    run_counted("same_name", __doc__, [Count("most", ALL, "tensors, and as many fields")], run, arguments)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
-from validation.benchmarks.bench_model import (
-    CARD_FOLDER,
-    ONE_TOKEN,
-    WARM_UPS,
-    Bench,
-    donor_variables,
-    label,
-    model_run,
-    synchronize,
-)
+from validation.benchmarks.bench_model import ONE_TOKEN, WARM_UPS, Bench, label, model_run, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
+    from kernels.results import Results
 
 SAVING_SLOWDOWN = 1.02
 SIZE = 8_192
@@ -97,7 +88,7 @@ def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "emb
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
     # The running requests reserve room among the donors as well.
-    saving = donor_variables("position_fix", "HOST", bench.donor_bytes(room + DONORS))
+    saving = bench.donors_in("HOST", room + DONORS)
     without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
     batch = DECODING + 1
     with (
@@ -145,12 +136,13 @@ def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Results, kind:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__, CARD_FOLDER)
-    parser.add_argument("--size", type=int, default=SIZE, help="tokens of the prompts that become donors")
-    parser.add_argument("--steps", type=int, default=STEPS, help="decode steps that are timed in a turn")
+    settings = {
+        "size": (SIZE, "tokens of the prompts that become donors"),
+        "steps": (STEPS, "decode steps that are timed in a turn"),
+    }
     # A prompt runs at once beside the batch that decodes.
-    sizes, dry = lambda given: (given.size + DECODING,), "--layers 2 --size 512"
-    with model_run("saving", parser, arguments, dry, sizes, 20) as (bench, options, rows):
+    dry, more = "--layers 2 --size 512", {"repeats": 20, "beside": DECODING}
+    with model_run("saving", __doc__, arguments, dry, settings, **more) as (bench, options, rows):
         run(bench, options.size, options.steps, rows)
         run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
 

@@ -1,4 +1,4 @@
-"""Steps of random lives in which nobody was served a stale byte and nothing was leaked.
+"""Steps of random lives in which no stale byte was served and nothing was leaked.
 
 `python -m validation.benchmarks.stateful` lives one life for each kind of engine, with admissions, aborts, pauses and
 evictions, and one for each habit of TensorRT-LLM's versions, with forwards that fail and saves that lag behind. It
@@ -49,7 +49,7 @@ HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
 ROUGH_ROWS = 256
 SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
 STEPS = 100_000
-# What cancelled requests that nobody tells of must leave to others.
+# What cancelled requests, whose end is not told, must leave to others.
 HITS = 2_400
 
 
@@ -248,7 +248,7 @@ class Life:
             self._executor.poll_transfers()
         else:
             self._executor.step()
-        self._settle_finished()
+        self._take_finished()
         number = self.counts["steps"] + 1
         if number % TREE_EVERY == 0:
             self._check_tree()
@@ -257,11 +257,11 @@ class Life:
         self.counts["steps"] = number
 
     def quiet(self) -> None:
-        """Once everything has ended, nobody holds anything, and donors hold what they say."""
+        """Once everything has ended, nothing is held, and donors hold what they say."""
         self.gate.open()
         self._llm.run_until(lambda: all(request.is_finished for request in self._live))
         self._llm.settle()
-        self._settle_finished()
+        self._take_finished()
         scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
         connector = self._executor.connector
         assert connector is not None
@@ -352,7 +352,7 @@ class Life:
         for _ in range(self._random.randrange(1, 30)):
             self.counts["evictions"] += evict_block(self._llm)
 
-    def _settle_finished(self) -> None:
+    def _take_finished(self) -> None:
         for request in [each for each in self._live if each.is_finished]:
             self._live.remove(request)
             failed = request.finish_reason == "error" and INJECTED in str(request.error)

@@ -33,12 +33,12 @@ LEAST_P = 0.05
 # Steady after the warm-ups: every new donor pushes an old one out.
 MAX_DONORS = 16
 OWN_SALT, OTHER_SALT = "tenant-b", "tenant-a"
-NOBODY, OTHER, OWN = "nobody", "other", "own"
+NO_TENANT, OTHER, OWN = "none", "other", "own"
 
 
 @dataclass(slots=True)
 class Arm:
-    """What requests showed whose document is held by nobody, by the other tenant, or by their own.
+    """What requests showed whose document is held by no tenant, by the other tenant, or by their own.
 
     `counts`: all that a request says of reuse, which may be one thing in an arm only.
     """
@@ -54,9 +54,9 @@ class Arm:
 
 
 def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
-    """Serves a prompt of a document that `holder` has just had served; somebody always has something served."""
+    """Serves a prompt of a document that `holder` has just had served; in every arm a document is served before."""
     document = prompts.document(SIZE)
-    served = prompts.document(SIZE) if holder == NOBODY else document
+    served = prompts.document(SIZE) if holder == NO_TENANT else document
     llm.generate([prompts.donor(served)], ONE_TOKEN, cache_salt=OWN_SALT if holder == OWN else OTHER_SALT)
     llm.settle()
     (output,) = llm.generate([prompts.shifted(document)], ONE_TOKEN, cache_salt=OWN_SALT)
@@ -74,8 +74,8 @@ def arms_of(samples: int) -> dict[str, Arm]:
         "EMBEDDER": "off",
         "LOOKUP_DEADLINE_MS": "1000",  # what a busy machine does to a lookup is no tenant's business either
     }
-    order = random.Random(0).sample([NOBODY, OTHER, OWN] * samples, 3 * samples)
-    arms = {holder: Arm() for holder in (NOBODY, OTHER, OWN)}
+    order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
+    arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), "cpu", LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
@@ -93,11 +93,11 @@ def run(samples: int, rows: Results) -> None:
     """Measures all rows."""
     arms = arms_of(samples)
     baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
-    p = float(ks_2samp(arms[OTHER].seconds, arms[NOBODY].seconds).pvalue)
-    rows.add("tenant_ks_p", p, "p", f"nobody holds the document; {baseline}", LEAST_P, "higher")
-    own = float(ks_2samp(arms[OWN].seconds, arms[NOBODY].seconds).pvalue)
+    p = float(ks_2samp(arms[OTHER].seconds, arms[NO_TENANT].seconds).pvalue)
+    rows.add("tenant_ks_p", p, "p", f"no tenant holds the document; {baseline}", LEAST_P, "higher")
+    own = float(ks_2samp(arms[OWN].seconds, arms[NO_TENANT].seconds).pvalue)
     rows.add("tenant_own_donor_ks_p", own, "p", "the same where one's own salt holds it: the test sees a difference")
-    differing = sum(counts != arms[NOBODY].counts[0] for arm in (NOBODY, OTHER) for counts in arms[arm].counts)
+    differing = sum(counts != arms[NO_TENANT].counts[0] for arm in (NO_TENANT, OTHER) for counts in arms[arm].counts)
     rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
 
 

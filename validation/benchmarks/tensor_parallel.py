@@ -24,17 +24,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from validation.benchmarks.bench_model import (
-    CARD_FOLDER,
-    Bench,
-    Prompts,
-    donor_variables,
-    engine_cold,
-    hits,
-    label,
-    make_decided_runner,
-    make_runner,
-)
+from validation.benchmarks.bench_model import CARD_FOLDER, Bench, Prompts, label, make_decided_runner, make_runner
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
@@ -74,7 +64,7 @@ def answers(bench: Bench) -> list[Any]:
     with bench.engine(warm=False) as llm:
         found: list[Any] = [_tokens(llm, prompts.fresh(min(size, bench.longest))) for size in ANSWERED_SIZES]
     for check in (None, SpanCheck(1, SOME_KEPT)):
-        with bench.engine(_donors(bench), warm=False) as llm:
+        with bench.engine(bench.donors_in("DEVICE", DONORS), warm=False) as llm:
             if check is not None:
                 check_every_plan(llm, check)
             evidence = _evidence(llm)
@@ -86,27 +76,20 @@ def answers(bench: Bench) -> list[Any]:
     return found
 
 
-def times(bench: Bench, alone: float | None) -> dict[str, Any]:
-    """Milliseconds of cold, shifted and checked prompts, by name; `alone` is what one rank takes for a cold one."""
-    size = bench.longest
+def cold_of(bench: Bench) -> float:
     with bench.engine() as llm:
-        cold = engine_cold(bench, llm, size)
-    if alone is None:
-        return {"cold": cold}
-    with bench.engine(_donors(bench)) as llm:
-        shifted = hits(bench, llm, size)
-    with bench.engine(_donors(bench)) as llm:
+        return bench.cold(llm, bench.longest)
+
+
+def times(bench: Bench) -> dict[str, Any]:
+    """Milliseconds of cold, shifted and checked prompts, by name."""
+    size, cold = bench.longest, cold_of(bench)
+    with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
+        shifted = bench.hits(llm, size)
+    with bench.engine(bench.donors_in("DEVICE", DONORS)) as llm:
         check_every_plan(llm, SpanCheck(min(CHECK_LAYER, bench.runner.facts.num_layers - 1), KEEP_ALL))
-        verified = hits(bench, llm, size)
-    return {
-        "alone": alone,
-        "cold": cold,
-        "shifted": shifted.ttft,
-        "verified": verified.ttft,
-        "reused": shifted.reused,
-        "computed": shifted.computed,
-        "split": shifted.split,
-    }
+        verified = bench.hits(llm, size)
+    return {"cold": cold, "shifted": asdict(shifted) | {"ttft": shifted.ttft}, "verified": verified.ttft}
 
 
 def live(rank: int, run: Run, folder: Path) -> None:
@@ -124,13 +107,13 @@ def live(rank: int, run: Run, folder: Path) -> None:
         return Bench(runner, own, run.repeats, Prompts(int(runner.config.vocab_size)), sizes)
 
     told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
-    alone = times(bench(None, decided=False), None)["cold"]
+    alone = cold_of(bench(None, decided=False))
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group(run.backend, init_method=meeting, rank=rank, world_size=run.ranks, timeout=PATIENCE)
     ranks = joined_ranks(run.ranks)
     told["shared"] = answers(bench(ranks, decided=True))
     large = bench(ranks, decided=False)
-    told["times"] = times(large, alone)
+    told["times"] = times(large) | {"alone": alone}
     told["large"] = answers(large)
     (folder / f"rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     distributed.destroy_process_group()
@@ -147,12 +130,13 @@ def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
     found = told[0]["times"]
     alone, cold = found["alone"], found["cold"]
     rows.add(f"{name}_cold_ttft_{size}_ms", cold, "ms", f"one rank {alone:,.1f} ms")
-    counts = f"{found['reused']} tokens reused, {found['computed']} computed, donor near, no CUDA graphs"
-    rows.add(f"{name}_shifted_ttft_{size}_ms", found["shifted"], "ms", f"cold {cold:,.1f} ms; {counts}")
-    for part, milliseconds in found["split"].items():
+    shifted = found["shifted"]
+    counts = f"{shifted['reused']} tokens reused, {shifted['computed']} computed, donor near, no CUDA graphs"
+    rows.add(f"{name}_shifted_ttft_{size}_ms", shifted["ttft"], "ms", f"cold {cold:,.1f} ms; {counts}")
+    for part, milliseconds in shifted["split"].items():
         rows.add(f"{name}_shifted_{size}_{part}_ms", milliseconds, "ms", "its share in the time, another run")
-    rows.add(f"{name}_shifted_over_cold_{size}", found["shifted"] / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")
-    baseline = f"cold {cold:,.1f} ms, {of_ranks}; the threshold of 1e30 keeps whatever deviates"
+    rows.add(f"{name}_shifted_over_cold_{size}", shifted["ttft"] / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")
+    baseline = f"cold {cold:,.1f} ms, {of_ranks}; the threshold of 1e30 keeps all that deviates"
     rows.add(f"{name}_verified_over_cold_{size}", found["verified"] / cold, "x", baseline)
 
 
@@ -190,10 +174,6 @@ def _context(run: Run) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-def _donors(bench: Bench) -> dict[str, str]:
-    return donor_variables("position_fix", "DEVICE", bench.donor_bytes(DONORS))
 
 
 def _tokens(llm: LLM, prompt: list[int]) -> list[int]:

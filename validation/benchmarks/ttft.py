@@ -10,26 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.results import Results, parser_of
-from validation.benchmarks.bench_model import (
-    CARD_FOLDER,
-    GOAL_SIZE,
-    MISS_SIZE,
-    Bench,
-    Hits,
-    donor_variables,
-    engine_cold,
-    hits,
-    label,
-    miss_overhead,
-    model_run,
-    transformers_cold,
-)
+from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE, Bench, Hits, label, model_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
+    from kernels.results import Results
 
 SIZES = (4_096, 8_192, 16_384, 24_576, 32_768)
 DEVICE_DONORS, HOST_DONORS = 3, 3
@@ -51,22 +38,18 @@ BOUNDARY_LAYER = 3
 def run(bench: Bench, sizes: Sequence[int], rows: Results) -> None:
     """Measures all rows. The baselines come first, while the model's projections are still its own."""
     link_gbps = _ceilings(rows)
-    plain = {size: transformers_cold(bench, size) for size in sizes}
+    plain = {size: bench.transformers_cold(size) for size in sizes}
     for size, milliseconds in plain.items():
         rows.add(f"transformers_cold_{label(size)}_ms", milliseconds, "ms", "Transformers, SDPA, KV cache on")
-    near_bytes, far_bytes = bench.donor_bytes(DEVICE_DONORS), bench.donor_bytes(HOST_DONORS)
-    with (
-        bench.engine(warm=False) as without,
-        bench.engine(donor_variables("position_fix", "DEVICE", near_bytes)) as connected,
-    ):
+    with bench.engine(warm=False) as without, bench.engine(bench.donors_in("DEVICE", DEVICE_DONORS)) as connected:
         cold = _cold(bench, without, plain, rows)
         _miss(bench, without, connected, sizes, cold, rows)
-        near = {size: hits(bench, connected, size) for size in sizes}
+        near = {size: bench.hits(connected, size) for size in sizes}
     _shifted(near, cold, rows)
-    with bench.engine(donor_variables("position_fix", "HOST", far_bytes)) as llm:
-        far = {size: hits(bench, llm, size) for size in sizes}
+    with bench.engine(bench.donors_in("HOST", HOST_DONORS)) as llm:
+        far = {size: bench.hits(llm, size) for size in sizes}
     _host(bench, far, near, link_gbps, rows)
-    _boundary(bench, donor_variables("boundary", "DEVICE", near_bytes), cold, sizes, rows)
+    _boundary(bench, cold, sizes, rows)
 
 
 def _ceilings(rows: Results) -> float | None:
@@ -83,9 +66,9 @@ def _ceilings(rows: Results) -> float | None:
 
 
 def _cold(bench: Bench, llm: LLM, plain: dict[int, float], rows: Results) -> dict[int, float]:
-    unprepared = {size: engine_cold(bench, llm, size) for size in plain}
+    unprepared = {size: bench.cold(llm, size) for size in plain}
     llm.warm_up(bench.sizes)
-    cold = {size: engine_cold(bench, llm, size) for size in plain}
+    cold = {size: bench.cold(llm, size) for size in plain}
     for size, milliseconds in cold.items():
         baseline = f"Transformers with SDPA {plain[size]:,.1f} ms"
         rows.add(f"cold_ttft_{label(size)}_ms", milliseconds, "ms", baseline, cold_goal(size))
@@ -98,7 +81,7 @@ def _miss(
     bench: Bench, plain: LLM, connected: LLM, sizes: Sequence[int], cold: dict[int, float], rows: Results
 ) -> None:
     size = MISS_SIZE if MISS_SIZE in sizes else sizes[0]
-    percent = miss_overhead(bench, plain, connected, size, min(MISS_PAIRS, 8 * bench.repeats))
+    percent = bench.miss_overhead(plain, connected, size, min(MISS_PAIRS, 8 * bench.repeats))
     baseline = f"the same engine without connector, {cold[size]:,.1f} ms; median of neighbouring pairs"
     rows.add(f"miss_overhead_{label(size)}", percent, "%", baseline, MISS_OVERHEAD_PERCENT)
 
@@ -129,14 +112,13 @@ def _host(bench: Bench, far: dict[int, Hits], near: dict[int, Hits], link_gbps: 
             rows.add(f"host_tier_{label(size)}_over_limit", found.ttft / limit, "x", baseline, goal)
 
 
-def _boundary(
-    bench: Bench, variables: dict[str, str], cold: dict[int, float], sizes: Sequence[int], rows: Results
-) -> None:
+def _boundary(bench: Bench, cold: dict[int, float], sizes: Sequence[int], rows: Results) -> None:
     size = GOAL_SIZE if GOAL_SIZE in sizes else sizes[-1]
     layers = bench.runner.facts.num_layers
     boundary = min(BOUNDARY_LAYER, layers - 1)
+    variables = bench.donors_in("DEVICE", DEVICE_DONORS, "boundary")
     with bench.engine(variables | {"RECOMPUTE_BOUNDARY_LAYER": str(boundary)}) as llm:
-        found = hits(bench, llm, size)
+        found = bench.hits(llm, size)
     baseline = f"{found.ttft:,.2f} ms over cold {cold[size]:,.1f} ms; boundary {boundary} of {layers} layers"
     rows.add(f"boundary3_over_cold_{label(size)}", found.ttft / cold[size], "x", baseline, BOUNDARY_OVER_COLD)
     _split(f"boundary3_{label(size)}", found, rows)
@@ -155,10 +137,8 @@ def cold_goal(size: int) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__, CARD_FOLDER)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tokens of the prompts")
-    dry = "--layers 2 --sizes 512 768"
-    with model_run("ttft", parser, arguments, dry, lambda given: given.sizes) as (bench, options, rows):
+    settings = {"sizes": (SIZES, "tokens of the prompts")}
+    with model_run("ttft", __doc__, arguments, "--layers 2 --sizes 512 768", settings) as (bench, options, rows):
         run(bench, options.sizes, rows)
 
 

@@ -10,25 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.llm_args import LlmArgs
-from kernels.results import Results, parser_of
 from semblend_trt.plan import SpanCheck
-from validation.benchmarks.bench_model import (
-    CARD_FOLDER,
-    CHECKED_PARTS,
-    GOAL_SIZE,
-    Bench,
-    CheckedStopwatch,
-    donor_variables,
-    engine_cold,
-    hits,
-    label,
-    model_run,
-)
+from validation.benchmarks.bench_model import CHECKED_PARTS, GOAL_SIZE, Bench, CheckedStopwatch, label, model_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
+    from kernels.results import Results
     from semblend_trt.plan import SemanticKvPlan
 
 VERIFIED_OVER_COLD = 0.13
@@ -41,20 +30,20 @@ KEEP_ALL = 1e30
 def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
     """Measures all rows, the baseline first."""
     check = SpanCheck(check_layer, KEEP_ALL)
-    variables = donor_variables("position_fix", "DEVICE", bench.donor_bytes(DONORS))
+    variables = bench.donors_in("DEVICE", DONORS)
     with bench.engine() as plain:
-        cold = engine_cold(bench, plain, size)
+        cold = bench.cold(plain, size)
     with bench.engine(variables) as llm:
         check_every_plan(llm, check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
-        found = hits(bench, llm, size, CheckedStopwatch, CHECKED_PARTS)
+        found = bench.hits(llm, size, CheckedStopwatch, CHECKED_PARTS)
     at_once = min(LlmArgs.model_fields["max_num_tokens"].default, size // 3)
     with bench.engine(variables, max_num_tokens=at_once) as llm:
         check_every_plan(llm, check)
-        in_parts = hits(bench, llm, size)
+        in_parts = bench.hits(llm, size)
     name, layers = label(size), bench.runner.facts.num_layers
     rows.add(f"verified_cold_ttft_{name}_ms", cold, "ms", "the engine without connector")
-    kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps whatever deviates"
+    kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps all that deviates"
     baseline = f"{found.ttft:,.2f} ms over cold {cold:,.1f} ms; check layer {check_layer} of {layers}; {kept}"
     rows.add(f"verified_over_cold_{name}", found.ttft / cold, "x", baseline, VERIFIED_OVER_COLD)
     baseline = f"cold {cold:,.1f} ms; {found.reused} tokens reused, {found.computed} computed, donor near"
@@ -82,14 +71,11 @@ def check_every_plan(llm: LLM, check: SpanCheck) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__, CARD_FOLDER)
-    parser.add_argument("--size", type=int, default=GOAL_SIZE, help="tokens of the prompts")
-    parser.add_argument("--check-layer", type=int, default=CHECK_LAYER, help="layer of the comparison")
-    dry = "--layers 4 --size 768"
-    with model_run("verified", parser, arguments, dry, lambda given: (given.size,)) as (bench, options, rows):
+    settings = {"size": (GOAL_SIZE, "tokens of the prompts"), "check_layer": (CHECK_LAYER, "layer of the comparison")}
+    with model_run("verified", __doc__, arguments, "--layers 4 --size 768", settings) as (bench, options, rows):
         layers = bench.runner.facts.num_layers
         if not 0 <= options.check_layer < layers:
-            parser.error(f"--check-layer {options.check_layer} is outside 0..{layers - 1}")
+            options.refuse(f"--check-layer {options.check_layer} is outside 0..{layers - 1}")
         run(bench, options.size, options.check_layer, rows)
 
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from semblend_trt.connector.profile_match import ProfileMatcher
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile
 from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle

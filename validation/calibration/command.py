@@ -246,7 +246,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
             "families to serve instead with --families."
         )
     options.families = ",".join(name for name in names if name != WORKLOAD)
-    # The engine has to run as the one in which the profile was made, whatever it makes of "auto".
+    # The engine has to run as the one in which the profile was made, not as "auto" would have it.
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
     prepared, tell = _Prepared(options, dtype), teller()
     engine = prepared.namespace.backend_cache_layout

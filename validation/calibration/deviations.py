@@ -74,7 +74,7 @@ class PromptDeviations:
 
 class DeviationCollector:
     """Collects the deviations of one model's prompts. `model` is the Transformers model, which no engine has a part in:
-    any of its versions will do, whatever the engine needs."""
+    any of its versions will do for any engine."""
 
     def __init__(self, model: Any, facts: ModelFacts, min_span: int) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)

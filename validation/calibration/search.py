@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck
 from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -80,20 +79,14 @@ def candidates(
 def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int) -> list[float]:
     """Thresholds between harmless and trap deviations at `layer`: in the largest gap between the means of spans, and
     where few harmless tokens lie above. Ascending, none beyond what a profile may hold."""
-    if not harmless:
-        return []
-    gap = _largest_gap(
-        *(np.concatenate([p.span_means(layer) for p in prompts] or [np.empty(0)]) for prompts in (harmless, traps))
-    )
-    wanted = _quantiles(np.concatenate([prompt.values[layer] for prompt in harmless]), _QUANTILES)
-    return _apart(wanted if gap is None else [*wanted, gap])
+    spans = [_pooled(prompt.span_means(layer) for prompt in prompts) for prompts in (harmless, traps)]
+    tokens = _pooled(prompt.values[layer] for prompt in harmless)
+    return _apart([*_quantiles(tokens, _QUANTILES), *_largest_gap(*spans)])
 
 
 def window_thresholds(harmless: Sequence[PromptDeviations], layer: int) -> list[float]:
     """Thresholds for the means of windows at `layer`, where few harmless ones lie above. Ascending."""
-    if not harmless:
-        return []
-    return _apart(_quantiles(np.concatenate([prompt.window_means(layer) for prompt in harmless]), _WINDOW_QUANTILES))
+    return _apart(_quantiles(_pooled(prompt.window_means(layer) for prompt in harmless), _WINDOW_QUANTILES))
 
 
 def computed_share(
@@ -122,9 +115,14 @@ def _checks(
             )
 
 
-def _quantiles(values: npt.NDArray[np.floating], shares: Sequence[float]) -> list[float]:
-    values = values[np.isfinite(values)]
-    return [float(value) for value in np.quantile(values, shares)] if values.size else []
+def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
+    """The finite values of all."""
+    values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
+    return np.extract(np.isfinite(values), values)
+
+
+def _quantiles(values: npt.NDArray[np.float64], shares: Sequence[float]) -> list[float]:
+    return np.quantile(values, shares).tolist() if values.size else []
 
 
 def _apart(wanted: Sequence[float]) -> list[float]:
@@ -136,21 +134,18 @@ def _apart(wanted: Sequence[float]) -> list[float]:
     return kept
 
 
-def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float64]) -> float | None:
+def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float64]) -> list[float]:
     """The geometric middle of the widest gap, in ratio, between neighbouring means of spans above the harmless median;
-    None where no trap lies above it."""
+    none where there is no gap."""
     if not harmless.size:
-        return None
-    middle = float(np.median(harmless))
+        return []
     pooled = np.sort(np.concatenate([harmless, traps]))
-    pooled = pooled[np.isfinite(pooled) & (pooled >= max(middle, 1e-6))]
-    widest = max(_ratios(pooled.tolist()), default=None)
-    return None if widest is None or widest[0] <= 1.0 else widest[1]
-
-
-def _ratios(ascending: Sequence[float]) -> Iterator[tuple[float, float]]:
-    for below, above in pairwise(ascending):
-        yield above / below, math.sqrt(below * above)
+    pooled = pooled[pooled >= max(float(np.median(harmless)), 1e-6)]
+    ratios = pooled[1:] / pooled[:-1]
+    if not ratios.size or ratios.max() <= 1.0:
+        return []
+    widest = int(ratios.argmax())
+    return [math.sqrt(pooled[widest] * pooled[widest + 1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +173,7 @@ class Found:
 class Search:
     """How candidates are tried.
 
-    The deviations of the screening prompts, from Transformers, nominate candidates, whatever engine serves the trials:
+    The deviations of the screening prompts, from Transformers, nominate candidates for the trials of any engine:
     what is chosen is decided by the answers of that engine alone. `num_layers` are the model's.
     `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
     `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.

@@ -98,24 +98,18 @@ class Trials:
     """
 
     def __init__(
-        self,
-        engines: Engines,
-        cases: Iterable[Case],
-        settings: BatchSettings,
-        seed: int,
-        collector: DeviationCollector,
+        self, engines: Engines, cases: Sequence[Case], settings: BatchSettings, seed: int, collector: DeviationCollector
     ) -> None:
         self._engines, self._seed = engines, seed
         self._cases: dict[str, list[Case]] = {}
         for case in cases:
             self._cases.setdefault(case.workload, []).append(case)
-        self._server = BatchServer(engines, self.cases(self._cases), settings)
+        self._all = list(itertools.chain(*self._cases.values()))
+        self._server = BatchServer(engines, self._all, settings)
         self._planter = Planter(collector, self._server.tokens_of)
         self._collector = collector
+        [self._cold_arm] = arms_of([COLD], ArmChoices(engines.facts.num_layers, boundary=1))
         self._cold: dict[str, Answer] = {}
-
-    def cases(self, families: Iterable[str]) -> list[Case]:
-        return [case for name in families for case in self._cases[name]]
 
     def deviations(self, family: str) -> list[PromptDeviations]:
         """Those of the first prompt of each group."""
@@ -123,16 +117,12 @@ class Trials:
             return [found for plant in self._cases[family] for found in self._planter.deviations_of(plant)]
         return self._collector.collect(self._cases[family], self._server.tokens_of)
 
-    def cold_line(self, family: str) -> Line:
-        """Cold against itself: what the model can do."""
-        cold = self._cold_samples(family)
-        return line_of(family, COLD, list(cold.values()), cold, self._seed)
-
     def known(self, families: Iterable[str], tell: Callable[[str], None]) -> list[str]:
         """The families that the model can answer cold, or that are scored otherwise; the others show nothing."""
         known = []
         for family in families:
-            line = self.cold_line(family)
+            cold = self._cold_samples(family)
+            line = line_of(family, COLD, list(cold.values()), cold, self._seed)
             is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
             score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
             tell(f"{family}: {line.samples} prompts{score}" + ("" if is_known else "; the family shows nothing"))
@@ -159,7 +149,8 @@ class Trials:
             samples = samples_of(arm, cases, answers, self._cold_answers(family), num_layers)
             _check_profile_was_used(samples)
             lines.append(line_of(family, VERIFIED, samples, self._cold_samples(family), self._seed))
-            if not (lines[-1].holds if strict or family == PLANTED else _has_lost_little(lines[-1])):
+            has_lost_little = all(bound.difference >= -MARGIN for bound in lines[-1].bounds)
+            if not (lines[-1].holds if strict or family == PLANTED else has_lost_little):
                 return Verdict(False, tuple(lines))
         return Verdict(True, tuple(lines))
 
@@ -169,21 +160,14 @@ class Trials:
 
     def _cold_answers(self, family: str) -> dict[str, Answer]:
         if self._cases[family][0].id not in self._cold:
-            [arm] = arms_of([COLD], ArmChoices(self._engines.facts.num_layers, boundary=1))
-            asked = self.cases(self._cases if self._engines.starts_slowly else [family])
-            self._cold |= self._server.answers(arm, asked)
+            asked = self._all if self._engines.starts_slowly else self._cases[family]
+            self._cold |= self._server.answers(self._cold_arm, asked)
         return self._cold
 
     def _cold_samples(self, family: str) -> dict[str, Sample]:
-        num_layers = self._engines.facts.num_layers
-        [arm] = arms_of([COLD], ArmChoices(num_layers, boundary=1))
         answers = self._cold_answers(family)
-        samples = samples_of(arm, self._cases[family], answers, answers, num_layers)
+        samples = samples_of(self._cold_arm, self._cases[family], answers, answers, self._engines.facts.num_layers)
         return {sample.case_id: sample for sample in samples}
-
-
-def _has_lost_little(line: Line) -> bool:
-    return all(bound.difference >= -MARGIN for bound in line.bounds)
 
 
 def _check_profile_was_used(samples: Sequence[Sample]) -> None:

@@ -1,10 +1,10 @@
-"""Families over public evaluation sets: a text in pieces, served before in another order under another instruction."""
+"""Families over public evaluation sets: a text served before with its passages in another order."""
 
 from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, Field
@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Expectation, Form, content_of, parsed
 from validation.documents import Question
-from validation.families.group import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
 
 _Text = Annotated[str, Field(min_length=1)]
 _WRONG = "{} is not of the expected form"
-_PIECE_CHARACTERS = 900
+_PASSAGE_CHARACTERS = 900
 _SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text in `pieces`, in its order. `questions[i]` are those that piece i answers, `general` those on all of it."""
+    """A text in `passages`, in its order. `questions[i]` are those that passage i answers, `general` those on the whole
+    text."""
 
-    pieces: tuple[str, ...]
+    passages: tuple[str, ...]
     questions: tuple[tuple[Question, ...], ...]
     general: tuple[Question, ...] = ()
 
@@ -91,7 +91,7 @@ class _Story(BaseModel):
 
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
-    """SQuAD v1.1, one reading an article, one piece a paragraph; the first answer of a question is its reference.
+    """SQuAD v1.1, one reading an article, one passage a paragraph; the first answer of a question is its reference.
 
     Raises ConfigurationError when the file cannot be read or is not of that form, as the others here do.
     """
@@ -110,7 +110,7 @@ def squad_texts(folder: Path) -> tuple[Reading, ...]:
 
 @functools.cache
 def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
-    """QMSum, one reading a meeting; a query belongs to the piece in which the text that answers it begins."""
+    """QMSum, one reading a meeting; a query belongs to the passage in which the text that answers it begins."""
     paths = sorted((folder / "qmsum").glob("*.json"))
     if not paths:
         raise ConfigurationError(
@@ -129,8 +129,8 @@ def squality_texts(folder: Path) -> tuple[Reading, ...]:
     for story in stories:
         sentences = _SENTENCE.split(" ".join(story.document.split()))
         general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
-        pieces = tuple(" ".join(each) for each in _gathered(sentences))
-        readings.append(Reading(pieces, ((),) * len(pieces), general))
+        passages = tuple(" ".join(each) for each in _gathered(sentences))
+        readings.append(Reading(passages, ((),) * len(passages), general))
     return tuple(readings)
 
 
@@ -152,10 +152,10 @@ def _meeting(meeting: _Meeting) -> Reading:
 
 
 def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
-    """Neighbouring parts together, about _PIECE_CHARACTERS long."""
+    """Neighbouring parts together, about _PASSAGE_CHARACTERS long."""
     held: list[str] = []
     for part in parts:
-        if held and sum(map(len, held)) + len(part) > _PIECE_CHARACTERS:
+        if held and sum(map(len, held)) + len(part) > _PASSAGE_CHARACTERS:
             yield held
             held = []
         held.append(part)
@@ -165,20 +165,20 @@ def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
 
 def squad(group: Group) -> list[Case]:
     """SQuAD v1.1 (`squad-dev-v1.1.json`); the first answer is the reference."""
-    return _pieces(group, squad_texts, known=True)
+    return _passages(group, squad_texts, known=True)
 
 
 def qmsum(group: Group) -> list[Case]:
     """QMSum (`qmsum/*.json`): part of a meeting; the answer to a query on the meeting is the reference."""
-    return _pieces(group, qmsum_texts, known=False)
+    return _passages(group, qmsum_texts, known=False)
 
 
 def squality(group: Group) -> list[Case]:
     """SQuALITY (`squality-dev.jsonl`): part of a story; the first response to a question is the reference."""
-    return _pieces(group, squality_texts, known=False)
+    return _passages(group, squality_texts, known=False)
 
 
-def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bool) -> list[Case]:
+def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bool) -> list[Case]:
     """Where answers are not `known`, questions on other parts of the text may be among those asked.
 
     Raises ConfigurationError when no text has enough questions.
@@ -192,7 +192,7 @@ def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bo
         rng.shuffle(others)
         questions = _different((*own, *others))[: group.questions]
         if shown and len(questions) == group.questions:
-            asked = [Asked(form.render(opening, shown, each.text), each.answer) for each in questions]
+            asked = [replace(each, text=form.render(opening, shown, each.text)) for each in questions]
             donors = [form.render_pages(earlier, _reordered(group, shown))]
             return group.cases(donors, asked, Expectation.REUSE, known)
     raise ConfigurationError(
@@ -202,11 +202,11 @@ def _pieces(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bo
 
 
 def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
-    """Neighbouring pieces from a random one on that fill the group's room, and questions: those on them first."""
+    """Neighbouring passages from a random one on that fill the group's room, and questions: those on them first."""
     sources = [*text.questions, text.general]
     # A question on a whole text is longer than those on our own lists.
     room = group.room - max((group.count(each.text) for source in sources for each in source), default=0)
-    lengths = [group.length(piece) for piece in text.pieces]
+    lengths = [group.length(passage) for passage in text.passages]
     first = last = group.rng.randrange(len(lengths))
     room -= lengths[first]
     while last + 1 < len(lengths) and lengths[last + 1] <= room:
@@ -217,13 +217,15 @@ def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
         room -= lengths[first]
     if room < 0 or first == last:
         return [], []
-    return list(text.pieces[first : last + 1]), [each for source in text.questions[first : last + 1] for each in source]
+    return list(text.passages[first : last + 1]), [
+        each for source in text.questions[first : last + 1] for each in source
+    ]
 
 
-def _reordered(group: Group, pieces: list[str]) -> list[str]:
-    """The pieces, of which there are at least two, in another order."""
-    mixed = group.rng.sample(pieces, len(pieces))
-    return mixed if mixed != pieces else [*mixed[1:], mixed[0]]
+def _reordered(group: Group, passages: list[str]) -> list[str]:
+    """The passages, of which there are at least two, in another order."""
+    mixed = group.rng.sample(passages, len(passages))
+    return mixed if mixed != passages else [*mixed[1:], mixed[0]]
 
 
 def _different(questions: Iterable[Question]) -> list[Question]:

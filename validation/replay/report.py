@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from semblend_trt.donors.eviction import Eviction
+from validation.output import markdown_table, png
 from validation.replay.simulation import OPTIMUM
 
 if TYPE_CHECKING:
@@ -132,7 +132,6 @@ def draw(lines: Sequence[Line], title: str) -> bytes:
     """A PNG: a column for each rule of reuse, hit share above and the 95th percentile of the predicted TTFT below."""
     rules = list(dict.fromkeys(line.rule for line in lines))
     figure = Figure(figsize=(_PANEL_WIDTH * len(rules), 2 * _PANEL_HEIGHT), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     shares, times = figure.subplots(2, len(rules), squeeze=False, sharex="col", sharey="row")
     for column, rule in enumerate(rules):
         chosen = [line for line in lines if line.rule == rule]
@@ -143,10 +142,7 @@ def draw(lines: Sequence[Line], title: str) -> bytes:
     shares[0].set_ylabel("reused, % of the prompts' tokens")
     times[0].set_ylabel("TTFT predicted by the model, p95 in ms")
     shares[0].legend(fontsize=7, loc="best")
-    figure.suptitle(title, fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return png(figure, title)
 
 
 def _draw_panel(axes: Any, lines: Sequence[Line], value: Any) -> None:
@@ -228,9 +224,8 @@ class ReplayReport:
             f"![reused share and predicted TTFT against capacity]({plot_name})",
         ]
         for rule in self.rules:
-            head = [f"| {_HEADINGS} |", "|" + "---|" * len(_HEADINGS.split(" | "))]
-            rows = [f"| {' | '.join(_cells(line))} |" for line in self._of(rule)]
-            parts += [f"## {rule.name}", self._rule_sentence(rule), "\n".join(head + rows)]
+            table = markdown_table(_HEADINGS, map(_cells, self._of(rule)))
+            parts += [f"## {rule.name}", self._rule_sentence(rule), table]
         return "\n\n".join(parts) + "\n"
 
     def tables(self) -> list[Table]:

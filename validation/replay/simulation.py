@@ -209,28 +209,21 @@ class Outcome:
     regrets: int
 
 
-@dataclass(slots=True)
-class _Now:
-    request: int = 0
-    seconds: float = 0.0
-
-
 def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -> Outcome:
     """Serves the requests one after the other, each whole before the next; `policy` is an `Eviction` or OPTIMUM."""
-    now, blocks = _Now(), rule.blocks(trace)
-    looks_ahead = policy == OPTIMUM
+    blocks, looks_ahead = rule.blocks(trace), policy == OPTIMUM
+    index, seconds = 0, 0.0
     cache = BlockCache(
         blocks,
-        Optimum((request for _, request in trace.requests(as_prefixes=rule.as_prefixes)), lambda: now.request)
+        Optimum((request for _, request in trace.requests(as_prefixes=rule.as_prefixes)), lambda: index)
         if looks_ahead
-        else eviction_factory(Eviction(policy), lambda: now.seconds)(),
+        else eviction_factory(Eviction(policy), lambda: seconds)(),
         capacity_tokens,
         looks_ahead=looks_ahead,
     )
     prompt_tokens = trace.prompt_tokens()
     reused = np.zeros(len(prompt_tokens), dtype=np.int64)
     for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        now.request, now.seconds = index, seconds
         hits = cache.serve(request, seconds)
         reused[index] = min(rule.reused(_spans(request, hits, blocks, cache)), prompt_tokens[index] - 1)
     return Outcome(rule.name, policy, capacity_tokens, reused, cache.evictions, cache.regrets)

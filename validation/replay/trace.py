@@ -55,7 +55,7 @@ NONE = -1
 
 
 class Blocks:
-    """`tokens` and `parents` of each block; a block without a parent, or one that nobody shares, has NONE."""
+    """`tokens` and `parents` of each block; a block without a parent, or one that is not shared, has NONE."""
 
     def __init__(self) -> None:
         self.tokens, self.parents = array("q"), array("q")
@@ -86,7 +86,7 @@ class Trace:
     """Requests in the order of their times. Memory grows with requests and blocks; texts and metadata are not kept.
 
     `spans` tells blocks apart by tenant, model, content and length, `prefixes` by everything before them as well; there
-    a block's parent is the one before it. A block without content_hash and text is shared with nobody. `empty` counts
+    a block's parent is the one before it. A block without content_hash and text is not shared. `empty` counts
     requests without tokens, which are not replayed, and `skipped` lines that are no requests; `first_skipped` says what
     was wrong with the first.
     """

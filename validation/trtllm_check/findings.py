@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from validation.trtllm_check.served import Crowded, Workload
 
 STOCK, EXACT, RECOMPUTED, REUSED = "stock", "exact", "recomputed", "reused"
-# Half precision makes some answers differ when a prompt is computed in other pieces; the stock engine shows how many.
+# Half precision makes some answers differ when a prompt is computed in other chunks; the stock engine shows how many.
 _SLACK = 0.05
 _MAX_EM_DROP = 0.02
 _PROFILE_REFUSALS = ("no_profile", "profile_mismatch", "profile_unreadable")
@@ -160,5 +160,5 @@ def _exact_matches(asked: Workload, served: Served) -> float:
     start = len(asked.donors)
     texts = served.texts[start : start + len(asked.targets)]
     pairs = zip(texts, asked.targets, strict=True)
-    right = [re.findall(r"\d+", text)[:1] == [trial.answer] for text, trial in pairs]
+    right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
     return sum(right) / max(1, len(right))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from validation.audit_log import read_events, settled
-from validation.documents import Document, stock_list
-from validation.prompts import in_plain_text, render
+from validation.documents import Document, Question, stock_list
+from validation.prompts import PLAIN
 from validation.trtllm_engine import WRAPPER, open_llm, trtllm_api, wait_for_quiet
 
 if TYPE_CHECKING:
@@ -26,34 +26,27 @@ _LONG = "Read the lists, then give the number that is asked for, and nothing els
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A prompt and the right answer. The others of its group hold the same documents in another order."""
-
-    prompt: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
-    """`targets` hold the documents of `donors` at other places; they are asked twice."""
+    """Prompts with their right answers. `targets` hold the documents of `donors` at other places, and are asked
+    twice."""
 
-    donors: tuple[Trial, ...]
-    targets: tuple[Trial, ...]
+    donors: tuple[Question, ...]
+    targets: tuple[Question, ...]
 
     @property
     def prompts(self) -> list[str]:
-        return [trial.prompt for trial in (*self.donors, *self.targets, *self.targets)]
+        return [each.text for each in (*self.donors, *self.targets, *self.targets)]
 
 
 def workload(groups: int, rows: int, seed: int = 0) -> Workload:
     """Stock lists, four a prompt, under one instruction as donors and reversed under another as targets."""
     rng = random.Random(seed)
-    donors: list[Trial] = []
-    targets: list[Trial] = []
+    donors: list[Question] = []
+    targets: list[Question] = []
     for _ in range(groups):
         lists = [stock_list(rng, rows=rows) for _ in range(4)]
-        donors.append(_trial(rng, _SHORT, lists))
-        targets.append(_trial(rng, _LONG, lists[::-1]))
+        donors.append(_asked(rng, _SHORT, lists))
+        targets.append(_asked(rng, _LONG, lists[::-1]))
     return Workload(tuple(donors), tuple(targets))
 
 
@@ -65,13 +58,12 @@ def crowd(rounds: int, beginnings: int, rows: int, seed: int = 1) -> tuple[tuple
     rng = random.Random(seed)
     lists = [stock_list(rng, rows=rows) for _ in range(beginnings + 1)]
     pairs = [[lists[index], lists[index + 1]] for index in range(beginnings)]
-    return tuple(tuple(_trial(rng, _SHORT, pair).prompt for pair in pairs for _ in range(2)) for _ in range(rounds))
+    return tuple(tuple(_asked(rng, _SHORT, pair).text for pair in pairs for _ in range(2)) for _ in range(rounds))
 
 
-def _trial(rng: random.Random, instruction: str, lists: list[Document]) -> Trial:
+def _asked(rng: random.Random, instruction: str, lists: list[Document]) -> Question:
     question = rng.choice(rng.choice(lists).questions)
-    prompt = render(instruction, [each.text for each in lists], question.text)
-    return Trial(in_plain_text(prompt), question.answer)
+    return Question(PLAIN.render(instruction, [each.text for each in lists], question.text), question.answer)
 
 
 MAX_TOKENS = 16

@@ -1,3 +1,5 @@
+"""Which requests run in an iteration, and how many of their tokens: the scheduler over real blocks."""
+
 from collections import deque
 
 import pytest
@@ -19,9 +21,9 @@ def request(request_id, prompt_len, max_new_tokens=2):
 
 
 class Engine:
-    """Scheduler and blocks, with a forward that only moves positions."""
+    """Scheduler and blocks, with a forward that only moves positions. Requests are given as (prompt, new tokens)."""
 
-    def __init__(self, *, blocks=64, batch=4, rows=16, chunked=True):
+    def __init__(self, *shapes, blocks=64, batch=4, rows=16, chunked=True):
         args = LlmArgs(
             model="m",
             max_batch_size=batch,
@@ -30,12 +32,8 @@ class Engine:
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK),
         )
         self.blocks = BlockManager(blocks, args.kv_cache_config, lambda source, target: None)
-        self.active, self.waiting = {}, deque()
+        self.active, self.waiting = {}, deque(request(index, *shape) for index, shape in enumerate(shapes, start=1))
         self.scheduler = BatchScheduler(args, self.blocks, self.active, self.waiting)
-
-    def add(self, *requests):
-        self.waiting.extend(requests)
-        return self
 
     def step(self):
         """Returns [(request id, begin, rows)] of the iteration, in its order."""
@@ -57,73 +55,55 @@ class Engine:
         return ran
 
 
-def test_context_comes_before_generation():
-    engine = Engine().add(request(1, 3))
-    assert engine.step() == [(1, 0, 3)]
-    engine.add(request(2, 5))
-    assert engine.step() == [(2, 0, 5), (1, 3, 1)]
+@pytest.mark.parametrize(
+    ("shapes", "options", "steps"),
+    [
+        pytest.param([(21,)], {"rows": 10}, [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]], id="chunks end on boundaries"),
+        pytest.param([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]], id="nothing follows a chunk that is not the last"),
+        pytest.param(
+            [(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]], id="no chunk below a block's budget"
+        ),
+        pytest.param(
+            [(6,), (6,)], {"rows": 10, "chunked": False}, [[(1, 0, 6)], [(2, 0, 6), (1, 6, 1)]], id="prompts stay whole"
+        ),
+        pytest.param(
+            [(3,), (3,), (3,)],
+            {"batch": 2},
+            [[(1, 0, 3), (2, 0, 3)], [(1, 3, 1), (2, 3, 1)], [(3, 0, 3)]],
+            id="the largest batch",
+        ),
+        pytest.param(
+            [(8, 4), (8, 4)],
+            {"blocks": 4},
+            [[(1, 0, 8)], [(1, 8, 1)], [(1, 9, 1)], [(1, 10, 1)], [(2, 0, 8)]],
+            id="blocks must be certain",
+        ),
+    ],
+)
+def test_what_runs(shapes, options, steps):
+    engine = Engine(*shapes, **options)
+    assert [engine.step() for _ in steps] == steps
 
 
-def test_a_long_prompt_runs_in_chunks_that_end_on_block_boundaries():
-    engine = Engine(rows=10).add(request(1, 21))
-    assert [engine.step() for _ in range(3)] == [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]]
-
-
-def test_generation_has_its_rows_before_any_prompt():
-    engine = Engine(rows=6).add(request(1, 3, 9), request(2, 3, 9))
+def test_generation_has_its_rows_before_any_prompt_and_stands_behind_it():
+    engine = Engine((3, 9), (3, 9), rows=6)
     engine.step()
-    engine.add(request(3, 20))
+    engine.waiting.append(request(3, 20))
     assert engine.step() == [(3, 0, 4), (1, 3, 1), (2, 3, 1)]
 
 
-def test_a_budget_below_a_block_starts_no_chunk():
-    engine = Engine(rows=6).add(request(1, 3, 9), request(2, 20))
-    assert engine.step() == [(1, 0, 3)]
-    assert len(engine.waiting) == 1
-    assert engine.step() == [(2, 0, 4), (1, 3, 1)]
-
-
-def test_nothing_follows_a_chunk_that_is_not_the_last():
-    engine = Engine(rows=10).add(request(1, 21), request(2, 2))
-    assert engine.step() == [(1, 0, 8)]
-
-
-def test_without_chunked_prefill_a_prompt_waits_for_the_whole_budget():
-    engine = Engine(rows=10, chunked=False).add(request(1, 6), request(2, 6))
-    assert engine.step() == [(1, 0, 6)]
-    assert engine.step() == [(2, 0, 6), (1, 6, 1)]
-
-
 def test_a_cached_prefix_costs_no_budget():
-    engine = Engine(rows=10)
-    first = request(1, 16, 1)
-    engine.add(first)
+    engine = Engine((16, 1), rows=10)
     while engine.active or engine.waiting:
         engine.step()
-    again = LlmRequest(2, first.tokens(0, 16), SamplingParams(), max_new_tokens=1)
-    engine.add(again)
+    again = LlmRequest(2, request(1, 16).tokens(0, 16), SamplingParams(), max_new_tokens=1)
+    engine.waiting.append(again)
     assert engine.step() == [(2, 15, 1)]
     assert again.cached_tokens == 15
 
 
-def test_the_batch_has_a_largest_size():
-    engine = Engine(batch=2).add(request(1, 3), request(2, 3), request(3, 3))
-    assert engine.step() == [(1, 0, 3), (2, 0, 3)]
-    assert engine.step() == [(1, 3, 1), (2, 3, 1)]
-    assert engine.step() == [(3, 0, 3)]
-
-
-def test_a_request_waits_until_its_blocks_are_certain():
-    engine = Engine(blocks=4).add(request(1, 8, 4), request(2, 8, 4))
-    assert engine.step() == [(1, 0, 8)]
-    assert engine.step() == [(1, 8, 1)]
-    engine.step()
-    engine.step()
-    assert engine.step() == [(2, 0, 8)]
-
-
 def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():
-    engine = Engine(batch=1).add(request(1, 3), request(2, 3))
+    engine = Engine((3,), (3,), batch=1)
     engine.step()
     engine.active[1].state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
     assert engine.step() == []
@@ -131,13 +111,13 @@ def test_a_request_being_loaded_is_not_scheduled_and_keeps_its_place():
 
 @pytest.mark.parametrize("position", range(12, 16))
 def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
-    engine = Engine(rows=9).add(request(1, 40))
+    engine = Engine((40,), rows=9)
     engine.step()
     running = engine.active[1]
     running.context_current_position = position
     engine.scheduler.resize_chunk(running)
     assert running.context_chunk_size >= 1
-    assert (position + running.context_chunk_size) % BLOCK == 0
+    assert running.chunk_end % BLOCK == 0
 
 
 @settings(max_examples=60)
@@ -150,8 +130,7 @@ def test_a_chunk_cut_anew_still_ends_on_a_boundary(position):
 def test_every_request_runs_once_through_and_in_bounds(shapes, rows, blocks, chunked):
     if not chunked:
         shapes = [(min(length, rows), new) for length, new in shapes]
-    engine = Engine(blocks=blocks, rows=rows, chunked=chunked)
-    engine.add(*(request(index + 1, *shape) for index, shape in enumerate(shapes)))
+    engine = Engine(*shapes, blocks=blocks, rows=rows, chunked=chunked)
     positions = dict.fromkeys(range(1, len(shapes) + 1), 0)
     for _ in range(500):
         ran = engine.step()
@@ -163,5 +142,5 @@ def test_every_request_runs_once_through_and_in_bounds(shapes, rows, blocks, chu
             positions[request_id] += count
         if not engine.active and not engine.waiting:
             break
-    assert positions == {index + 1: length + new - 1 for index, (length, new) in enumerate(shapes)}
+    assert positions == {index: length + new - 1 for index, (length, new) in enumerate(shapes, start=1)}
     assert engine.blocks.num_free_blocks == blocks

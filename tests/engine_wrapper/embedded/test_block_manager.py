@@ -168,13 +168,11 @@ def test_without_copies_the_unread_leaf_itself_is_taken():
     assert blocks.match(KEY, [0, 1, 2, 70]).partial is None  # block 0 is being read
 
 
-def test_reuse_can_be_turned_off_as_a_whole_or_for_parts():
-    blocks, _ = manager(config={"enable_block_reuse": False})
+@pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
+def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
+    blocks, _ = manager(config={option: False})
     run(blocks, 1, list(range(8)))
-    assert run(blocks, 2, list(range(8))) == 0
-    blocks, _ = manager(config={"enable_partial_reuse": False})
-    run(blocks, 1, list(range(8)))
-    assert run(blocks, 2, list(range(8))) == 4
+    assert run(blocks, 2, list(range(8))) == matched
 
 
 def test_the_only_block_left_is_the_source_itself():
@@ -215,13 +213,21 @@ def test_shared_blocks_are_not_counted_twice():
     assert blocks.fits(blocks.match(KEY, tokens), 9)
 
 
+FOUR = [0, 1, 2, 3]
+
+
+def twins(num_blocks=4, total=4, **fields):
+    """Two requests of one block each, of which the first is published."""
+    blocks, _ = manager(num_blocks, **fields)
+    admit(blocks, 1, FOUR)
+    admit(blocks, 2, FOUR, total=total)
+    blocks.publish(1, FOUR)
+    return blocks
+
+
 def test_an_equal_block_is_published_once():
-    blocks, _ = manager(num_blocks=4)
-    tokens = list(range(4))
-    admit(blocks, 1, tokens)
-    admit(blocks, 2, tokens)
-    blocks.publish(1, tokens)
-    blocks.publish(2, tokens)
+    blocks = twins()
+    blocks.publish(2, FOUR)
     assert blocks.num_reusable_blocks == 1
     blocks.release(1)
     assert blocks.num_free_blocks == 2  # request 2 reads the published block and owns its duplicate
@@ -229,44 +235,23 @@ def test_an_equal_block_is_published_once():
     assert blocks.num_free_blocks == 4
 
 
-def test_an_unread_equal_block_makes_place_for_ours():
-    blocks, _ = manager(num_blocks=4)
-    tokens = list(range(4))
-    admit(blocks, 1, tokens)
-    admit(blocks, 2, tokens)
-    blocks.publish(1, tokens)
+@pytest.mark.parametrize("replaces", [True, False])
+def test_an_unread_equal_block_makes_place_for_ours_or_stays(replaces):
+    blocks = twins(replaces=replaces)
+    kept, ours = blocks.block_ids(1), blocks.block_ids(2)
     blocks.release(1)
-    free = blocks.num_free_blocks
-    blocks.publish(2, tokens)
-    assert blocks.num_free_blocks == free
-    assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == blocks.block_ids(2)[0]
-
-
-def test_the_tree_keeps_its_own_block_where_it_replaces_none():
-    blocks, _ = manager(num_blocks=4, replaces=False)
-    tokens = list(range(4))
-    admit(blocks, 1, tokens)
-    admit(blocks, 2, tokens)
-    blocks.publish(1, tokens)
-    (kept,) = blocks.block_ids(1)
-    blocks.release(1)
-    blocks.publish(2, tokens)
-    assert blocks.match(KEY, [*tokens, 9]).nodes[0].block_id == kept
-    assert blocks.block_ids(2) != [kept]
-    assert blocks.num_free_blocks == 2
+    blocks.publish(2, FOUR)
+    assert [node.block_id for node in blocks.match(KEY, [*FOUR, 9]).nodes] == (ours if replaces else kept)
+    assert blocks.num_free_blocks == (3 if replaces else 2)
     blocks.release(2)
     assert blocks.num_free_blocks == 4
 
 
 def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
-    blocks, _ = manager(num_blocks=3, replaces=False)
-    tokens = list(range(4))
-    admit(blocks, 1, tokens)
-    admit(blocks, 2, tokens, total=8)
-    blocks.publish(1, tokens)
+    blocks = twins(num_blocks=3, total=8, replaces=False)
     blocks.release(1)
     admit(blocks, 3, [70])
-    blocks.publish(2, tokens)
+    blocks.publish(2, FOUR)
     assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
 
 
@@ -299,13 +284,6 @@ def test_the_guard_limits_publication_and_hears_of_the_release():
     blocks.release(1)
     assert guard.gone == [1]
     assert len(blocks.match(KEY, tokens).nodes) == 1
-
-
-def test_free_blocks_return_to_the_start():
-    blocks, _ = manager()
-    for request_id in range(20):
-        run(blocks, request_id, [request_id, *range(10)])
-        assert blocks.num_free_blocks == 8
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

@@ -34,28 +34,20 @@ class Scheduler(KvCacheConnectorScheduler):
 
 
 class Worker(KvCacheConnectorWorker):
+    register_kv_caches = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = None
+
     def __init__(self, finished=([], [])):
         super().__init__(None)
         self.finished, self.polls = finished, []
 
-    def register_kv_caches(self, kv_cache_tensor):
-        pass
-
-    def start_load_kv(self, stream):
-        pass
-
-    def wait_for_layer_load(self, layer_idx, stream):
-        pass
-
-    def save_kv_layer(self, layer_idx, stream):
-        pass
-
-    def wait_for_save(self, stream):
-        pass
-
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         self.polls.append((finished_gen_req_ids, started_loading_req_ids))
         return self.finished
+
+
+def managed(*, worker=None, **answers):
+    """A manager whose scheduler has these answers."""
+    return KvCacheConnectorManager(worker or Worker(), Scheduler(**answers))
 
 
 def request(request_id=1, prompt_len=10):
@@ -82,7 +74,7 @@ def broken(rule):
     ],
 )
 def test_answers_to_the_query_that_break_a_rule(answer, rule):
-    manager = KvCacheConnectorManager(Worker(), Scheduler(answer))
+    manager = managed(answer=answer)
     with broken(rule) as caught:
         manager.get_num_new_matched_tokens(request(), 2)
     assert caught.value.rule == rule
@@ -90,12 +82,12 @@ def test_answers_to_the_query_that_break_a_rule(answer, rule):
 
 
 def test_the_largest_offer_leaves_one_token():
-    manager = KvCacheConnectorManager(Worker(), Scheduler((7, False)))
+    manager = managed(answer=(7, False))
     assert manager.get_num_new_matched_tokens(request(), 2) == 7
 
 
 def test_a_request_is_asked_about_once_until_it_has_finished():
-    manager = KvCacheConnectorManager(Worker(), Scheduler())
+    manager = managed()
     manager.get_num_new_matched_tokens(request(), 0)
     with broken("asked_once"):
         manager.get_num_new_matched_tokens(request(), 0)
@@ -111,12 +103,12 @@ def test_metadata_travels_as_a_copy_and_must_pickle():
     assert worker.get_connector_meta() == metadata
     assert worker.get_connector_meta() is not metadata
     with broken("metadata_picklable"):
-        KvCacheConnectorManager(Worker(), Scheduler(metadata=lambda: None)).handle_metadata()
+        managed(metadata=lambda: None).handle_metadata()
 
 
 def test_the_connector_gets_its_own_list_of_blocks():
     block_ids = [3, 4]
-    KvCacheConnectorManager(Worker(), Scheduler()).update_state_after_alloc(request(), block_ids)
+    managed().update_state_after_alloc(request(), block_ids)
     assert block_ids == [3, 4]
 
 
@@ -195,7 +187,7 @@ def test_a_save_is_pending_until_it_is_reported():
 
 @pytest.mark.parametrize("finished", [([1, 1], []), ([], [1]), ([2], [])])
 def test_only_ids_handed_in_may_be_reported_once_and_as_what_they_were(finished):
-    manager = KvCacheConnectorManager(Worker(finished), Scheduler(saving=True))
+    manager = managed(worker=Worker(finished), saving=True)
     manager.request_finished(request(), [1])
     with broken("finished_id_handed_in"):
         manager.get_finished()
@@ -204,12 +196,12 @@ def test_only_ids_handed_in_may_be_reported_once_and_as_what_they_were(finished)
 @pytest.mark.parametrize("finished", [None, 1, ([],)])
 def test_get_finished_returns_two_lists(finished):
     with broken("finished_returns_pair"):
-        KvCacheConnectorManager(Worker(finished), Scheduler()).get_finished()
+        managed(worker=Worker(finished)).get_finished()
 
 
 def test_request_finished_says_true_or_false():
     with broken("finished_returns_bool"):
-        KvCacheConnectorManager(Worker(), Scheduler(saving=None)).request_finished(request(), [])
+        managed(saving=None).request_finished(request(), [])
 
 
 def on_two_ranks(work, **answers):

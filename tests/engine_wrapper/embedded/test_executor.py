@@ -173,16 +173,6 @@ class OffersEverything(ShelfScheduler):
         return request.prompt_len - num_computed_tokens, False
 
 
-class AwaitsNothing(ShelfScheduler):
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 0, True
-
-
-class SendsAFunction(ShelfScheduler):
-    def build_connector_meta(self, scheduler_output):
-        return lambda: None
-
-
 class Raises(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids):
         raise OSError("the disk is gone")
@@ -197,8 +187,6 @@ class ReportsStrangers(ShelfWorker):
     ("scheduler", "worker", "rule"),
     [
         ("OffersEverything", "ShelfWorker", "one_token_left"),
-        ("AwaitsNothing", "ShelfWorker", "asynchronous_needs_tokens"),
-        ("SendsAFunction", "ShelfWorker", "metadata_picklable"),
         ("ShelfScheduler", "ReportsStrangers", "finished_id_handed_in"),
     ],
 )

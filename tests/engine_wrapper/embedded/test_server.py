@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -16,7 +15,15 @@ from hypothesis import strategies as st
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput
-from engine_wrapper.embedded.server import BOUNDS, AnswerForm, TextSoFar, Worker, main, read_body, usage_of
+from engine_wrapper.embedded.server import (
+    BOUNDS,
+    AnswerForm,
+    EngineThread,
+    TextSoFar,
+    Worker,
+    main,
+    read_body,
+)
 from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
 from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
@@ -54,6 +61,10 @@ def asked(worker, ask):
 async def answer_of(client, path, body):
     async with client.post(path, data=body if isinstance(body, bytes) else json.dumps(body)) as response:
         return response.status, await response.json()
+
+
+def broken(_):
+    raise RuntimeError("out of memory")
 
 
 def events_of(stream):
@@ -147,10 +158,6 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
 
 def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     llm, worker = make_worker()
-
-    def broken(_):
-        raise RuntimeError("out of memory")
-
     monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
 
     async def ask(client):
@@ -161,7 +168,7 @@ def test_an_engine_that_failed_is_not_healthy(make_worker, monkeypatch):
     before, (status, answer), health = asked(worker, ask)
     assert before == 200
     assert (status, answer["error"]["code"]) == (503, "engine_stopped")
-    assert health == {"status": "stopped", "reason": "out of memory"}
+    assert health == {"status": "stopped", "reason": "RuntimeError: out of memory"}
 
 
 def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_worker, monkeypatch):
@@ -210,20 +217,24 @@ def test_what_ends_a_worker_becomes_a_status(error, status, told, monkeypatch, c
     assert capsys.readouterr().err.splitlines()[-1] == told
 
 
-@pytest.mark.parametrize("option", ["--model", "--name", "--nats", "--profile"])
-def test_an_empty_name_is_bad_usage(option, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        *(
+            (option, " ", f"argument {option}: the name is empty")
+            for option in ("--model", "--name", "--nats", "--profile")
+        ),
+        *(("--port", port, f"{port!r} is no port from 0 to 65535") for port in ("65536", "-1", "http")),
+        ("--max-body-bytes", "0", "'0' is no int"),
+        ("--body-seconds", "nan", "'nan' is no float"),
+        ("--max-connections", "1.5", "'1.5' is no int"),
+    ],
+)
+def test_what_cannot_be_an_argument_is_bad_usage(option, value, told, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--model", "nothing", option, " "])
+        main(["--model", "nothing", option, value])
     assert ended.value.code == 2
-    assert f"argument {option}: the name is empty" in capsys.readouterr().err
-
-
-def test_a_port_that_is_none_is_bad_usage(capsys):
-    for port in ("65536", "-1", "http"):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model", "nothing", "--port", port])
-        assert ended.value.code == 2
-        assert f"{port!r} is no port from 0 to 65535" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_models_are_listed(make_worker):
@@ -310,64 +321,138 @@ def test_no_malformed_request_is_an_error_of_the_workers(make_worker, caplog):
     assert llm.executor.num_unfinished == 0
 
 
-def test_bounds_that_are_none_are_bad_usage(capsys):
-    for name, value in (("--max-body-bytes", "0"), ("--body-seconds", "nan"), ("--max-connections", "1.5")):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model", "nothing", name, value])
-        assert ended.value.code == 2
-        assert f"{value!r} is no" in capsys.readouterr().err
+# -- the engine's thread ----------------------------------------------------------------------------------------------
+
+PROMPTS = [list(range(start, start + 20 + start)) for start in (1, 5, 9)]
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-# -- bodies and answers
+@pytest.fixture
+def llm(tiny_qwen2_path):
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(llm):
+    engine = EngineThread(llm, max_requests=4)
+    yield engine
+    engine.close()
+
+
+async def outputs_of(engine, prompt, params=GREEDY, *, streaming=True):
+    return [output async for output in engine.outputs(prompt, params, None, streaming=streaming)]
+
+
+def test_requests_together_say_what_they_say_alone(tiny_qwen2_path, engine):
+    async def together():
+        return await asyncio.gather(*(outputs_of(engine, prompt) for prompt in PROMPTS))
+
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=256) as alone:
+        expected = [alone.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    streams = asyncio.run(together())
+    assert [stream[-1].outputs[0].token_ids for stream in streams] == expected
+    assert [[len(output.outputs[0].token_ids) for output in stream] for stream in streams] == [[1, 2, 3, 4, 5, 6]] * 3
+    assert engine.running == 0
+
+
+def test_without_streaming_only_the_end_is_told(engine):
+    (output,) = asyncio.run(outputs_of(engine, PROMPTS[0], streaming=False))
+    assert output.finished
+    assert len(output.outputs[0].token_ids) == 6
+
+
+def test_no_more_run_than_may(engine):
+    async def crowd():
+        return await asyncio.gather(*(outputs_of(engine, PROMPTS[0]) for _ in range(6)), return_exceptions=True)
+
+    ended = asyncio.run(crowd())
+    refused = [each for each in ended if isinstance(each, RequestRefusedError)]
+    assert len(refused) == 2
+    assert "4 requests are running or waiting" in str(refused[0])
+
+
+def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, monkeypatch):
+    monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
+
+    async def ask():
+        return await asyncio.gather(*(outputs_of(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
+
+    for ended in (*asyncio.run(ask()), *asyncio.run(ask())):
+        assert isinstance(ended, RequestRefusedError)
+        assert (ended.reason, str(ended)) == ("engine_stopped", "the engine has stopped: RuntimeError: out of memory")
+    assert engine.failure == "RuntimeError: out of memory"
+
+
+def test_closing_ends_what_runs(engine):
+    async def close():
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        running = asyncio.ensure_future(outputs_of(engine, PROMPTS[0], long))
+        while not engine.running:
+            await asyncio.sleep(0)
+        engine.close()
+        with pytest.raises(RequestRefusedError, match="it was shut down"):
+            await running
+
+    asyncio.run(close())
+
+
+# -- bodies and answers ----------------------------------------------------------------------------------------------
+
 
 # As clients send them that know of these fields and want nothing of them.
 NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p": 0.0, "min_tokens": 0, "echo": False}
 
 
-def test_where_nothing_is_said_the_apis_defaults_hold() -> None:
-    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "somebody", **NEUTRAL})
+def test_where_nothing_is_said_the_apis_defaults_hold():
+    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "me", **NEUTRAL})
     assert fields.sampling_params(16) == SamplingParams(max_tokens=16, temperature=1.0)
-    assert not fields.stream
-    assert not fields.includes_usage
-    assert fields.stop_texts == ()
+    assert (bool(fields.stream), fields.includes_usage, fields.stop_texts) == (False, False, ())
 
 
-def test_what_is_said_becomes_sampling_parameters() -> None:
+def test_what_is_said_becomes_sampling_parameters():
     body = {"max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 5, "ignore_eos": True}
     fields = read_body({**body, "stop_token_ids": [6], "stop": "x", "stream_options": {"include_usage": True}})
     assert fields.sampling_params(16) == SamplingParams(3, 0.0, 0.5, 4, 5, (6,), True)
-    assert fields.stop_texts == ("x",)
-    assert fields.includes_usage
-
-
-def test_a_chat_may_call_its_bound_otherwise() -> None:
+    assert (fields.includes_usage, fields.stop_texts) == (True, ("x",))
     assert read_body({"max_completion_tokens": 7}).sampling_params(16).max_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("body", "reason", "message"),
+    ("name", "value"),
     [
-        ({"n": 2}, "unsupported_field", "n is not supported by this engine; leave it out"),
-        ({"logprobs": 5}, "unsupported_field", "logprobs is not supported"),
-        ({"logprobs": 0}, "unsupported_field", "logprobs is not supported"),
-        ({"n": True}, "unsupported_field", "n is not supported"),
-        ({"prompt_logprobs": 0}, "unsupported_field", "prompt_logprobs is not supported"),
-        ({"min_p": 0.1}, "unsupported_field", "min_p is not supported"),
-        ({"min_tokens": 1}, "unsupported_field", "min_tokens is not supported"),
-        ({"lora_request": {"lora_name": "red"}}, "unsupported_field", "lora_request is not supported"),
-        ({"guided_json": {}}, "unsupported_field", "guided_json is not supported"),
-        ({"response_format": {"type": "json_object"}}, "unsupported_field", "response_format is not supported"),
-        ({"temperature": "hot"}, "bad_field", "temperature: Input should be a valid number"),
-        ({"temperature": -1}, "bad_field", "temperature is -1.0; it must be a number >= 0"),
-        ({"max_tokens": 0}, "bad_field", "max_tokens is 0; it must be an integer >= 1"),
-        ({"stop": [""]}, "bad_field", r"stop"),
-        ({"cache_salt": 5}, "bad_field", "cache_salt: Input should be a valid string"),
+        *[
+            ("n", 2),
+            ("n", True),
+            ("logprobs", 5),
+            ("logprobs", 0),
+            ("prompt_logprobs", 0),
+            ("min_p", 0.1),
+            ("min_tokens", 1),
+        ],
+        *[("lora_request", {"lora_name": "red"}), ("guided_json", {}), ("response_format", {"type": "json_object"})],
     ],
 )
-def test_what_cannot_be_done_is_named(body: dict[str, Any], reason: str, message: str) -> None:
+def test_what_this_engine_does_not_know_is_named(name, value):
+    with pytest.raises(RequestRefusedError, match=f"^{name} is not supported by this engine; leave it out") as refused:
+        read_body({name: value})
+    assert (refused.value.status, refused.value.reason) == (400, "unsupported_field")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "hot", "temperature: Input should be a valid number"),
+        ("temperature", -1, "temperature is -1.0; it must be a number >= 0"),
+        ("max_tokens", 0, "max_tokens is 0; it must be an integer >= 1"),
+        ("stop", [""], "stop"),
+        ("cache_salt", 5, "cache_salt: Input should be a valid string"),
+    ],
+)
+def test_values_out_of_bounds_are_named(name, value, message):
     with pytest.raises(RequestRefusedError, match=message) as refused:
-        read_body(body).sampling_params(16)
-    assert (refused.value.status, refused.value.reason) == (400, reason)
+        read_body({name: value}).sampling_params(16)
+    assert (refused.value.status, refused.value.reason) == (400, "bad_field")
 
 
 OUTPUT = RequestOutput(
@@ -383,7 +468,7 @@ OUTPUT = RequestOutput(
 )
 
 
-def shown(parts: list[str], stops: tuple[str, ...] = ()) -> tuple[list[str], TextSoFar]:
+def shown(parts, stops=()):
     """The deltas of an answer that grows by `parts`, as far as it goes."""
     text, deltas, whole = TextSoFar(stops), [], ""
     for at, part in enumerate(parts):
@@ -396,7 +481,7 @@ def shown(parts: list[str], stops: tuple[str, ...] = ()) -> tuple[list[str], Tex
 
 @given(st.lists(st.text("ab\n", max_size=4), min_size=1), st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3))
 @example(["a", "ab"], ["aab"])
-def test_deltas_add_up_to_the_text_before_its_first_stop(parts: list[str], stops: list[str]) -> None:
+def test_deltas_add_up_to_the_text_before_its_first_stop(parts, stops):
     deltas, text = shown(parts, tuple(stops))
     whole = "".join(parts)
     ends = [at for at in map(whole.find, stops) if at >= 0]
@@ -409,30 +494,21 @@ def test_deltas_add_up_to_the_text_before_its_first_stop(parts: list[str], stops
         assert text.shown == whole
 
 
-def test_half_a_character_is_held_back() -> None:
+def test_half_a_character_is_held_back():
     text = TextSoFar()
     assert text.delta("a\ufffd", is_last=False) == "a"
     assert text.delta("aé", is_last=False) == "é"
     assert text.delta("aé\ufffd", is_last=True) == "\ufffd"
 
 
-def test_what_may_become_a_stop_is_held_back() -> None:
+def test_what_may_become_a_stop_is_held_back():
     deltas, text = shown(["one\n", "two\n", "\nthree"], ("\n\n",))
     assert deltas == ["one", "\ntwo", ""]
     assert text.is_stopped
 
 
-def test_usage_says_where_the_prompts_tokens_came_from() -> None:
-    assert usage_of(OUTPUT) == {
-        "prompt_tokens": 5,
-        "completion_tokens": 2,
-        "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 1, "reused_tokens": 2, "computed_tokens": 3},
-    }
-
-
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_whole_answers_and_chunks_have_the_apis_form(is_chat: bool) -> None:
+def test_whole_answers_and_chunks_have_the_apis_form(is_chat):
     form = AnswerForm("tiny", is_chat)
     whole = form.whole("two", "stop", OUTPUT)
     lines = [form.chunk("t", None, is_first=True), form.chunk("wo", "stop", is_first=False), form.usage_chunk(OUTPUT)]
@@ -440,7 +516,16 @@ def test_whole_answers_and_chunks_have_the_apis_form(is_chat: bool) -> None:
     assert all(line.endswith(b"\n\n") for line in lines)
     assert {answer["id"] for answer in [whole, *chunks]} == {whole["id"]}
     assert all(before["created"] == after["created"] for before, after in pairwise([whole, *chunks]))
-    assert whole["usage"] == chunks[-1]["usage"]
+    assert (
+        whole["usage"]
+        == chunks[-1]["usage"]
+        == {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 1, "reused_tokens": 2, "computed_tokens": 3},
+        }
+    )
     assert chunks[-1]["choices"] == []
     if is_chat:
         assert whole["object"] == "chat.completion"

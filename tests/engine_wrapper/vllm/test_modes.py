@@ -111,7 +111,7 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(
     assert [each.token_ids for each in found.outputs] == [each.token_ids for each in cold["several"].outputs]
     assert len({tuple(each.token_ids) for each in found.outputs}) == 3
     settled = [served.scheduler.outcomes.of(served.last - i) for i in range(3)]
-    assert sum(each.evidence["offered_tokens"] for each in settled) > 400
+    assert sum(each.offered_tokens for each in settled) > 400
     assert not served.runtime.faults
 
 
@@ -318,7 +318,7 @@ def test_approximate_blocks_are_never_published(
     watched = Watched(served, told)
     # Three blocks are filled while it decodes: they lie behind approximate KV, and are approximate too.
     assert watched.run(MOVED, HEAD, max_tokens=100) > 90
-    assert served.scheduler.outcomes.of(served.last).evidence["reused_tokens"] > 400
+    assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     assert len(watched.approximate) == len([*MOVED, *range(100)]) // BLOCK - HEAD // BLOCK
     watched.assert_exact_told()
     for _ in range(3):
@@ -326,7 +326,7 @@ def test_approximate_blocks_are_never_published(
         watched.assert_clean()
     # Asked again it is planned again, and stays as it is.
     assert watched.run(MOVED, HEAD, max_tokens=40) > 30
-    assert served.scheduler.outcomes.of(served.last).evidence["reused_tokens"] > 400
+    assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold["moved"].tokens)

@@ -66,8 +66,8 @@ def taught(engine: Callable[..., Served]) -> Served:
 def evidence_of(served: Served) -> dict[str, Any]:
     outcome = served.scheduler.outcomes.of(served.last)
     assert outcome is not None
-    evidence: dict[str, Any] = outcome.evidence
-    return evidence
+    figures: dict[str, Any] = outcome.figures
+    return figures
 
 
 def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(

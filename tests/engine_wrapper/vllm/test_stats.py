@@ -126,7 +126,7 @@ def test_vllm_tells_every_request_once(
         logging.observe(each)
     lines: list[str] = []
     logging.log(log_fn=lambda line, *values: lines.append(line % values))
-    evidence = outcomes.of(served.last).evidence
+    evidence = outcomes.of(served.last).figures
     assert evidence["reused_tokens"] > 300
     for outcome, count in outcomes.counts().items():
         assert (f"requests {outcome.value}={count}" in lines[0]) == (count > 0)

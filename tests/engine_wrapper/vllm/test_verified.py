@@ -65,7 +65,7 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
     assert right == GROUPS
     assert cached > 0
     evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
-    assert sum(each.evidence.get("reused_tokens", 0) for each in evidence) > 0.25 * GROUPS * TOKENS
+    assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
     assert not served.runtime.faults
 
 
@@ -81,4 +81,4 @@ def test_a_profile_without_this_engine_is_refused_by_name(
     assert answers(served, cases, donors=True)[0] == GROUPS
     settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
     assert "profile_mismatch" in {each.reason for each in settled}
-    assert all(not each.evidence.get("reused_tokens") for each in settled)
+    assert all(not each.reused_tokens for each in settled)

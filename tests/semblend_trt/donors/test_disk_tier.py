@@ -20,15 +20,20 @@ import torch
 from semblend_trt.donors.disk_tier import FOLDER, KEY_BYTES, DiskTier, key_path, make_key, read_key
 from semblend_trt.donors.donor_file import DonorFileError
 from semblend_trt.errors import DonorUnavailableError
+from tests.semblend_trt.held_donors import FORM, at_once, host_kv, text_of
 
 TOKENS = 5
 
 
 @pytest.fixture
-def tier(tmp_path, form):
-    made = DiskTier(tmp_path, form)
+def tier(tmp_path):
+    made = DiskTier(tmp_path, FORM)
     yield made
     made.close()
+
+
+def write(tier, donor_id, fill=None):
+    tier.write(donor_id, text_of(TOKENS), host_kv(TOKENS, fill=fill))
 
 
 def fail(*arguments, **keywords):
@@ -39,23 +44,23 @@ def names(tier):
     return sorted(path.name for path in tier._folder.glob("*.donor.*"))
 
 
-def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path, form):
+def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path):
     """The engine serves without it; another one may have it."""
     in_the_way = tmp_path / FOLDER / "donor.donor.unfinished"
     in_the_way.mkdir(parents=True)
     with pytest.raises(OSError, match=r"donor\.unfinished"):
-        DiskTier(tmp_path, form)
+        DiskTier(tmp_path, FORM)
     in_the_way.rmdir()
-    DiskTier(tmp_path, form).close()
+    DiskTier(tmp_path, FORM).close()
 
 
-def test_the_second_engine_of_a_folder_is_refused(at_once, tmp_path, form, tier):
+def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
     for _ in range(2):
         with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
-            at_once(lambda: DiskTier(tmp_path, form))
+            at_once(lambda: DiskTier(tmp_path, FORM))
 
 
-def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(at_once, tmp_path, form):
+def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     holds = (
         "import sys, pathlib, torch\n"
         "from semblend_trt.donors.disk_tier import DiskTier\n"
@@ -68,26 +73,26 @@ def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(at_once, tm
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
-            at_once(lambda: DiskTier(tmp_path, form))
+            at_once(lambda: DiskTier(tmp_path, FORM))
         other.kill()
-    DiskTier(tmp_path, form).close()
+    DiskTier(tmp_path, FORM).close()
 
 
-def test_a_file_whose_name_is_not_synced_is_no_file(tier, make_text, make_host_kv, monkeypatch):
+def test_a_file_whose_name_is_not_synced_is_no_file(tier, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(DiskTier, "_sync_folder", fail)
         with pytest.raises(OSError, match="Read-only"):
-            tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+            write(tier, "donor")
     assert names(tier) == []
     with pytest.raises(DonorUnavailableError):
         tier.tokens_of("donor")
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    write(tier, "donor")
     assert tier.tokens_of("donor") == TOKENS
 
 
-def test_what_a_folder_holds_that_has_become_read_only_is_read(tier, make_text, make_host_kv, monkeypatch):
-    kv, held = make_host_kv(TOKENS), make_host_kv(TOKENS, fill=float("nan"))
-    tier.write("donor", make_text(TOKENS), kv)
+def test_what_a_folder_holds_that_has_become_read_only_is_read(tier, monkeypatch):
+    kv, held = host_kv(TOKENS), host_kv(TOKENS, fill=float("nan"))
+    tier.write("donor", text_of(TOKENS), kv)
     monkeypatch.setattr(os, "utime", fail)
     tier.read("donor", held)
     assert torch.equal(held.tensor, kv.tensor)
@@ -122,16 +127,14 @@ def replace_lock(folder):
 
 
 @pytest.mark.parametrize("change", [move_folder, replace_folder, link_to_folder, remove_all, replace_lock])
-def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(
-    tier, tmp_path, make_text, make_host_kv, change
-):
+def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(tier, tmp_path, change):
     """Another engine may have it, or another one in its place."""
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    write(tier, "donor")
     change(tmp_path / FOLDER)
     before = sorted(tmp_path.rglob("*"))
     for call in (
-        lambda: tier.write("another", make_text(TOKENS), make_host_kv(TOKENS)),
-        lambda: tier.read("donor", make_host_kv(TOKENS)),
+        lambda: write(tier, "another"),
+        lambda: tier.read("donor", host_kv(TOKENS)),
         lambda: list(tier.scan()),
     ):
         with pytest.raises(FileNotFoundError):
@@ -141,44 +144,44 @@ def test_a_folder_that_is_moved_removed_or_replaced_is_not_used_any_more(
     assert names(tier) == []
 
 
-def test_the_folder_that_came_in_its_place_is_the_next_engines(tier, tmp_path, form, make_text, make_host_kv):
+def test_the_folder_that_came_in_its_place_is_the_next_engines(tier, tmp_path):
     move_folder(tmp_path / FOLDER)
-    second = DiskTier(tmp_path, form)
-    second.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+    second = DiskTier(tmp_path, FORM)
+    write(second, "donor")
     with pytest.raises(FileNotFoundError):
-        tier.write("another", make_text(TOKENS), make_host_kv(TOKENS))
+        write(tier, "another")
     assert [each[0] for each in second.scan()] == ["donor"]
     second.close()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
-def test_a_folder_that_others_can_write_is_refused(tmp_path, form, mode):
+def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER).chmod(mode)
     with pytest.raises(PermissionError, match=f"{FOLDER} has mode {mode:o}, open to others"):
-        DiskTier(tmp_path, form)
+        DiskTier(tmp_path, FORM)
     assert (os.listdir(tmp_path / FOLDER), stat.S_IMODE((tmp_path / FOLDER).stat().st_mode)) == ([], mode)
 
 
-def test_a_folder_that_others_can_read_is_closed_to_them(tmp_path, form):
+def test_a_folder_that_others_can_read_is_closed_to_them(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER).chmod(0o755)
-    DiskTier(tmp_path, form).close()
+    DiskTier(tmp_path, FORM).close()
     assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("what", [".", "lock"])
-def test_a_folder_or_lock_of_another_user_is_refused(tmp_path, form, what):
-    DiskTier(tmp_path, form).close()
+def test_a_folder_or_lock_of_another_user_is_refused(tmp_path, what):
+    DiskTier(tmp_path, FORM).close()
     os.chown(tmp_path / FOLDER / what, 12345, -1)
     with pytest.raises(PermissionError, match="belongs to user 12345"):
-        DiskTier(tmp_path, form)
+        DiskTier(tmp_path, FORM)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("link", ["path", "folder"])
-def test_a_link_is_no_folder_and_nothing_behind_it_is_touched(tmp_path, form, link, is_there):
+def test_a_link_is_no_folder_and_nothing_behind_it_is_touched(tmp_path, link, is_there):
     target, path = tmp_path / "target", tmp_path / "path"
     if is_there:
         target.mkdir()
@@ -188,7 +191,7 @@ def test_a_link_is_no_folder_and_nothing_behind_it_is_touched(tmp_path, form, li
     (path if link == "path" else path / FOLDER).symlink_to(target)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OSError, match="is a symbolic link or no folder"):
-        DiskTier(path, form)
+        DiskTier(path, FORM)
     assert sorted(tmp_path.rglob("*")) == before
     if is_there:
         assert stat.S_IMODE(target.stat().st_mode) == 0o755
@@ -237,10 +240,8 @@ def assert_target_is_as_it_was(tmp_path):
 
 
 @THINGS
-def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(
-    at_once, tmp_path, form, tier, make_text, make_host_kv, thing
-):
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(tmp_path, tier, thing):
+    write(tier, "donor")
     thing(tmp_path / FOLDER / "planted.donor.safetensors")
     planted, found = sorted(at_once(lambda: list(tier.scan())), key=lambda each: isinstance(each, tuple))
     assert (planted.reason, found[0]) == ("unreadable", "donor")
@@ -250,13 +251,13 @@ def test_what_is_no_file_is_left_where_it_is_when_donors_are_looked_for(
 
 
 @THINGS
-def test_what_came_in_place_of_a_donors_file_is_not_read(at_once, tmp_path, tier, make_text, make_host_kv, thing):
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+def test_what_came_in_place_of_a_donors_file_is_not_read(tmp_path, tier, thing):
+    write(tier, "donor")
     path = tmp_path / FOLDER / "donor.donor.safetensors"
     path.unlink()
     thing(path)
     with pytest.raises(OSError):  # noqa: PT011 - each kind has its own words
-        at_once(lambda: tier.read("donor", make_host_kv(TOKENS)))
+        at_once(lambda: tier.read("donor", host_kv(TOKENS)))
     assert_target_is_as_it_was(tmp_path)
     if thing is not a_folder:
         tier.forget("donor")
@@ -266,89 +267,87 @@ def test_what_came_in_place_of_a_donors_file_is_not_read(at_once, tmp_path, tier
 
 @THINGS
 @pytest.mark.parametrize("suffix", [".donor.unfinished", ".donor.safetensors"])
-def test_a_donor_is_never_written_through_what_is_no_file(
-    at_once, tmp_path, tier, make_text, make_host_kv, thing, suffix
-):
+def test_a_donor_is_never_written_through_what_is_no_file(tmp_path, tier, thing, suffix):
     thing(tmp_path / FOLDER / ("donor" + suffix))
     try:
-        at_once(lambda: tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS)))
+        at_once(lambda: write(tier, "donor"))
     except OSError:
         assert thing is a_folder or names(tier) == []
     else:
-        at_once(lambda: tier.read("donor", make_host_kv(TOKENS)))
+        at_once(lambda: tier.read("donor", host_kv(TOKENS)))
     assert_target_is_as_it_was(tmp_path)
 
 
 @THINGS
-def test_what_is_no_file_is_no_lock(at_once, tmp_path, form, thing):
+def test_what_is_no_file_is_no_lock(tmp_path, thing):
     (tmp_path / FOLDER).mkdir()
     thing(tmp_path / FOLDER / "lock")
     with pytest.raises(OSError):  # noqa: PT011
-        at_once(lambda: DiskTier(tmp_path, form))
+        at_once(lambda: DiskTier(tmp_path, FORM))
     assert_target_is_as_it_was(tmp_path)
 
 
-def test_files_that_changed_names_are_refused(tmp_path, tier, make_text, make_host_kv):
+def test_files_that_changed_names_are_refused(tmp_path, tier):
     """Both are ours and whole; each would be the other's text and KV."""
     for name, fill in (("one", 1.0), ("two", 2.0)):
-        tier.write(name, make_text(TOKENS), make_host_kv(TOKENS, fill=fill))
+        tier.write(name, text_of(TOKENS), host_kv(TOKENS, fill=fill))
     one, two = (tmp_path / FOLDER / f"{name}.donor.safetensors" for name in ("one", "two"))
     one.rename(tmp_path / "between")
     two.rename(one)
     (tmp_path / "between").rename(two)
     for name in ("one", "two"):
         with pytest.raises(DonorFileError):
-            tier.read(name, make_host_kv(TOKENS))
+            tier.read(name, host_kv(TOKENS))
     assert [each.reason for each in tier.scan()] == ["corrupt", "corrupt"]
     assert names(tier) == []
 
 
-def test_an_older_file_that_was_put_back_is_not_read_for_a_newer_text(tmp_path, tier, make_text, make_host_kv):
+def test_an_older_file_that_was_put_back_is_not_read_for_a_newer_text(tmp_path, tier):
     path = tmp_path / FOLDER / "donor.donor.safetensors"
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0))
+    write(tier, "donor", fill=1.0)
     older = path.read_bytes()
     tier.forget("donor")
-    tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS, fill=2.0))
+    write(tier, "donor", fill=2.0)
     path.write_bytes(older)
     with pytest.raises(DonorFileError):
-        tier.read("donor", make_host_kv(TOKENS))
+        tier.read("donor", host_kv(TOKENS))
 
 
-def test_files_of_another_key_are_refused_and_removed(tmp_path, form, make_text, make_host_kv):
-    first = DiskTier(tmp_path, form, tmp_path / "keys" / "one")
-    first.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+def test_files_of_another_key_are_refused_and_removed(tmp_path):
+    first = DiskTier(tmp_path, FORM, tmp_path / "keys" / "one")
+    write(first, "donor")
     first.close()
-    second = DiskTier(tmp_path, form, tmp_path / "keys" / "two")
+    second = DiskTier(tmp_path, FORM, tmp_path / "keys" / "two")
     assert [each.reason for each in second.scan()] == ["other_key"]
     assert names(second) == []
     second.close()
 
 
 @pytest.mark.parametrize("way", ["plain", "link"])
-def test_a_key_among_the_files_that_it_seals_is_refused(tmp_path, form, way):
+def test_a_key_among_the_files_that_it_seals_is_refused(tmp_path, way):
     folder = tmp_path / FOLDER
     if way == "link":
         folder.mkdir()
         (tmp_path / "keys").symlink_to(folder)
         folder = tmp_path / "keys"
     with pytest.raises(OSError, match="lies among the files that it seals; set SEMBLEND_DISK_KEY_PATH"):
-        DiskTier(tmp_path, form, folder / "key")
+        DiskTier(tmp_path, FORM, folder / "key")
     assert not (tmp_path / FOLDER / "key").exists()
 
 
-def test_no_folder_is_made_without_a_key(tmp_path, form):
+def test_no_folder_is_made_without_a_key(tmp_path):
     (tmp_path / "key").write_bytes(b"short")
     (tmp_path / "key").chmod(0o600)
     with pytest.raises(OSError, match="no key of 32 bytes"):
-        DiskTier(tmp_path / "donors", form, tmp_path / "key")
+        DiskTier(tmp_path / "donors", FORM, tmp_path / "key")
     assert not (tmp_path / "donors").exists()
 
 
-def test_a_layer_that_cannot_be_written_leaves_no_file(tier, make_text, make_host_kv, monkeypatch):
+def test_a_layer_that_cannot_be_written_leaves_no_file(tier, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(OSError, match="Read-only"):
-            tier.write("donor", make_text(TOKENS), make_host_kv(TOKENS))
+            write(tier, "donor")
     assert names(tier) == []
 
 
@@ -411,7 +410,7 @@ def test_one_of_another_length_is_refused(file, size):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder"])
-def test_what_is_no_file_is_refused_and_left_as_it_is(at_once, file, kind):
+def test_what_is_no_file_is_refused_and_left_as_it_is(file, kind):
     target = file.with_name("target")
     if kind == "dangling link":
         file.parent.mkdir()

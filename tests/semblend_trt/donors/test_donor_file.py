@@ -17,31 +17,34 @@ from safetensors import safe_open
 
 from semblend_trt.donors import donor_file
 from semblend_trt.donors.donor_file import PAGE, DonorFileError, file_bytes, read_kv, read_text, write_donor
+from tests.semblend_trt.held_donors import FORM, host_kv, text_of
 
 TOKENS = 21
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def write(path, donor_id, text, kv, form, key=KEY):
+def write(path, kv, donor_id="donor", form=FORM, key=KEY):
+    """Writes the file of a donor with this KV; returns its seal."""
     with path.open("xb", buffering=0) as file:
-        return write_donor(file.fileno(), donor_id, text, kv, form, key)
+        return write_donor(file.fileno(), donor_id, text_of(kv.capacity), kv, form, key)
 
 
-def text_of(path, form):
+def text_in(path, form=FORM):
     with path.open("rb", buffering=0) as file:
         return read_text(file.fileno(), form, KEY)
 
 
-def kv_of(path, seal, form, held):
+def kv_in(path, seal, held=None, form=FORM):
+    """Reads the KV of the file into `held`, of TOKENS tokens unless it is given."""
     with path.open("rb", buffering=0) as file:
-        read_kv(file.fileno(), seal, form, KEY, held)
+        read_kv(file.fileno(), seal, form, KEY, held or host_kv(TOKENS, form=form))
 
 
 @pytest.fixture
-def written(tmp_path, form, make_host_kv, make_text):
+def written(tmp_path):
     """A donor's file, the KV that it holds, and its seal."""
-    path, kv = tmp_path / "donor", make_host_kv(8, 13)
-    return path, kv, write(path, "donor", make_text(TOKENS), kv, form)
+    path, kv = tmp_path / "donor", host_kv(8, 13)
+    return path, kv, write(path, kv)
 
 
 def assert_refused(reason, call, *arguments):
@@ -51,32 +54,32 @@ def assert_refused(reason, call, *arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kv_and_text_come_back_bit_for_bit(tmp_path, form, make_host_kv, make_text, dtype):
-    form = dataclasses.replace(form, dtype=dtype)
-    path, kv, text = tmp_path / "donor", make_host_kv(TOKENS, form=form), make_text(TOKENS)
-    seal = write(path, "donor", text, kv, form)
-    donor_id, read, found = text_of(path, form)
+def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
+    form = dataclasses.replace(FORM, dtype=dtype)
+    path, kv, text = tmp_path / "donor", host_kv(TOKENS, form=form), text_of(TOKENS)
+    seal = write(path, kv, form=form)
+    donor_id, read, found = text_in(path, form)
     assert found == seal
     assert (donor_id, read.namespace_key, read.digest) == ("donor", text.namespace_key, text.digest)
     assert np.array_equal(read.tokens, text.tokens)
-    held = make_host_kv(TOKENS, form=form, fill=math.nan)
-    kv_of(path, seal, form, held)
+    held = host_kv(TOKENS, form=form, fill=math.nan)
+    kv_in(path, seal, held, form)
     assert torch.equal(held.tensor, kv.tensor)
 
 
 @pytest.mark.parametrize("sizes", [(TOKENS,), (1, 20), (20, 1), (5, 5, 11)])
-def test_parts_of_memory_need_not_be_those_of_the_writer(written, form, make_host_kv, sizes):
+def test_parts_of_memory_need_not_be_those_of_the_writer(written, sizes):
     path, kv, seal = written
-    held = make_host_kv(*sizes, fill=math.nan)
-    kv_of(path, seal, form, held)
+    held = host_kv(*sizes, fill=math.nan)
+    kv_in(path, seal, held)
     assert torch.equal(held.tensor, kv.tensor)
 
 
-def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written, form):
+def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_page(written):
     path, *_ = written
-    assert path.stat().st_size <= file_bytes(form.num_layers, form.token_bytes, TOKENS) < path.stat().st_size + PAGE
+    assert path.stat().st_size <= file_bytes(FORM.num_layers, FORM.token_bytes, TOKENS) < path.stat().st_size + PAGE
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
-    assert header == form.header_bytes
+    assert header == FORM.header_bytes
     assert header % PAGE == 0
 
 
@@ -87,135 +90,133 @@ def test_others_can_read_it_with_the_library(written):
         assert torch.equal(file.get_tensor("kv").permute(0, 2, 3, 1, 4), kv.tensor)
 
 
-def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path, form, make_host_kv, make_text):
+def test_a_name_too_long_for_the_header_is_an_error_of_the_system(tmp_path):
     with pytest.raises(OSError, match="are set aside for it"):
-        write(tmp_path / "donor", "d" * 5000, make_text(4), make_host_kv(4), form)
+        write(tmp_path / "donor", host_kv(4), "d" * 5000)
 
 
 @pytest.fixture
-def short(tmp_path, form, make_host_kv, make_text):
+def short(tmp_path):
     """A file of two tokens, open for reading and writing, its bytes and its seal."""
     path = tmp_path / "short"
-    seal = write(path, "donor", make_text(2), make_host_kv(2), form)
+    seal = write(path, host_kv(2))
     with path.open("r+b", buffering=0) as file:
         yield file.fileno(), path.read_bytes(), seal
 
 
-def test_whichever_byte_changes_the_file_is_refused(short, form, make_host_kv):
+def test_whichever_byte_changes_the_file_is_refused(short):
     file, data, seal = short
-    held, chance = make_host_kv(2), random.Random(0)
-    kv = range(form.header_bytes, len(data) - 8)
+    held, chance = host_kv(2), random.Random(0)
+    kv = range(FORM.header_bytes, len(data) - 8)
     for place in range(len(data)):
         os.pwrite(file, bytes([data[place] ^ 1 << chance.randrange(8)]), place)
         if place in kv:
-            read_text(file, form, KEY)
+            read_text(file, FORM, KEY)
         else:
             with pytest.raises(DonorFileError):
-                read_text(file, form, KEY)
+                read_text(file, FORM, KEY)
         if place < kv.stop:
             with pytest.raises(DonorFileError):
-                read_kv(file, seal, form, KEY, held)
+                read_kv(file, seal, FORM, KEY, held)
         os.pwrite(file, data[place : place + 1], place)
-    read_kv(file, seal, form, KEY, held)
-    assert torch.equal(held.tensor, make_host_kv(2).tensor)
+    read_kv(file, seal, FORM, KEY, held)
+    assert torch.equal(held.tensor, host_kv(2).tensor)
 
 
-def test_a_file_of_any_other_length_is_refused(short, form):
+def test_a_file_of_any_other_length_is_refused(short):
     file, data, _ = short
     os.pwrite(file, b"\0", len(data))
     for length in (len(data) + 1, *reversed(range(len(data)))):
         os.ftruncate(file, length)
-        assert_refused("corrupt", read_text, file, form, KEY)
+        assert_refused("corrupt", read_text, file, FORM, KEY)
 
 
 @pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 0)])
-def test_layers_that_changed_places_are_refused(written, form, make_host_kv, places):
+def test_layers_that_changed_places_are_refused(written, places):
     path, _, seal = written
-    data, first, size = path.read_bytes(), form.header_bytes, TOKENS * form.layer_bytes
-    layers = [data[first + layer * size :][:size] for layer in range(form.num_layers)]
+    data, first, size = path.read_bytes(), FORM.header_bytes, TOKENS * FORM.layer_bytes
+    layers = [data[first + layer * size :][:size] for layer in range(FORM.num_layers)]
     one, other = places
     layers[one], layers[other] = layers[other], layers[one]
-    path.write_bytes(data[:first] + b"".join(layers) + data[first + form.num_layers * size :])
-    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
+    path.write_bytes(data[:first] + b"".join(layers) + data[first + FORM.num_layers * size :])
+    assert_refused("corrupt", kv_in, path, seal)
 
 
 @pytest.mark.parametrize("part", ["header", "kv", "tokens"])
-def test_parts_of_another_file_of_ours_are_refused(written, tmp_path, form, make_host_kv, make_text, part):
+def test_parts_of_another_file_of_ours_are_refused(written, tmp_path, part):
     """Both files are sealed with our key and of the same size."""
     path, _, seal = written
-    write(tmp_path / "other", "other", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0), form)
+    write(tmp_path / "other", host_kv(TOKENS, fill=1.0), "other")
     data, other = path.read_bytes(), (tmp_path / "other").read_bytes()
-    cuts = (0, form.header_bytes, len(data) - 4 * TOKENS, len(data))
+    cuts = (0, FORM.header_bytes, len(data) - 4 * TOKENS, len(data))
     place = slice(*cuts[["header", "kv", "tokens"].index(part) :][:2])
     other = other[: cuts[2]] + bytes(4 * TOKENS)
     path.write_bytes(data[: place.start] + other[place] + data[place.stop :])
     if part == "tokens":
-        assert_refused("corrupt", text_of, path, form)
+        assert_refused("corrupt", text_in, path)
     else:
-        assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
+        assert_refused("corrupt", kv_in, path, seal)
 
 
-def test_another_file_of_the_same_donor_is_refused_where_it_is_known(written, tmp_path, form, make_host_kv, make_text):
+def test_another_file_of_the_same_donor_is_refused_where_it_is_known(written, tmp_path):
     """A file that was put back is whole, and found at the next start; until then the donor's text is another one."""
     *_, seal = written
     older = tmp_path / "older"
-    write(older, "donor", make_text(TOKENS), make_host_kv(TOKENS), form)
-    assert text_of(older, form)[0] == "donor"
-    assert_refused("corrupt", kv_of, older, seal, form, make_host_kv(TOKENS))
+    write(older, host_kv(TOKENS))
+    assert text_in(older)[0] == "donor"
+    assert_refused("corrupt", kv_in, older, seal)
 
 
-def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path, form, make_host_kv, make_text):
+def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path):
     path = tmp_path / "donor"
-    seal = write(path, "donor", make_text(TOKENS), make_host_kv(TOKENS), form, OTHER_KEY)
-    assert_refused("other_key", text_of, path, form)
-    assert_refused("other_key", kv_of, path, seal, form, make_host_kv(TOKENS))
+    seal = write(path, host_kv(TOKENS), key=OTHER_KEY)
+    assert_refused("other_key", text_in, path)
+    assert_refused("other_key", kv_in, path, seal)
 
 
 @pytest.mark.parametrize("forgery", ["another key under our key's name", "our seal", "no seal", "no key"])
-def test_altered_kv_under_right_digests_is_refused(
-    written, tmp_path, form, make_host_kv, make_text, forgery, monkeypatch
-):
+def test_altered_kv_under_right_digests_is_refused(written, tmp_path, forgery, monkeypatch):
     """Whoever writes the folder knows the format, and can read all files there; the key lies elsewhere."""
     *_, seal = written
     name = donor_file._key_name(KEY)
     forged = tmp_path / "forged"
     with monkeypatch.context() as patch:
         patch.setattr(donor_file, "_key_name", lambda key: name)
-        forged_seal = write(forged, "donor", make_text(TOKENS), make_host_kv(TOKENS, fill=1.0), form, OTHER_KEY)
+        forged_seal = write(forged, host_kv(TOKENS, fill=1.0), key=OTHER_KEY)
     data = forged.read_bytes()
     if forgery == "our seal":
         data = data.replace(forged_seal.encode(), seal.encode())
     elif forgery != "another key under our key's name":
-        room, gone = form.header_bytes, "seal" if forgery == "no seal" else "key"
+        room, gone = FORM.header_bytes, "seal" if forgery == "no seal" else "key"
         header = json.loads(data[8:room])
         del header["__metadata__"][gone]
         data = data[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(room - 8) + data[room:]
     forged.write_bytes(data)
-    assert_refused("corrupt", text_of, forged, form)
+    assert_refused("corrupt", text_in, forged)
     for known in (seal, forged_seal):
-        assert_refused("corrupt", kv_of, forged, known, form, make_host_kv(TOKENS))
+        assert_refused("corrupt", kv_in, forged, known)
 
 
 @pytest.mark.parametrize("version", [b"semblend-donor-1", b"semblend-donor-9"])
-def test_another_format_is_another_version(written, form, version):
+def test_another_format_is_another_version(written, version):
     path, *_ = written
     path.write_bytes(path.read_bytes().replace(donor_file.FORMAT.encode(), version))
-    assert_refused("other_version", text_of, path, form)
+    assert_refused("other_version", text_in, path)
 
 
 @pytest.mark.known_defect(37)
 @pytest.mark.parametrize("change", [{"num_layers": 4}, {"kv_heads": 1}, {"head_dim": 16}, {"dtype": torch.bfloat16}])
-def test_kv_of_another_model_or_dtype_is_refused(written, form, make_host_kv, change):
+def test_kv_of_another_model_or_dtype_is_refused(written, change):
     path, _, seal = written
-    other = dataclasses.replace(form, **change)
-    assert_refused("other_geometry", text_of, path, other)
-    assert_refused("other_geometry", kv_of, path, seal, other, make_host_kv(TOKENS, form=other))
+    other = dataclasses.replace(FORM, **change)
+    assert_refused("other_geometry", text_in, path, other)
+    assert_refused("other_geometry", kv_in, path, seal, None, other)
 
 
-def test_the_file_of_another_seal_or_length_is_refused(written, form, make_host_kv):
+def test_the_file_of_another_seal_or_length_is_refused(written):
     path, _, seal = written
-    assert_refused("corrupt", kv_of, path, "0" * 64, form, make_host_kv(TOKENS))
-    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS - 1))
+    assert_refused("corrupt", kv_in, path, "0" * 64)
+    assert_refused("corrupt", kv_in, path, seal, host_kv(TOKENS - 1))
 
 
 def claim(header, **changes):
@@ -251,45 +252,45 @@ def claim(header, **changes):
         lambda header: claim(header, tokens__shape=[10**4000], kv__shape=[3, 10**4000, 2, 2, 8]),
     ],
 )
-def test_a_header_that_lies_is_refused(written, form, make_host_kv, say):
+def test_a_header_that_lies_is_refused(written, say):
     path, _, seal = written
-    data, room = path.read_bytes(), form.header_bytes
+    data, room = path.read_bytes(), FORM.header_bytes
     said = say(json.loads(data[8:room])).encode("latin-1")
     path.write_bytes(data[:8] + said.ljust(room - 8) + data[room:])
-    assert_refused("corrupt", text_of, path, form)
-    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
+    assert_refused("corrupt", text_in, path)
+    assert_refused("corrupt", kv_in, path, seal)
 
 
-def test_a_header_of_any_length_that_is_claimed_is_not_read(written, form):
+def test_a_header_of_any_length_that_is_claimed_is_not_read(written):
     path, *_ = written
     data = path.read_bytes()
     for length in (0, 1 << 20, 1 << 40, (1 << 64) - 1):
         path.write_bytes(length.to_bytes(8, "little") + data[8:])
-        assert_refused("corrupt", text_of, path, form)
+        assert_refused("corrupt", text_in, path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_refused(written, form, make_host_kv, monkeypatch):
+def test_a_file_that_shrinks_while_it_is_read_is_refused(written, monkeypatch):
     """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
     path, _, seal = written
     checked = donor_file._header_of
 
     def cut(*arguments):
         header = checked(*arguments)
-        os.truncate(path, form.header_bytes)
+        os.truncate(path, FORM.header_bytes)
         return header
 
     monkeypatch.setattr(donor_file, "_header_of", cut)
-    assert_refused("corrupt", kv_of, path, seal, form, make_host_kv(TOKENS))
+    assert_refused("corrupt", kv_in, path, seal)
 
 
-def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, make_host_kv, monkeypatch):
+def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, monkeypatch):
     """It is another donor's by then."""
     path, _, seal = written
     read, over, ended = donor_file._read_all, threading.Event(), []
 
     def fails_at_once_or_takes_long(descriptor, view, start):
-        if len(view) * form.num_layers == TOKENS * form.token_bytes:  # a layer's KV
-            if start == form.header_bytes:
+        if len(view) * FORM.num_layers == TOKENS * FORM.token_bytes:  # a layer's KV
+            if start == FORM.header_bytes:
                 raise OSError(errno.EIO, "a bad sector")
             over.wait(0.05)
             ended.append(start)
@@ -297,12 +298,12 @@ def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, form, ma
 
     monkeypatch.setattr(donor_file, "_read_all", fails_at_once_or_takes_long)
     with pytest.raises(OSError, match="a bad sector"):
-        kv_of(path, seal, form, make_host_kv(TOKENS))
-    assert len(ended) == form.num_layers - 1
+        kv_in(path, seal)
+    assert len(ended) == FORM.num_layers - 1
     over.set()
 
 
-def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, make_host_kv, monkeypatch):
+def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeypatch):
     path, _, seal = written
     readers, read = [], donor_file._moved
 
@@ -311,6 +312,6 @@ def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, form, m
         return read(*arguments)
 
     monkeypatch.setattr(donor_file, "_moved", note)
-    kv_of(path, seal, form, make_host_kv(TOKENS))
-    assert len(readers) == form.num_layers
+    kv_in(path, seal)
+    assert len(readers) == FORM.num_layers
     assert all(reader.daemon for reader in readers)

@@ -30,7 +30,7 @@ from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.runtime import PoolFacts, SavedDonor
 from semblend_trt.semantic.embedder import embedder_for
-from semblend_trt.semantic.neighbourhood import neighbourhood_for, text_decoder
+from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)

@@ -241,7 +241,7 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     clock.now += 10
     assert directory.resyncs_due() == ()
     assert directory.donors_of(WORKER) == teller.held
-    assert [(state.is_synced, state.donors, state.last_seen_s) for state in directory.workers()] == [(True, 2, 10.0)]
+    assert [(state.is_synced, state.donors) for state in directory.workers()] == [(True, 2)]
 
 
 def test_a_lost_last_event_shows_with_the_next_heartbeat(directory, make_teller, text) -> None:

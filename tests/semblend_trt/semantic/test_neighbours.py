@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
 import sys
 import threading
 import weakref
+from functools import partial
+from importlib.resources import files
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
+from semblend_trt.audit import AuditEvents
+from semblend_trt.config import load_settings
+from semblend_trt.connector.engine_namespace import tokenizer_folder
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.metrics import metrics_for
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
-from semblend_trt.semantic.neighbours import Neighbours
+from semblend_trt.semantic.neighbours import Neighbours, neighbourhood_for
 
 WAIT = 60.0
+MODEL = files("validation") / "assets" / "model"
+COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
 class Records:
@@ -58,7 +72,7 @@ class Gate:
 
 
 def text(seed, length=300):
-    return np.random.default_rng(seed).integers(0, 100_000, length, dtype=np.int32)
+    return np.random.default_rng(seed).integers(300, 5_000, length, dtype=np.int32)
 
 
 @pytest.fixture
@@ -67,10 +81,21 @@ def records():
 
 
 @pytest.fixture
-def made(records):
-    neighbours = Neighbours(static, decoder, records, min_similarity=0.6)
-    yield neighbours
-    neighbours.close()
+def neighbours_of(records):
+    """Makes neighbours that end with the test."""
+    with contextlib.ExitStack() as ending:
+
+        def make(open_embedder=static, open_decoder=decoder, **rest):
+            made = Neighbours(open_embedder, open_decoder, records, min_similarity=0.6, **rest)
+            ending.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def made(neighbours_of):
+    return neighbours_of()
 
 
 def test_the_donor_of_a_shared_document_is_found(made, records):
@@ -85,22 +110,9 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     assert made.nearest(8) == ()
     assert records.found == {7: (near,), 8: ()}
     assert sorted(records.events) == ["donor_embedded"] * 5 + ["request_embedded"] * 2
-
-
-def test_the_vectors_of_held_donors_are_told(made, records):
-    made.donor_held("space", "donor", text(1))
-    made.look_up(1, "space", text(2))
-    assert made.settle(WAIT)
-    (vector,) = static().embed([decoder()(text(1))])
-    assert list(records.embedded) == ["donor"]
-    np.testing.assert_array_equal(records.embedded["donor"], vector)
-
-
-def test_another_salt_finds_nothing(made):
-    made.donor_held("space", "donor", text(1))
-    made.look_up(1, "space, salted", text(1))
-    assert made.settle(WAIT)
-    assert made.nearest(1) == ()
+    for number in range(5):
+        (vector,) = static().embed([decoder()(text(number))])
+        np.testing.assert_array_equal(records.embedded[f"donor-{number}"], vector)
 
 
 def test_a_donor_that_left_is_named_no_more(made):
@@ -116,9 +128,9 @@ def test_a_donor_that_left_is_named_no_more(made):
     made.donor_gone("never known")
 
 
-def test_a_donor_that_leaves_while_it_waits_is_never_entered(records):
+def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
     gate = Gate()
-    made = Neighbours(lambda: gate, decoder, records, min_similarity=0.6)
+    made = neighbours_of(lambda: gate)
     made.donor_held("space", "donor", text(1))
     for _ in range(2):  # the thread's first text is its own
         assert gate.begun.acquire(timeout=WAIT)
@@ -127,13 +139,12 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(records):
     gate.let.release(5)
     assert made.settle(WAIT)
     assert made.nearest(1) == ()
-    made.close()
 
 
 @pytest.mark.known_defect(18)
-def test_a_full_queue_drops_texts_but_no_removals(records):
+def test_a_full_queue_drops_texts_but_no_removals(records, neighbours_of):
     gate = Gate()
-    made = Neighbours(lambda: gate, decoder, records, min_similarity=0.6, queue_length=3)
+    made = neighbours_of(lambda: gate, queue_length=3)
     made.donor_held("space", "donor-0", text(0))
     for _ in range(2):
         assert gate.begun.acquire(timeout=WAIT)
@@ -148,10 +159,9 @@ def test_a_full_queue_drops_texts_but_no_removals(records):
         made.look_up(number, "space", text(number))
         assert made.settle(WAIT)
     assert [len(made.nearest(number)) for number in range(6)] == [0, 1, 0, 1, 0, 0]
-    made.close()
 
 
-def test_one_text_that_fails_costs_only_itself(records, caplog):
+def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
     def broken():
         words = decoder()
 
@@ -162,7 +172,7 @@ def test_one_text_that_fails_costs_only_itself(records, caplog):
 
         return decode
 
-    made = Neighbours(static, broken, records, min_similarity=0.6)
+    made = neighbours_of(open_decoder=broken)
     made.donor_held("space", "bad", text(0, 1))
     made.donor_held("space", "worse", text(0, 1))
     made.donor_held("space", "empty", text(0, 0))
@@ -174,16 +184,15 @@ def test_one_text_that_fails_costs_only_itself(records, caplog):
     assert made.nearest(2) == ()
     assert records.events.count("failed") == 2
     assert sum("cannot be embedded" in line for line in caplog.messages) == 1
-    made.close()
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("pip install 'semblend-trt[onnx]'"), RuntimeError("injected")])
-def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error):
+def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error, neighbours_of):
     def raises():
         raise error
 
     with caplog.at_level(logging.WARNING):
-        made = Neighbours(raises, decoder, records, min_similarity=0.6)
+        made = neighbours_of(raises)
         assert made.settle(WAIT)
         for number in range(1000):
             made.donor_held("space", str(number), text(number, 5))
@@ -192,24 +201,24 @@ def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error):
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
     assert records.events == []
-    made.close()
 
 
-def test_without_the_extra_one_sentence_says_what_to_install(records, monkeypatch, caplog):
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    made = Neighbours(static, decoder, records, min_similarity=0.6)
+    made = neighbours_of()
     assert made.settle(WAIT)
     expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
     assert caplog.messages == [expected]
-    made.close()
 
 
-def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(records, monkeypatch, caplog):
+def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
+    records, monkeypatch, caplog, neighbours_of
+):
     def broken(self, entry_id):
         raise RuntimeError("injected")
 
     monkeypatch.setattr(SemanticIndex, "remove", broken)
-    made = Neighbours(static, decoder, records, min_similarity=0.6)
+    made = neighbours_of()
     made.donor_held("space", "donor", text(1))
     assert made.settle(WAIT)
     made.donor_gone("donor")
@@ -218,11 +227,10 @@ def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(r
     made.donor_held("space", "another", text(2))
     assert made.settle(WAIT)
     assert list(records.embedded) == ["donor"]
-    made.close()
 
 
-def test_close_ends_the_thread_and_later_calls_do_nothing(records):
-    made = Neighbours(static, decoder, records, min_similarity=0.6)
+def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
+    made = neighbours_of()
     assert made.settle(WAIT)
     made.close()
     made.close()
@@ -235,19 +243,18 @@ def test_close_ends_the_thread_and_later_calls_do_nothing(records):
     assert not [thread for thread in threading.enumerate() if thread is made._worker._thread]
 
 
-def test_what_opened_the_embedder_is_let_go(records):
+def test_what_opened_the_embedder_is_let_go(neighbours_of):
     class Held:
         def __call__(self):
             return static()
 
     opener = Held()
     gone = weakref.ref(opener)
-    made = Neighbours(opener, decoder, records, min_similarity=0.6)
+    made = neighbours_of(opener)
     del opener
     assert made.settle(WAIT)
     gc.collect()
     assert gone() is None
-    made.close()
 
 
 def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
@@ -259,3 +266,141 @@ def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
     assert gone() is None
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+# -- in step with the scheduler -------------------------------------------------------------------------------------
+
+
+class News:
+    """Keeps what is passed on."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *rest: self.told.append((name, rest[0] if rest else None))
+
+
+class Scheduled:
+    """A neighbourhood as the scheduler has it, with the tokenizer of the shipped model."""
+
+    def __init__(self, path, refusal=None, model=MODEL, **overrides):
+        self.path, self.news, self.registry = path, News(), CollectorRegistry()
+        self.audit = AuditEvents(path)
+        self.neighbourhood = neighbourhood_for(
+            load_settings(**{"embedder": "static"} | overrides),
+            refusal,
+            partial(tokenizer_folder, SimpleNamespace(model=str(model))),
+            self.audit,
+            metrics_for(True, self.registry),
+            self.news,
+        )
+
+    def hold(self, donor_id, tokens, key="space"):
+        self.neighbourhood.intended(donor_id, SimpleNamespace(key=key), None)
+        self.neighbourhood.held(donor_id, tokens, "host")
+
+    def nearest(self, request_id, tokens, key="space"):
+        self.neighbourhood.look_up(TrackedRequest(request_id, key, tokens, 0))
+        assert self.neighbourhood.neighbours.settle(WAIT)
+        return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
+
+    def events(self):
+        self.audit.close()
+        lines = self.path.read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == "neighbours"]
+
+    def count(self, event):
+        return self.registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
+
+
+def test_near_donors_are_reported_written_and_counted(tmp_path):
+    made = Scheduled(tmp_path / "audit")
+    made.hold("one", text(1))
+    made.hold("two", text(2))
+    made.hold("foreign", text(2), key="another salt")
+    assert made.nearest(5, np.concatenate([text(9, 30), text(2)])) == ["two"]
+    assert made.nearest(6, text(7)) == []
+    report = made.neighbourhood.report(5, COLD)
+    assert report.reused_tokens == 0
+    assert "nearest" not in report.figures
+    made.neighbourhood.close()
+    near, none = made.events()
+    assert (near["request_id"], [name for name, _ in near["nearest"]], none["nearest"]) == (5, ["two"], [])
+    assert 0.6 <= near["nearest"][0][1] <= 1.0
+    assert (made.count("donor_embedded"), made.count("request_embedded"), made.count("dropped")) == (3, 2, 0)
+    assert made.registry.get_sample_value("semblend_neighbour_similarity_count") == 1
+
+
+def test_donors_near_a_request_are_named_to_the_scheduler_once(tmp_path):
+    made = Scheduled(tmp_path / "audit")
+    made.hold("one", text(1))
+    made.nearest(5, text(7))
+    assert made.neighbourhood.near_donors() == []
+    made.nearest(6, text(1))
+    assert [made.neighbourhood.near_donors() for _ in range(2)] == [["one"], []]
+    made.neighbourhood.gone("one")
+    assert made.neighbourhood.report(6, COLD).nearest == ()
+    made.neighbourhood.close()
+
+
+def test_min_similarity_decides_what_is_near(tmp_path):
+    mixed = np.concatenate([text(1), text(2)])
+    for least, expected in ((0.2, ["one"]), (0.95, [])):
+        made = Scheduled(tmp_path / f"audit-{least}", min_similarity=least)
+        made.hold("one", text(1))
+        assert made.nearest(1, mixed) == expected
+        made.neighbourhood.close()
+
+
+def test_the_news_reaches_the_fleet_with_and_without_an_embedder(tmp_path):
+    for kind in ("off", "static"):
+        made = Scheduled(tmp_path / kind, embedder=kind)
+        made.hold("one", text(1))
+        made.neighbourhood.moved("one", "device")
+        made.neighbourhood.gone("one")
+        made.neighbourhood.close()
+        assert made.news.told == [
+            ("intended", "one"),
+            ("held", "one"),
+            ("moved", "one"),
+            ("gone", "one"),
+            ("close", None),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "overrides"), [(None, {"embedder": "off"}), (None, {"enabled": False}), ("policy_off", {})]
+)
+def test_no_thread_runs_where_nothing_can_be_reported(tmp_path, refusal, overrides):
+    made = Scheduled(tmp_path / "audit", refusal=refusal, **overrides)
+    assert made.neighbourhood.neighbours is None
+    made.neighbourhood.look_up(TrackedRequest(1, "space", text(1), 0))
+    assert made.neighbourhood.report(1, COLD) is COLD
+    made.neighbourhood.close()
+
+
+@pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
+def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, model):
+    (tmp_path / "empty").mkdir()
+    made = Scheduled(tmp_path / "audit", model=tmp_path / "empty" if model == "empty" else model)
+    made.hold("one", text(1))
+    assert made.nearest(1, text(1)) == []
+    assert made.neighbourhood.neighbours.refusal is not None
+    made.neighbourhood.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("embedder", "word2vec"), ("min_similarity", "1.5")])
+def test_a_wrong_setting_is_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv(f"SEMBLEND_{name.upper()}", value)
+    with pytest.raises(ConfigurationError, match=f"SEMBLEND_{name.upper()} is '{value}'"):
+        load_settings()
+
+
+def test_settings_name_every_embedder(monkeypatch):
+    for kind in ("off", "static", "jaccard", "minilm", "onnx", "onnx_gpu"):
+        monkeypatch.setenv("SEMBLEND_EMBEDDER", kind)
+        assert load_settings().embedder.value == kind
+    monkeypatch.delenv("SEMBLEND_EMBEDDER")
+    assert load_settings().embedder.value == "off"
+    assert load_settings().embedder_model is None

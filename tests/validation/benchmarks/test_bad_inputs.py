@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt.fleet.wire import EventFormat
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import bad_data, bad_inputs
 from validation.benchmarks.bad_data import Answer, TooLongError, spoiled_bytes, spoiled_value, within
 
@@ -69,7 +69,7 @@ def test_statuses_are_judged(port: int, status: int, is_bad: bool, answer: Answe
     assert bad_inputs._tried("stub", port, ("what", sent, is_bad)).answer is answer
 
 
-def test_silence_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_inputs, "PATIENCE", 0.2)
     tried = bad_inputs._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
     assert (tried.answer, "no answer in time" in tried.told) == (Answer.FAULT, True)
@@ -121,9 +121,7 @@ def test_a_short_run_is_whole_and_dry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bad_inputs, "_OPTIONS", bad_inputs._OPTIONS[-2:])
     monkeypatch.setattr(bad_inputs, "settings_table", list)
     monkeypatch.setattr(bad_inputs, "_WRONG_FIELDS", {"prompt": (7,), "seed": ("x",)})
-    bad_inputs.main(["--spoiled", "4", "--processes", "1", "--json", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "bad_inputs.json").read_text())
-    assert (row["name"], row["goal"]) == ("bad_inputs_refused", None)
-    assert row["value"] > 150
-    assert "; 0 crashed, hung, ended in 500 or were taken" in row["baseline"]
-    assert all(door in row["baseline"] for door in ("router", "worker", "events", "files", "command line"))
+    row = dry_rows(bad_inputs, tmp_path, "--spoiled", "4", "--processes", "1")["bad_inputs_refused"]
+    assert row.value > 150
+    assert "; 0 crashed, hung, ended in 500 or were taken" in row.baseline
+    assert all(door in row.baseline for door in ("router", "worker", "events", "files", "command line"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import crowding
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def test_a_small_request_that_is_not_served_ends_it(server: Server, monkeypatch:
 def test_a_short_run_is_whole_and_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router is a real one: with 256 descriptors it survives 300 half-open connections."""
     monkeypatch.setattr(crowding, "worker", lambda *_, **__: Server())
-    crowding.main(["--connections", "300", "--requests", "2", "--json", str(tmp_path)])
-    rows = {row["name"]: row for row in json.loads((tmp_path / "crowding.json").read_text())}
+    rows = dry_rows(crowding, tmp_path, "--connections", "300", "--requests", "2")
     assert set(rows) == {"half_open_connections_survived", "noisy_tenant_slowdown"}
-    assert rows["half_open_connections_survived"]["value"] == 300
-    assert all(row["goal"] is None for row in rows.values())
-    assert " x 429" in rows["noisy_tenant_slowdown"]["baseline"]
+    assert rows["half_open_connections_survived"].value == 300
+    assert " x 429" in rows["noisy_tenant_slowdown"].baseline

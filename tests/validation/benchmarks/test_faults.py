@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from semblend_trt.donors import donor_file
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import faults
 from validation.benchmarks.faults import FAULTS, FaultBench, inject
 
@@ -29,7 +28,7 @@ def test_every_request_finishes_as_cold_and_the_fault_is_counted(bench, name):
     assert (injection.reused_tokens > 0) == (name not in ("corrupt_kv", "corrupt_text"))
 
 
-def test_kv_that_nobody_checks_is_found_out(bench, monkeypatch):
+def test_kv_that_is_not_checked_is_found_out(bench, monkeypatch):
     real = donor_file._moved
     monkeypatch.setattr(donor_file, "_moved", lambda *about: real(*about) and "unchecked")
     injection = inject(bench, "corrupt_kv", SEED)
@@ -39,10 +38,6 @@ def test_kv_that_nobody_checks_is_found_out(bench, monkeypatch):
 
 def test_rows_say_what_was_survived(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "FAULTS", {"provider_raises": FAULTS["provider_raises"]})
-    faults.main(["--rounds", "1", "--json", str(tmp_path)])
-    rows = json.loads((tmp_path / "faults.json").read_text())
-    assert [(row["name"], row["value"], row["goal"]) for row in rows] == [
-        ("faults_survived", 1, None),
-        ("faults_wrong_tokens", 0, None),
-    ]
-    assert "provider_raises 1 of 1" in rows[0]["baseline"]
+    rows = dry_rows(faults, tmp_path, "--rounds", "1")
+    assert {name: row.value for name, row in rows.items()} == {"faults_survived": 1, "faults_wrong_tokens": 0}
+    assert "provider_raises 1 of 1" in rows["faults_survived"].baseline

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import hijack
 from validation.benchmarks.hijack import Effort, attack
 
@@ -25,12 +25,11 @@ def shipped():
 
 
 def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
-    hijack.main(["--tries", "3", "--victims", "2", "--json", str(tmp_path)])
-    rows = {row["name"]: row for row in json.loads((tmp_path / "hijack.json").read_text())}
-    assert rows["hijacked_answers_exact"]["value"] == rows["hijacked_answers_verified"]["value"] == 0
-    assert rows["hijacked_answers_position_fix"]["value"] >= 3
+    rows = dry_rows(hijack, tmp_path, "--tries", "3", "--victims", "2")
+    assert rows["hijacked_answers_exact"].value == rows["hijacked_answers_verified"].value == 0
+    assert rows["hijacked_answers_position_fix"].value >= 3
     assert {f"hijacked_answers_{name}" for name in ("exact", *hijack.ARMS)} == set(rows)
-    assert hijack.SKIPPED in rows["hijacked_answers_verified"]["baseline"]
+    assert hijack.SKIPPED in rows["hijacked_answers_verified"].baseline
 
 
 def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:

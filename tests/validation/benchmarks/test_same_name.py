@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import same_name
 from validation.benchmarks.same_name import DOCUMENT_TOKENS, SameName, tried
 
@@ -43,9 +42,6 @@ def test_every_tensor_and_field_has_its_turn(tmp_path):
 
 
 def test_the_row_says_how_many_were_tried(tmp_path):
-    same_name.main(["--most", "1", "--json", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "same_name.json").read_text())
-    assert (row["name"], row["value"], row["goal"]) == ("same_name_other_weights_wrong_tokens", 0, None)
-    assert "cold answers of 2 changed models: 1 by one tensor, 1 by one field" in row["baseline"]
-    with pytest.raises(SystemExit):
-        same_name.main(["--most", "0"])
+    row = dry_rows(same_name, tmp_path, "--most", "1")["same_name_other_weights_wrong_tokens"]
+    assert row.value == 0
+    assert "cold answers of 2 changed models: 1 by one tensor, 1 by one field" in row.baseline

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import soak
 from validation.benchmarks.soak import Sample, Soak
 
@@ -68,7 +68,6 @@ def test_a_short_run_is_whole_and_dry(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(soak, "MINUTE_SECONDS", 5.0)
     monkeypatch.setattr(soak, "SAMPLE_SECONDS", 1.0)
     monkeypatch.setattr(soak, "TURN_SECONDS", 0.0)
-    soak.main(["--minutes", "1", "--json", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "soak.json").read_text())
-    assert (row["name"], row["value"], row["goal"]) == ("soak_minutes", 1, None)
-    assert "0 wrong or missing" in row["baseline"]
+    row = dry_rows(soak, tmp_path, "--minutes", "1")["soak_minutes"]
+    assert row.value == 1
+    assert "0 wrong or missing" in row.baseline

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from engine_wrapper.publication import PublicationGuard
 from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.donors.host_tier import HostKv
+from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import stateful
 
 
@@ -20,10 +19,9 @@ def few_cases(monkeypatch):
 
 def lived(folder, steps):
     """The rows' values by name, of twice the steps that each of the three engines takes."""
-    stateful.main(["--steps", str(steps), "--json", str(folder)])
-    rows = json.loads((folder / "stateful.json").read_text())
-    assert all(row["goal"] is None and "admissions" in row["baseline"] for row in rows)
-    return {row["name"]: row["value"] for row in rows}
+    rows = dry_rows(stateful, folder, "--steps", str(steps))
+    assert all("admissions" in row.baseline for row in rows.values())
+    return {name: row.value for name, row in rows.items()}
 
 
 def test_every_step_of_a_sound_engine_is_clean(tmp_path):

@@ -5,29 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
-from validation.models import load
 
 if TYPE_CHECKING:
-    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.embedded_engine import EmbeddedEngines
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    return load(None, "cpu", "float32")
+def collected(shipped: EmbeddedEngines, family: str) -> list[PromptDeviations]:
+    cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
+    return DeviationCollector(shipped.runner.model, shipped.facts, min_span=64).collect(
+        cases, Tokeniser(shipped, 8).tokenise
+    )
 
 
-def collected(runner: ModelRunner, family: str) -> list[PromptDeviations]:
-    cases = write_cases(runner, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    return DeviationCollector(runner.model, runner.facts, min_span=64).collect(cases, Tokeniser(runner, 8).tokenise)
-
-
-def test_every_layer_of_each_groups_first_prompt_is_compared(runner: ModelRunner) -> None:
-    found = collected(runner, "reordered")
+def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEngines) -> None:
+    found = collected(shipped, "reordered")
     assert len(found) == 2
     for prompt in found:
         assert prompt.values.shape == (8, sum(prompt.lengths))
@@ -36,13 +31,13 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(runner: ModelRunner
         assert prompt.values[0].max() < 1e-4
 
 
-def test_another_header_deviates_far_more_than_another_place(runner: ModelRunner) -> None:
+def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
     harmless, traps = (
-        np.concatenate([prompt.values[2] for prompt in collected(runner, family)])
+        np.concatenate([prompt.values[2] for prompt in collected(shipped, family)])
         for family in ("reordered", "header_trap")
     )
     assert np.median(traps) > 5 * np.median(harmless)
 
 
-def test_nothing_is_found_where_nothing_is_shared(runner: ModelRunner) -> None:
-    assert collected(runner, "unrelated") == []
+def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:
+    assert collected(shipped, "unrelated") == []

@@ -37,31 +37,28 @@ def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
     assert all(0.03 < value < 0.08 for value in found[:-1])
 
 
-def test_without_traps_and_without_prompts_nothing_is_made_up() -> None:
+def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it() -> None:
     assert thresholds([], TRAPS, 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
-
-
-def test_thresholds_beyond_a_profile_are_left_out() -> None:
     far = prompts((2.0, 3.0), 3)
     assert thresholds(far, far, 1) == []
 
 
-@pytest.mark.parametrize(("threshold", "layer", "share"), [(0.1, 1, 0.25), (0.1, 3, 0.75), (0.0, 1, 1.0)])
-def test_the_computed_share_is_that_of_the_layers_and_tokens(threshold: float, layer: int, share: float) -> None:
-    check = ProfileCheck(layer=layer, threshold=threshold)
-    assert computed_share(check, 0, HARMLESS, LAYERS) == pytest.approx(share)
-
-
-def test_a_deviating_span_is_computed_and_the_other_reused() -> None:
-    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5)
-    assert computed_share(check, 0, TRAPS, LAYERS) == pytest.approx(1 - 0.5 * 0.5)
-
-
-def test_heads_of_spans_are_computed_whatever_the_check_finds() -> None:
-    check = ProfileCheck(layer=2, threshold=0.1)
-    assert computed_share(check, 8, HARMLESS, LAYERS) == pytest.approx(1 - 0.5 * (100 - 8) / 100)
-    assert computed_share(check, 100, HARMLESS, LAYERS) == 1.0
+@pytest.mark.parametrize(
+    ("found", "check", "heads", "share"),
+    [
+        (HARMLESS, {"threshold": 0.1, "layer": 1}, 0, 0.25),
+        (HARMLESS, {"threshold": 0.1, "layer": 3}, 0, 0.75),
+        (HARMLESS, {"threshold": 0.0, "layer": 1}, 0, 1.0),
+        pytest.param(TRAPS, {"threshold": 0.1, "layer": 2, "max_span_share": 0.5}, 0, 0.75, id="one of two spans"),
+        pytest.param(HARMLESS, {"threshold": 0.1, "layer": 2}, 8, 1 - 0.5 * (100 - 8) / 100, id="heads"),
+        pytest.param(HARMLESS, {"threshold": 0.1, "layer": 2}, 100, 1.0, id="nothing but heads"),
+    ],
+)
+def test_the_computed_share_is_that_of_the_layers_and_tokens(
+    found: list[PromptDeviations], check: dict[str, float], heads: int, share: float
+) -> None:
+    assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
 
 
 def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() -> None:

@@ -11,33 +11,27 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.trials import PLANTED, TRIES, Planter, Trials, write_plants
 from validation.cases import Tokeniser
-from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
-from validation.models import load, profile_of, shipped_model
+from validation.models import PROFILE_NAME, shipped_model
 from validation.serving import BatchSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from validation.embedded_engine import EmbeddedEngines
 
 MIN_SPAN = 48
 BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
 
 
 @pytest.fixture(scope="module")
-def engines() -> EmbeddedEngines:
-    return EmbeddedEngines(load(None, "cpu", "float32"))
+def collector(shipped: EmbeddedEngines) -> DeviationCollector:
+    return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
 
 
 @pytest.fixture(scope="module")
-def collector(engines: EmbeddedEngines) -> DeviationCollector:
-    return DeviationCollector(engines.runner.model, engines.facts, MIN_SPAN)
-
-
-@pytest.fixture(scope="module")
-def shipped() -> ReuseProfile:
-    path = profile_of(None, None)
-    assert path is not None
-    return ReuseProfile.read(path)
+def profile() -> ReuseProfile:
+    return ReuseProfile.read(shipped_model() / PROFILE_NAME)
 
 
 def with_check(profile: ReuseProfile, **fields: object) -> ReuseProfile:
@@ -46,11 +40,11 @@ def with_check(profile: ReuseProfile, **fields: object) -> ReuseProfile:
 
 
 def test_the_planter_takes_those_of_which_most_is_kept(
-    engines: EmbeddedEngines, collector: DeviationCollector, shipped: ReuseProfile
+    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
 ) -> None:
-    plants = write_plants(engines, FamilyRequest(seed=3), ["header_trap"], 8)
-    planter = Planter(collector, Tokeniser(engines, 8).tokenise)
-    half = with_check(shipped, threshold=0.8, window_threshold=None)
+    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
+    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    half = with_check(profile, threshold=0.8, window_threshold=None)
     chosen = planter.hardest(plants, half, 8)
     missed = [planter.missed(plant, half) for plant in chosen]
     assert missed == sorted(missed, reverse=True)
@@ -64,25 +58,25 @@ def test_the_planter_takes_those_of_which_most_is_kept(
 
 
 def test_what_a_policy_computes_whole_is_not_missed(
-    engines: EmbeddedEngines, collector: DeviationCollector, shipped: ReuseProfile
+    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
 ) -> None:
-    [plant] = write_plants(engines, FamilyRequest(seed=4), ["header_trap"], 1)
-    planter = Planter(collector, Tokeniser(engines, 8).tokenise)
-    assert planter.missed(plant, with_check(shipped, threshold=0.0)) == 0.0
-    assert planter.missed(plant, with_check(shipped, **BLIND)) > 0.0
-    exact = shipped.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
+    [plant] = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
+    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    assert planter.missed(plant, with_check(profile, threshold=0.0)) == 0.0
+    assert planter.missed(plant, with_check(profile, **BLIND)) > 0.0
+    exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
     assert planter.missed(plant, exact) == 0.0
 
 
 def test_a_candidate_is_served_the_plants_that_it_misses(
-    engines: EmbeddedEngines, collector: DeviationCollector, shipped: ReuseProfile, tmp_path: Path
+    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile, tmp_path: Path
 ) -> None:
-    plants = write_plants(engines, FamilyRequest(seed=5), [PLANTED], 2 * TRIES + 1)
-    trials = Trials(engines, plants, BatchSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN), 5, collector)
+    plants = write_plants(shipped, FamilyRequest(seed=5), [PLANTED], 2 * TRIES + 1)
+    trials = Trials(shipped, plants, BatchSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN), 5, collector)
     assert trials.known([PLANTED], lambda _: None) == [PLANTED]
     assert len(trials.deviations(PLANTED)) == len(plants)
     path = tmp_path / "profile.json"
-    with_check(shipped, layer=1, **BLIND).write(path)
+    with_check(profile, layer=1, **BLIND).write(path)
     verdict = trials.judge(path, [PLANTED], strict=True)
     [line] = verdict.lines
     assert (line.samples, verdict.holds) == (3, False)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from validation.cli import shipped_model
 from validation.families.catalog import write_family
+from validation.models import shipped_model
 from validation.prompts import SHIPPED, YARDSTICK
 
 if TYPE_CHECKING:

@@ -78,14 +78,14 @@ def test_the_donor_holds_the_pieces_in_another_order(folder: Path, name: str) ->
 def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -> None:
     [meeting] = datasets.qmsum_texts(folder)
     [late] = [index for index, asked in enumerate(meeting.questions) if "What of 90?" in {each.text for each in asked}]
-    assert f": 90 {WORDS}" in meeting.pieces[late]
+    assert f": 90 {WORDS}" in meeting.passages[late]
     assert [each.text for each in meeting.questions[0]] == ["What of 0?"]
-    assert "\n".join(meeting.pieces).count(WORDS) == 120
+    assert "\n".join(meeting.passages).count(WORDS) == 120
 
 
 def test_a_story_keeps_its_text_and_its_first_responses(folder: Path) -> None:
     [story] = datasets.squality_texts(folder)
-    assert " ".join(story.pieces).count(WORDS) == 120
+    assert " ".join(story.passages).count(WORDS) == 120
     assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
 
 

@@ -9,7 +9,7 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceBlock
 from validation.replay import trace as trace_module
-from validation.replay.trace import Trace, trace_file, trace_of
+from validation.replay.trace import Observation, Trace, trace_file, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.telemetry import TraceLine
 
 
-def spans(trace: Trace) -> list[list[int]]:
-    return [request for _, request in trace.requests(as_prefixes=False)]
-
-
-def prefixes(trace: Trace) -> list[list[int]]:
-    return [request for _, request in trace.requests(as_prefixes=True)]
+def uses(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
+    """The blocks of each request by content, and by all before them."""
+    by_span, by_prefix = (
+        [request for _, request in trace.requests(as_prefixes=as_prefixes)] for as_prefixes in (False, True)
+    )
+    return by_span, by_prefix
 
 
 def test_blocks_are_told_apart_by_content_or_by_all_before(line: Callable[..., TraceLine]) -> None:
     trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
-    assert spans(trace) == [[0, 1], [2, 1], [0, 1]]
-    assert prefixes(trace) == [[0, 1], [2, 3], [0, 1]]
+    assert uses(trace) == ([[0, 1], [2, 1], [0, 1]], [[0, 1], [2, 3], [0, 1]])
     assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
     assert (len(trace), trace.block_uses, trace.prompt_tokens()) == (3, 6, [3, 5, 3])
 
@@ -43,50 +42,39 @@ def test_other_tenants_models_and_lengths_share_nothing(
 ) -> None:
     first = {"contents": ["x"], "tokens": [5], "tenant": "a"}
     trace = trace_of([line(0, **first), line(1, **(first | other)), line(2, **first)])
-    assert spans(trace) == prefixes(trace) == [[0], [1], [0]]
+    assert uses(trace) == ([[0], [1], [0]], [[0], [1], [0]])
 
 
-def test_a_block_without_content_is_shared_with_nobody_and_ends_the_prefix(line: Callable[..., TraceLine]) -> None:
+def test_a_block_without_content_is_not_shared_and_ends_the_prefix(line: Callable[..., TraceLine]) -> None:
     trace = trace_of([line(0, ["a", None, "b"], [1, 2, 3])] * 2)
-    assert spans(trace) == [[0, -1, 1]] * 2
-    assert prefixes(trace) == [[0, -1, -1]] * 2
+    assert uses(trace) == ([[0, -1, 1]] * 2, [[0, -1, -1]] * 2)
 
 
 def test_what_has_no_tokens_is_left_out(line: Callable[..., TraceLine]) -> None:
     trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
-    assert (spans(trace), prefixes(trace), trace.empty) == ([[0], [0]], [[0], [0]], 2)
+    assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
 
 
 def test_text_stands_for_a_missing_hash(line: Callable[..., TraceLine]) -> None:
     said = [TraceBlock(text=text, token_count=2) for text in ("same", "same", "other")]
-    trace = trace_of([line(0, [], [], blocks=said)])
-    assert spans(trace) == [[0, 0, 1]]
+    assert uses(trace_of([line(0, [], [], blocks=said)]))[0] == [[0, 0, 1]]
 
 
 def test_requests_are_replayed_in_the_order_of_their_times(line: Callable[..., TraceLine]) -> None:
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
-    assert [
-        (seconds, tokens)
-        for (seconds, _), tokens in zip(trace.requests(as_prefixes=False), trace.prompt_tokens(), strict=True)
-    ] == [(1.0, 2), (1.0, 3), (2.0, 1)]
+    assert [seconds for seconds, _ in trace.requests(as_prefixes=False)] == [1.0, 1.0, 2.0]
+    assert trace.prompt_tokens() == [2, 3, 1]
 
 
 def test_what_was_observed_is_kept_where_it_says_enough(line: Callable[..., TraceLine]) -> None:
     enough = {"observed_ttft_ms": 30.0, "observed_prefill_tokens": 90, "observed_prefix_hit_tokens": 30}
-    trace = trace_of(
-        [
-            line(0, "a", [100], **enough),
-            line(1, "a", [100], **(enough | {"observed_ttft_ms": None})),
-            line(2, "a", [100], **(enough | {"observed_prefill_tokens": None})),
-            line(3, "a", [100], **(enough | {"observed_total_latency_ms": 30.0})),
-            line(4, "a", [100], **enough, metadata={"status": 503}),
-            line(5, "a", [100], **enough, metadata={"status": 200, "prompt_tokens": 150}),
-        ]
-    )
-    assert [(each.ttft_ms, each.computed, each.reused) for each in trace.observations] == [
-        (30.0, 90, 30),
-        (30.0, 90, 60),
+    changes: list[dict[str, object]] = [
+        {},
+        *({"observed_ttft_ms": None}, {"observed_prefill_tokens": None}, {"observed_total_latency_ms": 30.0}),
+        *({"metadata": {"status": 503}}, {"metadata": {"status": 200, "prompt_tokens": 150}}),
     ]
+    trace = trace_of([line(index, "a", [100], **(enough | change)) for index, change in enumerate(changes)])
+    assert trace.observations == [Observation(30.0, 90, 30), Observation(30.0, 90, 60)]
     assert trace.observed_over_counted == pytest.approx(1.35)
 
 

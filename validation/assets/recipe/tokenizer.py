@@ -52,17 +52,17 @@ def sha256(path: Path) -> str:
 
 
 def paragraphs(books: list[str], characters: int) -> list[str]:
-    """Return the books cut at blank lines into pieces of about `characters`; books end with the separator."""
-    pieces: list[str] = []
+    """Return the books cut at blank lines into parts of about `characters`; books end with the separator."""
+    parts: list[str] = []
     for book in books:
         start = 0
         while len(book) - start > characters:
             cut = book.rfind("\n\n", start + 1, start + characters)
             end = cut if cut > start else start + characters
-            pieces.append(book[start:end])
+            parts.append(book[start:end])
             start = end
-        pieces.append(book[start:] + SEPARATOR)
-    return pieces
+        parts.append(book[start:] + SEPARATOR)
+    return parts
 
 
 def _excerpt_opening() -> str:
@@ -128,9 +128,9 @@ def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
 
 
 def _sample(books: list[str], rng: random.Random) -> Iterator[str]:
-    pieces = paragraphs(books, characters=5_000)
-    rng.shuffle(pieces)
-    yield from (piece.removesuffix(END_OF_TEXT) for piece in itertools.islice(pieces, 2_000))
+    parts = paragraphs(books, characters=5_000)
+    rng.shuffle(parts)
+    yield from (part.removesuffix(END_OF_TEXT) for part in itertools.islice(parts, 2_000))
     # The generated words must become short tokens too, or names would fill the context.
     for _ in range(4_000):
         for document in (documents.stock_list(rng), documents.fact_sheet(rng, people=1)):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kernels.layout import KvGeometry, PagedKv, pool_view
+from kernels.layout import KvGeometry, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt import staging
 from semblend_trt.connector.metadata import SaveIntent
@@ -33,7 +33,7 @@ SAVE_BLOCKS = 8
 SAVED = (("first", 1), ("behind", 2), ("at once", 3))
 
 
-def pattern(number: int, tokens: int) -> torch.Tensor:
+def pattern(number, tokens):
     """KV that no other donor, position, layer, kind or head has: [layers, 2, kv_heads, tokens, head_dim]."""
     shape = (GEOMETRY.num_layers, 2, GEOMETRY.kv_heads, tokens, GEOMETRY.head_dim)
     sizes = torch.tensor([7, 3, 5, 64, 2])
@@ -42,7 +42,7 @@ def pattern(number: int, tokens: int) -> torch.Tensor:
     return (number * 50_000 + places).float()
 
 
-def contents(kv: PagedKv | HostKv, tokens: int) -> torch.Tensor:
+def contents(kv, tokens):
     """A copy of the first `tokens` positions."""
     if isinstance(kv, HostKv):
         return kv.tensor[:, :, :, :tokens].clone()
@@ -50,11 +50,11 @@ def contents(kv: PagedKv | HostKv, tokens: int) -> torch.Tensor:
     return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
 
 
-def engine_pool(blocks: int) -> torch.Tensor:
+def engine_pool(blocks):
     return torch.full((blocks, GEOMETRY.num_layers, 2, GEOMETRY.row_elements), torch.nan)
 
 
-def write(pool: torch.Tensor, block_ids: list[int], kv: torch.Tensor) -> None:
+def write(pool, block_ids, kv):
     for position in range(kv.shape[3]):
         slot = pool_view(pool, GEOMETRY)[block_ids[position // 4], :, :, :, position % 4]
         slot.copy_(kv[:, :, :, position])
@@ -63,9 +63,7 @@ def write(pool: torch.Tensor, block_ids: list[int], kv: torch.Tensor) -> None:
 class Rank:
     """One rank's tiers with their saver, over an engine pool of `slots` requests."""
 
-    def __init__(
-        self, arena: int = ARENA_BLOCKS, host_tokens: int = HOST_TOKENS, slots: int = 4, at_once: int = 0
-    ) -> None:
+    def __init__(self, arena=ARENA_BLOCKS, host_tokens=HOST_TOKENS, slots=4, at_once=0):
         self.pool = engine_pool(slots * SAVE_BLOCKS)
         device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
         memory = HostMemory(host_tokens * TOKEN_BYTES, lock=False)
@@ -73,18 +71,18 @@ class Rank:
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
 
-    def save(self, slot: int, donor_id: str, tier: Tier, kv: torch.Tensor) -> None:
+    def save(self, slot, donor_id, tier, kv):
         blocks = list(range(slot * SAVE_BLOCKS, (slot + 1) * SAVE_BLOCKS))[::-1]
         write(self.pool, blocks, kv)
         self.saver.start(SaveIntent(slot, donor_id, kv.shape[3], tier), blocks, kv.shape[3])
 
-    def keep(self, donor_id: str, tier: Tier, number: int, tokens: int) -> None:
+    def keep(self, donor_id, tier, number, tokens):
         self.save(0, donor_id, tier, pattern(number, tokens))
         self.saver.drain()
         ((_, news),) = self.saver.finished()
         assert (news.error, news.tokens) == (None, tokens)
 
-    def read(self, donor_id: str, tokens: int) -> torch.Tensor:
+    def read(self, donor_id, tokens):
         with self.store.reading(donor_id) as kv:
             return contents(kv, tokens)
 
@@ -96,24 +94,28 @@ def rank():
     built.saver.close()
 
 
+def assert_all_is_free(rank):
+    assert (held_in(rank.store), used_blocks(rank.store.device), rank.store.host.used_bytes) == (set(), 0, 0)
+
+
 def test_arena_is_as_large_as_whole_blocks_allow():
     block = 4 * TOKEN_BYTES
-    assert [arena_blocks(size, GEOMETRY, torch.float32) for size in (0, block - 1, block, 3 * block + 1)] == [
-        0,
-        0,
-        1,
-        3,
-    ]
+    sizes = (0, block - 1, block, 3 * block + 1)
+    assert [arena_blocks(size, GEOMETRY, torch.float32) for size in sizes] == [0, 0, 1, 3]
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-def test_save_lands_in_the_tier_that_was_decided(rank, tier):
+def test_save_lands_in_the_tier_that_was_decided_and_only_what_is_on_the_device_moves_down(rank, tier):
     rank.keep("a", tier, 1, 11)
     assert ("a" in rank.store.host) == (tier is Tier.HOST)
+    for donor_id in ("a", "unknown"):
+        rank.saver.offload(donor_id)
+    rank.saver.drain()
+    assert ("a" in rank.store.host, rank.saver.lost()) == (True, [])
     assert torch.equal(rank.read("a", 11), pattern(1, 11))
 
 
-def test_demoted_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
+def test_offloaded_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
     rank.keep("a", Tier.DEVICE, 1, 21)
     rank.saver.offload("a")
     rank.keep("b", Tier.DEVICE, 2, 24)  # needs every block of the arena
@@ -123,16 +125,7 @@ def test_demoted_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
     assert [timing.what for timing in rank.saver.timings] == ["save_device", "offload", "save_device"]
 
 
-def test_demoting_what_is_not_on_the_device_changes_nothing(rank):
-    rank.keep("a", Tier.HOST, 1, 8)
-    for donor_id in ("a", "unknown"):
-        rank.saver.offload(donor_id)
-    rank.saver.drain()
-    assert rank.saver.lost() == []
-    assert torch.equal(rank.read("a", 8), pattern(1, 8))
-
-
-def test_demotion_that_does_not_fit_says_that_the_donor_is_lost():
+def test_offload_that_does_not_fit_says_that_the_donor_is_lost():
     rank = Rank(host_tokens=3)
     rank.keep("a", Tier.DEVICE, 1, 8)
     rank.saver.offload("a")
@@ -140,26 +133,20 @@ def test_demotion_that_does_not_fit_says_that_the_donor_is_lost():
     ((donor_id, error),) = ((news.donor_id, news.error) for news in rank.saver.lost())
     assert donor_id == "a"
     assert "CapacityError" in error
-    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
+    assert_all_is_free(rank)
 
 
-def test_donor_dropped_on_its_way_down_is_in_neither_tier(rank):
+@pytest.mark.parametrize("dropped_from", ["store", "device"])  # the latter: before the copy claimed room on the host
+def test_donor_dropped_on_its_way_down_is_in_neither_tier(rank, dropped_from):
     rank.keep("a", Tier.DEVICE, 1, 8)
 
-    def dropped_meanwhile(source, tokens, held):
-        assert rank.store.drop("a")
+    def drop(source, tokens, held):
+        assert (rank.store if dropped_from == "store" else rank.store.device).drop("a")
         assert used_blocks(rank.store.device) == 2  # still being read
         assert rank.store.host.used_bytes == 8 * TOKEN_BYTES
 
-    assert rank.store.offload("a", dropped_meanwhile) is False
-    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
-
-
-def test_donor_dropped_before_its_way_down_reached_the_host_leaves_nothing_there(rank):
-    rank.keep("a", Tier.DEVICE, 1, 8)
-    # The drop looked at the host before the copy claimed room there.
-    assert rank.store.offload("a", lambda source, tokens, held: rank.store.device.drop("a")) is False
-    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
+    assert rank.store.offload("a", drop) is False
+    assert_all_is_free(rank)
 
 
 def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
@@ -167,7 +154,7 @@ def test_donor_dropped_on_its_way_up_is_in_neither_tier(rank):
     # The drop looked at the device before the copy claimed blocks there.
     with pytest.raises(DonorUnavailableError, match="dropped while it was being promoted"):
         rank.store.promote("a", lambda held, target: rank.store.host.drop("a"))
-    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
+    assert_all_is_free(rank)
 
 
 def test_donor_on_its_way_down_can_be_read(rank):
@@ -200,23 +187,21 @@ def test_a_donor_that_moves_while_it_is_looked_for_is_found(rank, monkeypatch, b
         pass
 
 
-def test_blocks_that_are_read_are_given_to_nobody(rank):
+def test_blocks_that_are_read_are_given_to_no_other_donor(rank):
     rank.keep("a", Tier.DEVICE, 1, 24)
-    reading = rank.store.reading("a")
-    kv = reading.__enter__()
-    assert rank.store.drop("a")
-    rank.save(1, "b", Tier.DEVICE, pattern(2, 24))  # waits in the background for the reader to leave
-    assert torch.equal(contents(kv, 24), pattern(1, 24))
-    reading.__exit__(None, None, None)
+    with rank.store.reading("a") as kv:
+        assert rank.store.drop("a")
+        rank.save(1, "b", Tier.DEVICE, pattern(2, 24))  # waits in the background for the reader to leave
+        assert torch.equal(contents(kv, 24), pattern(1, 24))
     rank.saver.drain()
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_a_save_is_whole_whoever_queues_its_pieces(at_once):
+def test_a_save_is_whole_whichever_thread_queues_its_chunks(at_once):
     rank = Rank(at_once=at_once)
     rank.keep("first", Tier.HOST, 1, 4)
-    rank.keep("a", Tier.HOST, 2, 13)  # 2 layers in chunks of 10 tokens: four pieces
+    rank.keep("a", Tier.HOST, 2, 13)  # 2 layers in chunks of 10 tokens: four chunks
     assert torch.equal(rank.read("a", 13), pattern(2, 13))
     assert torch.equal(rank.read("first", 4), pattern(1, 4))
     rank.saver.close()
@@ -277,7 +262,7 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     rank.saver.drain()
     assert taken == [8 * TOKEN_BYTES]
     assert [news.error for news in rank.saver.lost()] == ["MemoryError: no table"]
-    assert len(held_in(rank.store)) == used_blocks(rank.store.device) == rank.store.host.used_bytes == 0
+    assert_all_is_free(rank)
 
 
 def test_save_without_a_device_tier_is_refused():
@@ -297,29 +282,22 @@ def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):
         pass
     with pytest.raises(RuntimeError, match="copy failed"), tier.writing("c", 8):
         raise RuntimeError("copy failed")
-    assert used_blocks(tier) == 4
     with pytest.raises(DonorUnavailableError), tier.reading("c"):
         pass
-
-
-def test_donor_dropped_while_it_is_written_is_not_held(rank):
-    tier = rank.store.device
-
-    def write():
-        with tier.writing("a", 8):
-            assert "a" not in tier
-            assert tier.drop("a")
-            assert used_blocks(tier) == 2
-
+    writing = tier.writing("d", 8)
+    writing.__enter__()
+    assert "d" not in tier
+    assert tier.drop("d")
+    assert used_blocks(tier) == 6
     with pytest.raises(DonorUnavailableError, match="dropped while it was being saved"):
-        write()
-    assert ("a" in tier, used_blocks(tier)) == (False, 0)
+        writing.__exit__(None, None, None)
+    assert used_blocks(tier) == 4
 
 
 class TwoTiers(RuleBasedStateMachine):
-    """A scheduler's catalog and a rank that obeys it, with saves and demotions running in the background."""
+    """A scheduler's catalog and a rank that obeys it, with saves and offloads running in the background."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         limits = Capacities(
             HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
@@ -332,29 +310,29 @@ class TwoTiers(RuleBasedStateMachine):
         self.leases: list[tuple[Lease, Tier]] = []
 
     @initialize(at_once=st.sampled_from([0, 1, 3, 100]))
-    def open(self, at_once: int) -> None:
+    def open(self, at_once):
         self.rank = Rank(at_once=at_once)
 
     @rule(bound=st.integers(1, 24))
-    def admit(self, bound: int) -> None:
+    def admit(self, bound):
         donor_id = str(self.number)
         self.number += 1
         before = {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases}
         try:
-            placement = self.catalog.reserve(donor_id, bound)
+            moves = self.catalog.reserve(donor_id, bound)
         except CapacityError:
             return
         assert {lease.donor_id: self.catalog.tier(lease.donor_id) for lease, _ in self.leases} == before
-        for dropped in placement.dropped:
+        for dropped in moves.dropped:
             self.rank.store.drop(dropped)
             del self.tokens[dropped]
-        for demoted in placement.offloaded:
-            self.rank.saver.offload(demoted)
-        self.admitted.append((donor_id, bound, placement.tier))
+        for offloaded in moves.offloaded:
+            self.rank.saver.offload(offloaded)
+        self.admitted.append((donor_id, bound, moves.tier))
 
     @precondition(lambda self: self.admitted and len(self.saving) < 4)
     @rule(share=st.floats(0, 1))
-    def finish(self, share: float) -> None:
+    def finish(self, share):
         donor_id, bound, tier = self.admitted.pop(0)
         tokens = max(1, int(bound * share))
         slot = min(set(range(4)) - set(self.saving))
@@ -363,11 +341,11 @@ class TwoTiers(RuleBasedStateMachine):
 
     @precondition(lambda self: self.admitted)
     @rule()
-    def abort(self) -> None:
+    def abort(self):
         assert self.catalog.cancel(self.admitted.pop()[0])
 
     @rule()
-    def poll(self) -> None:
+    def poll(self):
         self.rank.saver.drain()  # what happens next must not hang on how fast the background is
         for slot, news in self.rank.saver.finished():
             donor_id, tokens = self.saving.pop(slot)
@@ -378,24 +356,24 @@ class TwoTiers(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
+    def lease(self, data):
         donor_id = data.draw(st.sampled_from(sorted(self.tokens)))
         self.leases.append((self.catalog.lease(donor_id), self.catalog.tier(donor_id)))
 
     @rule()
-    def release(self) -> None:
+    def release(self):
         while self.leases:
             self.leases.pop()[0].release()
 
     @invariant()
-    def every_ready_donor_is_readable_and_right(self) -> None:
+    def every_ready_donor_is_readable_and_right(self):
         for donor_id, tokens in self.tokens.items():
             assert self.catalog._table.entries[donor_id].state is DonorState.READY
             assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
         assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
 
     @invariant()
-    def budgets_hold(self) -> None:
+    def budgets_hold(self):
         stats, store = self.catalog.stats(), self.rank.store
         assert stats.used_bytes <= HOST_TOKENS * TOKEN_BYTES == store.host.byte_budget
         assert stats.device_blocks_used <= ARENA_BLOCKS
@@ -403,11 +381,11 @@ class TwoTiers(RuleBasedStateMachine):
         assert used_blocks(store.device) <= ARENA_BLOCKS
 
     @invariant()
-    def no_block_has_two_owners(self) -> None:
+    def no_block_has_two_owners(self):
         owned = [block for donor in self.rank.store.device._donors.values() for block in donor.block_ids.tolist()]
         assert len(owned) == len(set(owned))
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.release()
         self.poll()
         store, stats = self.rank.store, self.catalog.stats()
