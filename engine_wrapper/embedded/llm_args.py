@@ -72,8 +72,8 @@ class LlmArgs(StrictModel):
     - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
-    - `layer_hooks`: off as in CUDA-graph replay, which skips the connector's layer hooks. Short iterations on a card run
-      as CUDA graphs then, or when the connector says that its hooks do nothing.
+    - `layer_hooks`: off as in CUDA-graph replay, which skips the connector's layer hooks. Short iterations on a card
+      run as CUDA graphs then, or when the connector says that its hooks do nothing.
     - `disable_overlap_scheduler`: off handles the results of an iteration after the next one was issued.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine keeps to.
     - `layer_groups`: the layers of each group in which the V2 cache manager describes the pool, None for one group.
