@@ -9,12 +9,14 @@ import errno
 import os
 import stat
 import tempfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kernels.files import TEMPORARY_PREFIX, target_of
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Written to find a full disk: more than a file system may keep beside a file's name.
@@ -45,10 +47,14 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def open_file(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Descriptor of a regular file that this user owns; one that `flags` make has mode 600.
+@contextmanager
+def open_file(
+    path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None, *, refused: int = 0
+) -> Iterator[int]:
+    """Descriptor, within the block, of a regular file that this user owns; one that `flags` make has mode 600.
 
-    `folder` is the descriptor of a folder, and `path` a name in it. Raises OSError.
+    `folder` is the descriptor of a folder, and `path` a name in it. The file's mode must have none of the bits of
+    `refused`. Raises OSError.
     """
     try:
         descriptor = os.open(path, flags | _NO_LINK_NO_WAIT, 0o600, dir_fd=folder)
@@ -59,19 +65,23 @@ def open_file(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = N
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is no regular file")
-        refuse_others(descriptor, path, 0)
-    except OSError:
+        refuse_others(descriptor, path, refused)
+        yield descriptor
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
-def open_folder(path: str | Path, folder: int | None = None) -> int:
-    """Descriptor of a folder, in another one where `folder` is that one's. Raises OSError."""
+@contextmanager
+def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
+    """Descriptor, within the block, of a folder, in another one where `folder` is that one's. Raises OSError."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
     except NotADirectoryError as error:  # said of a link too
         raise NotADirectoryError(f"{path} is a symbolic link or no folder; name a folder itself") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:

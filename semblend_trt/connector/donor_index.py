@@ -62,21 +62,21 @@ class _Saving:
 class DonorIndex:
     """Span index, planner and catalog kept in step: a donor is found only while its bytes are held.
 
-    What the catalog decides about the tiers is collected until `take_commands`.
+    What the catalog decides about the tiers is collected in `offload`.
     """
 
     def __init__(
         self,
         settings: Settings,
         pool: PoolFacts,
-        news: DonorPublisher,
+        publisher: DonorPublisher,
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
         kinds: KindReader | None,
     ) -> None:
-        """`news` is told which donors are held, and where. `disk` is None without an open disk tier. `count` is told of
-        every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for their kinds."""
-        self._settings, self._news, self._kinds = settings, news, kinds
+        """`publisher` is told which donors are held, and where. `disk` is None without an open disk tier. `count` is
+        told of every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for it."""
+        self._settings, self._publisher, self._kinds = settings, publisher, kinds
         self._index = SpanIndex()
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
         self._block_size = pool.geometry.block_size
@@ -91,7 +91,7 @@ class DonorIndex:
             num_layers=pool.geometry.num_layers,
         )
         self.catalog = DonorCatalog(capacities, eviction_factory(settings.eviction, time.monotonic))
-        self._offload = OffloadQueue(self, disk, count)
+        self.offload = OffloadQueue(self, disk, count)
         self._saving: dict[str, _Saving] = {}
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
@@ -118,7 +118,7 @@ class DonorIndex:
             leases, missing = self._lease(donors)
             if not missing:
                 planned = found
-                self._offload.promote(donors)
+                self.offload.promote(donors)
                 break
             for lease in leases:
                 lease.release()
@@ -128,7 +128,7 @@ class DonorIndex:
                 excluded |= resting
             excluded |= missing
         if on_disk and reused_with_disk > (planned.plan.reused_tokens if planned.plan is not None else 0):
-            self._offload.fetch(on_disk)
+            self.offload.fetch(on_disk)
             if planned.plan is None:
                 planned = replace(planned, outcome_reason="donor_on_disk")
         return planned, leases
@@ -162,7 +162,7 @@ class DonorIndex:
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", tracked.request_id, error)
             return None
-        self._offload.make_room(moves)
+        self.offload.make_room(moves)
         self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
         return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written)
 
@@ -177,7 +177,7 @@ class DonorIndex:
             self.cancel(intent)
             return False
         self._saving[intent.donor_id] = _Saving(namespace_key, tokens, frozenset(block_ids))
-        self._offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
+        self.offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
         return True
 
     def copied_into(self, block_id: int) -> None:
@@ -186,26 +186,26 @@ class DonorIndex:
         for saving in self._saving.values():
             saving.is_sound &= block_id not in saving.block_ids
 
-    def saved(self, news: SavedDonor) -> None:
+    def saved(self, saved: SavedDonor) -> None:
         """The worker holds the donor, could not save it, or lost it on its way to the host.
 
         Only a held one is found.
         """
-        entry = self._saving.pop(news.donor_id, None)
+        entry = self._saving.pop(saved.donor_id, None)
         if entry is None:
-            if news.error is not None:
-                self.lost({news.donor_id})
+            if saved.error is not None:
+                self.lost({saved.donor_id})
             return
-        if news.error is not None or news.tokens < self._settings.min_donor_tokens or not entry.is_sound:
-            told = news.error or (f"{news.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
-            logger.warning("donor %s was not saved: %s", news.donor_id, told)
-            self.catalog.cancel(news.donor_id)
-            self._offload.drop([news.donor_id])
+        if saved.error is not None or saved.tokens < self._settings.min_donor_tokens or not entry.is_sound:
+            told = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
+            logger.warning("donor %s was not saved: %s", saved.donor_id, told)
+            self.catalog.cancel(saved.donor_id)
+            self.offload.drop([saved.donor_id])
             return
-        tokens = entry.tokens[: news.tokens]
-        self.catalog.commit(news.donor_id, len(tokens))
-        self._add(entry.namespace_key, news.donor_id, tokens)
-        self._news.held(news.donor_id, tokens, (self.catalog.tier(news.donor_id) or Tier.HOST).value)
+        tokens = entry.tokens[: saved.tokens]
+        tier = self.catalog.commit(saved.donor_id, len(tokens))
+        self._add(entry.namespace_key, saved.donor_id, tokens)
+        self._publisher.held(saved.donor_id, tokens, tier.value)
 
     def cancel(self, intent: SaveIntent) -> None:
         """Gives the reservation of a request that does not become a donor back."""
@@ -219,41 +219,33 @@ class DonorIndex:
         A donor that another request has leased stays until that request's own load tells.
         """
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
-        self._offload.drop(dropped)
+        self.offload.drop(dropped)
         return dropped
 
     # -- the tiers -------------------------------------------------------------------------------------------------
 
-    def take_commands(self) -> OffloadCommands:
-        """What the tiers have to do since the last call; it must reach the workers before any later intent."""
-        return self._offload.take_commands()
-
-    def prefetch(self, donor_ids: Iterable[str]) -> None:
-        """Reads donors on disk back that a later lookup may use. What it uses is still decided by equal tokens."""
-        self._offload.prefetch(donor_ids)
-
     def take_events(self, events: deque[OffloadEvent]) -> None:
         """Takes what the tiers tell, and the kinds that were read of donors' texts."""
-        self._offload.take_events(events)
+        self.offload.take_events(events)
         for donor_id, mix in () if self._kinds is None else self._kinds.known():
             self.catalog.describe(donor_id, mix)
 
     def remember(self, donor_id: str, text: DonorText) -> None:
         """A donor whose file was found can be found as well, and its text is not kept a second time."""
         self._add(text.namespace_key, donor_id, text.tokens)
-        self._news.found(donor_id, text.namespace_key, text.tokens, (self.catalog.tier(donor_id) or Tier.DISK).value)
+        self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
         if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
             self._text_of_donor[donor_id] = text.digest
 
     def moved(self, donor_id: str, tier: Tier) -> None:
         """Tells the fleet where the donor is held now."""
-        self._news.moved(donor_id, tier.value)
+        self._publisher.moved(donor_id, tier.value)
 
     def forget(self, donor_id: str) -> None:
         """The donor is found no more, and its text may be kept anew."""
-        self._news.gone(donor_id)
+        self._publisher.gone(donor_id)
         self._index.remove(donor_id)
-        self._offload.remove_text(donor_id)
+        self.offload.remove_text(donor_id)
         text = self._text_of_donor.pop(donor_id, None)
         if text is not None:
             self._donor_of_text.pop(text, None)
@@ -292,6 +284,7 @@ class OffloadQueue:
         self._promoting: set[str] = set()
 
     def take_commands(self) -> OffloadCommands:
+        """What the tiers have to do since the last call; it must reach the workers before any later intent."""
         taken, self._commands = self._commands, OffloadCommands()
         return taken
 
@@ -319,7 +312,10 @@ class OffloadQueue:
                 self._begin_fetch(donor_id, self._catalog.fetch(donor_id))
 
     def prefetch(self, donor_ids: Iterable[str]) -> None:
-        """Reads donors back that may be wanted soon: fewer at once, and only where no other donor is lost for it."""
+        """Reads donors back that a later lookup may use: few at once, and only where no other donor is lost for it.
+
+        Equal tokens still decide what that lookup reuses.
+        """
         for donor_id in donor_ids:
             if len(self._fetching) < MAX_PREFETCHES:
                 self._begin_fetch(donor_id, self._catalog.fetch(donor_id, may_drop=False))

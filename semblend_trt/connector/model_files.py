@@ -180,7 +180,10 @@ class DigestCache:
                 self._folder.mkdir(mode=0o700)
             with self._opened() as folder:
                 try:
-                    with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder), "wb") as file:
+                    with (
+                        open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as descriptor,
+                        os.fdopen(descriptor, "wb", closefd=False) as file,
+                    ):
                         file.write(content)
                     os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
                 finally:
@@ -192,12 +195,9 @@ class DigestCache:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """The folder's descriptor. Raises OSError, PermissionError where others could have written there."""
-        folder = open_folder(self._folder)
-        try:
+        with open_folder(self._folder) as folder:
             refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
             yield folder
-        finally:
-            os.close(folder)
 
 
 def user_folder() -> Path | None:
@@ -212,14 +212,10 @@ def _entry(state: FileState) -> str:
 
 
 def _own_content(name: str, folder: int) -> bytes:
-    file = open_file(name, folder=folder)
-    try:
-        refuse_others(file, name, _WRITABLE_BY_OTHERS)
+    with open_file(name, folder=folder, refused=_WRITABLE_BY_OTHERS) as file:
         if os.fstat(file).st_nlink != 1:
             raise PermissionError(f"{name} is no file of the cache's own")
         return os.read(file, _MAX_BYTES)
-    finally:
-        os.close(file)
 
 
 # Engines load the first kind that they find; which one that is does not matter when all of them count.

@@ -326,8 +326,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(request)
         commands = OffloadCommands()
         if self.donor_index is not None:
-            self.donor_index.prefetch(self._neighbourhood.near_donors())
-            commands = self.donor_index.take_commands()
+            self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
+            commands = self.donor_index.offload.take_commands()
         metadata = iteration.metadata(self._forgotten, commands)
         self._forgotten = []
         for tracked in iteration.followed:

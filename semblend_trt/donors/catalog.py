@@ -70,11 +70,16 @@ class DonorCatalog:
             table.enter(donor_id, Entry(moves.tier, DonorHistory(tokens_upper_bound, text=text)))
             return table.with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
-    def commit(self, donor_id: str, tokens: int) -> None:
-        """Makes a saving donor ready with the `tokens` it really holds, at most those reserved, and frees the rest."""
+    def commit(self, donor_id: str, tokens: int) -> Tier:
+        """Makes a saving donor ready with the `tokens` it really holds, at most those reserved, and frees the rest.
+
+        Returns its tier.
+        """
         with self._lock:
-            self._table.resize(self._table.entries[donor_id], tokens)
+            entry = self._table.entries[donor_id]
+            self._table.resize(entry, tokens)
             self._table.make_ready(donor_id)
+            return entry.tier
 
     def cancel(self, donor_id: str) -> bool:
         """Gives the room of a saving donor back; False when there is no such donor or it is ready."""

@@ -2,7 +2,7 @@
 
 Its calls read and write files and are made in the background only. Files hold token ids and KV, from which text can be
 recovered: the folder is the owner's alone (0700, files 0600), and is to lie where prompts may lie. They are sealed with
-a key that lies elsewhere, so that whoever comes to write the folder can make none that is read.
+a key that lies elsewhere, so that a process that comes to write the folder can make none that is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import secrets
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,11 +51,9 @@ class DiskTier:
         if not path.is_symlink():
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            self._descriptor = _open_own_folder(path, make=True)
-            opened.callback(os.close, self._descriptor)
+            self._descriptor = opened.enter_context(_own_folder(path, make=True))
             os.fchmod(self._descriptor, 0o700)
-            self._lock = open_file("lock", os.O_RDWR | os.O_CREAT, self._descriptor)
-            opened.callback(os.close, self._lock)
+            self._lock = opened.enter_context(open_file("lock", os.O_RDWR | os.O_CREAT, self._descriptor))
             if not _is_lockable(self._lock):
                 raise BlockingIOError(
                     f"another engine keeps its donors in {self._folder}; give each one its own folder"
@@ -110,7 +108,7 @@ class DiskTier:
 
     def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
         """The donors whose files lie in the folder, the longest unused first. Those that cannot be used are removed,
-        and the reason is given in their place; those that nobody finished writing come first. Raises OSError."""
+        and the reason is given in their place; those that were not written to their end come first. Raises OSError."""
         for left in self._unfinished:
             yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
@@ -138,13 +136,8 @@ class DiskTier:
         """Lets another engine have the folder."""
         self._opened.close()
 
-    @contextmanager
-    def _file(self, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-        descriptor = open_file(name, flags, self._descriptor)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def _file(self, name: str, flags: int = os.O_RDONLY) -> AbstractContextManager[int]:
+        return open_file(name, flags, self._descriptor)
 
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -169,34 +162,28 @@ class DiskTier:
 
 def is_in_use(path: Path) -> bool:
     """Whether an engine holds the folder in `path` now. Makes nothing. Raises OSError where none could have it."""
-    with suppress(FileNotFoundError), ExitStack() as opened:
-        folder = _open_own_folder(path, make=False)
-        opened.callback(os.close, folder)
-        lock = open_file("lock", os.O_RDWR, folder)
-        opened.callback(os.close, lock)
+    with (
+        suppress(FileNotFoundError),
+        _own_folder(path, make=False) as folder,
+        open_file("lock", os.O_RDWR, folder) as lock,
+    ):
         return not _is_lockable(lock)
     return False
 
 
-def _open_own_folder(path: Path, make: bool) -> int:
-    parent = open_folder(path)
-    try:
+@contextmanager
+def _own_folder(path: Path, make: bool) -> Iterator[int]:
+    with open_folder(path) as parent:
         with suppress(FileExistsError):
             if make:
                 os.mkdir(FOLDER, 0o700, dir_fd=parent)
-        folder = open_folder(FOLDER, parent)
-    finally:
-        os.close(parent)
-    try:
-        refuse_others(folder, path / FOLDER, 0o022)
-    except OSError:
-        os.close(folder)
-        raise
-    return folder
+        with open_folder(FOLDER, parent) as folder:
+            refuse_others(folder, path / FOLDER, 0o022)
+            yield folder
 
 
 def _is_lockable(lock: int) -> bool:
-    """Locks it, until it is closed, unless somebody else has."""
+    """Locks it until it is closed; False where another process has."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -218,12 +205,8 @@ def key_path(given: Path | None, sealed: Path) -> Path:
 
 def read_key(path: Path) -> bytes:
     """Raises FileNotFoundError where there is none, and OSError where it cannot be used."""
-    descriptor = open_file(path)
-    try:
-        refuse_others(descriptor, path, 0o077)
+    with open_file(path, refused=0o077) as descriptor:
         key = os.read(descriptor, KEY_BYTES + 1)
-    finally:
-        os.close(descriptor)
     if len(key) != KEY_BYTES:
         raise OSError(f"{path} is no key of {KEY_BYTES} bytes; remove it, and a new one is made")
     return key
@@ -237,17 +220,16 @@ def make_key(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         return read_key(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Whole before it has its name, which is given only once: nobody reads half a key, and none is written over.
+    # Whole before it has its name, which is given only once: half a key is never read, and none is written over.
     unnamed = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    descriptor = open_file(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        os.write(descriptor, secrets.token_bytes(KEY_BYTES))
-        os.fsync(descriptor)
+        with open_file(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+            os.write(descriptor, secrets.token_bytes(KEY_BYTES))
+            os.fsync(descriptor)
         with suppress(FileExistsError):
             os.link(unnamed, path)
     finally:
-        os.close(descriptor)
-        unnamed.unlink()
+        unnamed.unlink(missing_ok=True)
     return read_key(path)
 
 

@@ -94,7 +94,7 @@ def ready(llm):
 
 def events(llm):
     """Counts of tier events, heard by an engine's library from now on."""
-    counts, desk = {}, llm.connector_scheduler.donor_index._offload
+    counts, desk = {}, llm.connector_scheduler.donor_index.offload
     desk._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
 

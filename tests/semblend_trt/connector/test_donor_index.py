@@ -116,7 +116,7 @@ def test_what_was_saved_is_found_and_what_is_too_short_goes_from_the_workers_too
     index.saved(SavedDonor("donor", saved, None if saved else "disk on fire"))
     assert index.catalog.stats().used_bytes == held * TOKEN_BYTES
     assert reused(index, tokens) == held
-    assert index.take_commands().drops == ([] if held else ["donor"])
+    assert index.offload.take_commands().drops == ([] if held else ["donor"])
     assert (index.intend("again", tracked(2, tokens), 0) is None) == bool(held)
 
 
@@ -128,7 +128,7 @@ def test_a_block_that_the_engine_copies_into_spoils_what_is_saved_from_it():
     for name in "ab":
         index.saved(SavedDonor(name, 200))
     assert [index.catalog.tier(name) for name in "ab"] == [None, Tier.HOST]
-    assert index.take_commands().drops == ["a"]
+    assert index.offload.take_commands().drops == ["a"]
 
 
 def test_same_text_is_kept_once():
@@ -151,8 +151,8 @@ def test_room_is_reserved_before_the_save_and_evicts_the_oldest():
     keep(index, "a", text(1, 200))
     keep(index, "b", text(2, 200))
     assert index.intend("c", tracked(3, text(3, 200)), 0).max_tokens == 200
-    assert index.take_commands() == OffloadCommands(drops=["a"])
-    assert index.take_commands() == OffloadCommands()
+    assert index.offload.take_commands() == OffloadCommands(drops=["a"])
+    assert index.offload.take_commands() == OffloadCommands()
     assert reused(index, text(1, 200)) == 0
 
 
@@ -160,10 +160,10 @@ def test_donor_lost_on_its_way_down_is_found_no_more():
     index, tokens = index_of(device_bytes=13 * 16 * TOKEN_BYTES), text(1, 200)
     assert keep(index, "donor", tokens).tier is Tier.DEVICE
     keep(index, "other", text(2, 200))
-    assert index.take_commands() == OffloadCommands(offloads=["donor"])
+    assert index.offload.take_commands() == OffloadCommands(offloads=["donor"])
     index.saved(SavedDonor("donor", 0, "out of memory"))
     assert (reused(index, tokens), index.catalog.tier("donor")) == (0, None)
-    assert index.take_commands().drops == ["donor"]
+    assert index.offload.take_commands().drops == ["donor"]
 
 
 def test_a_leased_donor_stays_whatever_is_to_be_kept_or_lost():
@@ -175,7 +175,7 @@ def test_a_leased_donor_stays_whatever_is_to_be_kept_or_lost():
     lease.release()
     assert index.lost({"a", "never-heard-of"}) == ["a"]
     assert index.intend("b", tracked(2, text(2, 200)), 0) is not None
-    assert index.take_commands().drops == ["a"]
+    assert index.offload.take_commands().drops == ["a"]
 
 
 def test_donor_that_cannot_be_leased_is_planned_around():
@@ -212,7 +212,7 @@ class Tiers:
         """Donors whose text is named by their id; returns the commands that made room for them."""
         for donor_id in donor_ids:
             keep(self.index, donor_id, self.text(donor_id))
-        return self.index.take_commands()
+        return self.index.offload.take_commands()
 
     def find(self, *donor_ids, length=TEXT):
         """Donors whose files lay on the disk."""
@@ -223,7 +223,9 @@ class Tiers:
 
     def look_up(self, *donor_ids):
         """Looks a prompt with all of these texts up; returns the tokens reused, and the commands."""
-        return reused(self.index, np.concatenate([self.text(each) for each in donor_ids])), self.index.take_commands()
+        return reused(
+            self.index, np.concatenate([self.text(each) for each in donor_ids])
+        ), self.index.offload.take_commands()
 
     def text(self, donor_id, length=TEXT):
         return text(int.from_bytes(donor_id.encode(), "little"), length)
@@ -304,8 +306,8 @@ def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():
     tiers = Tiers()
     tiers.keep("held")
     tiers.find(*names)
-    tiers.index.prefetch(["unknown", "held", *names])
-    assert tiers.index.take_commands() == OffloadCommands(fetches=names[:MAX_PREFETCHES])
+    tiers.index.offload.prefetch(["unknown", "held", *names])
+    assert tiers.index.offload.take_commands() == OffloadCommands(fetches=names[:MAX_PREFETCHES])
     tiers.hear(OffloadEventKind.FETCHED, "c")
     assert tiers.look_up("c")[0] == TEXT
 
@@ -315,8 +317,8 @@ def test_no_donor_is_lost_for_one_that_is_only_near():
     tiers.find("near")
     tiers.keep("held")
     tiers.hear(OffloadEventKind.WRITE_FAILED, "held")
-    tiers.index.prefetch(["near"])
-    assert tiers.index.take_commands() == OffloadCommands()
+    tiers.index.offload.prefetch(["near"])
+    assert tiers.index.offload.take_commands() == OffloadCommands()
     assert tiers.look_up("near")[1] == OffloadCommands(drops=["held"], fetches=["near"])
 
 
@@ -362,11 +364,11 @@ def test_of_more_files_than_there_is_room_for_those_used_last_stay(limits):
     tiers = Tiers(**limits)
     tiers.find("oldest", "older", "newest")
     assert tiers.index.catalog.resting() == {"older", "newest"}
-    assert tiers.index.take_commands() == OffloadCommands(drops=["oldest"])
+    assert tiers.index.offload.take_commands() == OffloadCommands(drops=["oldest"])
     assert tiers.told[-2:] == [("gone", "oldest"), ("found", "newest", "disk")]
     tiers.find("older", length=2 * TEXT)  # its id is taken
     tiers.find("huge", length=1 << 16)
-    assert tiers.index.take_commands() == OffloadCommands(drops=["older", "huge"])
+    assert tiers.index.offload.take_commands() == OffloadCommands(drops=["older", "huge"])
     assert tiers.index.catalog.resting() == {"older", "newest"}
 
 
@@ -375,7 +377,7 @@ def test_every_event_is_counted_even_of_donors_that_are_not_known():
     for kind in OffloadEventKind:
         tiers.hear(kind, "unknown")
     assert tiers.events == list(OffloadEventKind)
-    assert (len(tiers.index.catalog), tiers.index.take_commands()) == (0, OffloadCommands())
+    assert (len(tiers.index.catalog), tiers.index.offload.take_commands()) == (0, OffloadCommands())
 
 
 class DonorIndexMachine(RuleBasedStateMachine):
