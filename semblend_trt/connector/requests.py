@@ -164,6 +164,14 @@ class RequestTable:
         return len(self._requests)
 
 
+def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
+    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
+    held = getattr(request, "token_array", None)
+    if callable(held):
+        return np.asarray(held(count), dtype=np.int32)
+    return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]
+
+
 def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
     """Fits the request's plan to its blocks.
 
