@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET answers with the status that the path names, POST serves short bodies alone."""
+    """GET answers with the status that the path names, 200 where it names none; POST serves short bodies alone."""
 
     def do_GET(self) -> None:
-        self.answer(int(self.path[1:]))
+        named = self.path[1:]
+        self.answer(int(named) if named.isdecimal() else 200)
 
     def do_POST(self) -> None:
         self.answer(200 if len(self.rfile.read(int(self.headers.get("Content-Length", 0)))) < 1024 else 429)
