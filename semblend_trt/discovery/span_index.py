@@ -68,7 +68,7 @@ class ScanBounds:
 
     max_repeats: int = 8
     max_bucket: int = 32
-    max_pairs: int = 1 << 17
+    max_pairs: int = 1 << 16
     max_extensions: int = 1024
     max_compared: int = 1 << 22
 

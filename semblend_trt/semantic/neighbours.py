@@ -289,12 +289,12 @@ class _Worker:
         with self._changed:
             is_live = job.owner in self._live
         if is_live and vector.any():
-            index.add(job.namespace_key, str(job.owner), vector)
+            index.add(job.namespace_key, [str(job.owner)], vector[None])
             self._listener.donor_embedded(str(job.owner), vector)
 
     def _search(self, job: _Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
         hits = index.find(job.namespace_key, vector, NEAREST) if vector.any() else []
-        near = [Neighbour(hit.entry_id, hit.similarity) for hit in hits if hit.similarity >= self._min_similarity]
+        near = [Neighbour(*hit) for hit in hits if hit[1] >= self._min_similarity]
         request_id = int(job.owner)
         with self._changed:
             found = tuple(neighbour for neighbour in near if neighbour.donor_id in self._live)
