@@ -84,8 +84,8 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """Requests in the order of their last word, and bounded but for those that await a load: `add` returns those that
-    had to make room."""
+    """Requests, the one that was scheduled longest ago first. `add` keeps within the limit by giving up the first ones,
+    but never one that awaits a load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
         self._limit = limit
@@ -95,6 +95,7 @@ class RequestTable:
         self._holder_of_block: dict[int, TrackedRequest] = {}
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
+        """Returns, and forgets, the requests that had to make room."""
         request.last_heard = self._iteration
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id)
