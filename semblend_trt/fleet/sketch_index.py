@@ -63,11 +63,11 @@ class SketchIndex:
 
     A worker's estimate takes its donors together: an entry of the prompt that several of them hold counts once. For
     one donor it is `sketch.overlap`; a donor of level L shows one in 2**L anchors, each of which stands for as many.
-    An entry takes 11 to 21 bytes, whoever holds it.
+    An entry takes 11 to 21 bytes, and each different set of holders 8 bytes a holder.
     """
 
     def __init__(self) -> None:
-        # Odd and secret, so that nobody can choose entries that meet in one slot.
+        # Odd and secret, so that a forger cannot choose entries that meet in one slot.
         self._factor = np.uint64(secrets.randbits(64) | 1)
         self._table = np.zeros(_FEWEST_SLOTS, dtype=np.uint64)
         self._used = np.zeros(1, dtype=np.int64)

@@ -63,7 +63,7 @@ class Announcement:
 def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
     """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
 
-    `key` is empty for requests without a salt, else their sketch key, so that nobody else can test a guess at the text.
+    `key` is empty for requests without a salt, else their sketch key, so that no other tenant can test a guess.
     """
     wide = tokens.astype("<i8", copy=False)
     return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
@@ -112,7 +112,7 @@ def _parsed(payload: bytes) -> Any:
         return msgspec.msgpack.decode(payload)
     except ImportError:
         raise EventError("malformed", "a message in MessagePack; install the extra nats to read it") from None
-    except Exception as error:  # whatever the bytes made a parser raise, they are no message
+    except Exception as error:  # parsers raise many things of bytes that are no message
         raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 

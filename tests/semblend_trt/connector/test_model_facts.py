@@ -33,7 +33,6 @@ from semblend_trt.connector.model_facts import (
 )
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 
-YARDSTICK = Path(__file__).resolve().parents[4] / "shared" / "models" / "yardstick-22m"
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -113,30 +112,6 @@ def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
     config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden)
     facts = model_facts(write_config(tmp_path, config))
     assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
-
-
-def test_a_configuration_in_the_old_form_is_read_as_the_new_one(tmp_path: Path) -> None:
-    config = LlamaConfig(**SMALL, rope_parameters=rope("llama3", 5e5, **LLAMA3))
-    new = model_facts(write_config(tmp_path / "new", config))
-    old_rope = {"type": "llama3", "rope_type": "llama3", **LLAMA3}
-    old = model_facts(
-        write_config(tmp_path / "old", config, rope_parameters=None, rope_theta=5e5, rope_scaling=old_rope)
-    )
-    assert old.rotation == new.rotation
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_a_saved_models_facts_are_its_modules(tiny_model_paths: dict[str, Path], family: str) -> None:
-    facts = model_facts(tiny_model_paths[family])
-    assert (facts.model_type, facts.num_layers, facts.kv_heads, facts.head_dim) == (family, 3, 2, 16)
-
-
-def test_the_yardstick_model() -> None:
-    if not YARDSTICK.is_dir():
-        pytest.skip("../shared not present")
-    facts = model_facts(YARDSTICK)
-    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.head_dim) == (12, 6, 2, 64)
-    assert facts.rotation.inverse_frequencies[1] == pytest.approx(1e5 ** (-1 / 32))
 
 
 QWEN2, QWEN3, LLAMA, MISTRAL, PHI3 = (
