@@ -76,12 +76,15 @@ def of_another_model(path):
     path.write_text(json.dumps(values))
 
 
-def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile):
-    llm = engine(PROFILE=profile("position_fix"))
-    scheduler = llm.connector_scheduler
-    own = scheduler.namespace
-    assert scheduler._match(own.for_request("salt", None)).profile is not None
-    assert scheduler._match(own.for_request(None, "legal")).refusal == "profile_mismatch"
+@pytest.mark.parametrize(
+    ("options", "reused", "reason"),
+    [({"cache_salt": "salt"}, 200, None), ({"lora_request": "legal"}, 0, "profile_mismatch")],
+)
+def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, options, reused, reason):
+    llm = engine(PROFILE=profile("position_fix"), lora_config={"legal": 1})
+    serve(llm, DONOR, **options)
+    output = serve(llm, SHIFTED, **options)
+    assert (output.reused_tokens, output.reuse_reason) == (reused, reason)
 
 
 @pytest.mark.parametrize(
