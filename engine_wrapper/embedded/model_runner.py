@@ -105,10 +105,7 @@ class ModelRunner:
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`).
-
-        Raises ConfigurationError.
-        """
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
