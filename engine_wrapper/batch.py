@@ -56,7 +56,7 @@ class MicroBatch:
 
 
 def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[MicroBatch]:
-    """`works` in as few forwards as have at most `max_rows` rows each, None for one forward.
+    """`works` in as few forwards of at most `max_rows` rows as possible; None puts them into one.
 
     A forward is larger only where rows that stay together, with one row behind them, are more than `max_rows`;
     `with_lowest_layers_run` leaves no such work.
@@ -76,7 +76,7 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
 
 
 def _end(work: SequenceWork, num_layers: int, room: int) -> int | None:
-    """How many of the first rows of `work` go into `room` rows; None when it cannot be divided so."""
+    """How many of the first rows of `work` fit into `room` rows; None when none can be split off."""
     if len(work.positions) <= room:
         return len(work.positions)
     together = work.together(num_layers)
@@ -97,10 +97,10 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
 def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
-    """What is left of `work` once `micro_batches` can divide it into forwards of at most `max_rows` rows, None for any.
+    """`work`, or what is left of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
 
-    Most works can be divided as they are, and nothing runs. Otherwise `run` gets their parts, and `evidence_sink` is
-    told what the check found; the host waits for the device there.
+    Most works can be divided as they are, and nothing runs; with None none has to be. Otherwise `run` gets their parts,
+    and `evidence_sink` is told what the check found; the host waits for the device there.
     """
     # Rows of cold requests and of decode steps are counted only: this runs in every iteration.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):

@@ -87,7 +87,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """What the layers need to know of their rows: `cos`, `sin` float32 [rows, head_dim / 2], `slots` int64 [rows]."""
+    """Rotation and place of each row: `cos`, `sin` float32 [rows, head_dim / 2], `slots` int64 [rows]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -131,7 +131,7 @@ class WholeAttention:
             self._prepared.add(bucket)
 
     def serves(self, rows: int, device: torch.device) -> bool:
-        """True where no plan is needed or one has been built."""
+        """True where cuDNN needs no plan, or has built one."""
         return device.type != "cuda" or bucket_rows(rows) in self._prepared
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
@@ -174,27 +174,19 @@ class FusedDecoder:
         half = self.geometry.head_dim // 2
         return RowTables(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous(), slots)
 
-    def layer(
-        self, index: int, delta: torch.Tensor | None, residual: torch.Tensor, tables: RowTables, attend: Attend
-    ) -> torch.Tensor:
-        """Runs one layer; the hidden rows are `residual + delta`. Writes `residual` and returns the new delta.
-
-        `delta` is None before the first layer.
-        """
-        return self.mix(index, attend(index, self.project(index, delta, residual, tables)), residual)
-
     def project(
         self, index: int, delta: torch.Tensor | None, residual: torch.Tensor, tables: RowTables
     ) -> torch.Tensor:
         """The layer up to its attention: rotated rows [rows, heads + 2 * kv_heads, head_dim], whose K and V are in the
-        pool wherever `tables` names a slot. Adds `delta` to `residual`."""
+        pool wherever `tables` names a slot. The hidden rows are `residual + delta`, which is None before the first
+        layer; it is added to `residual`."""
         weights = self._layers[index]
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
         rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.pool, index, self.geometry, weights.head_norms)
         return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
 
     def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns the delta."""
+        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns a delta."""
         weights = self._layers[index]
         normed = _normed(weights.output(attended.flatten(1)), residual, weights.post_norm, weights.eps)
         return weights.down(silu_mul(weights.gate_up(normed)))
@@ -256,7 +248,7 @@ class BegunLayer:
         return BegunLayer(self.layer, self.residual.index_select(0, rows), self.heads.index_select(0, rows))
 
     def room_for(self, rows: int) -> BegunLayer:
-        """Zeros for so many rows like these."""
+        """Zeros in the shape of so many of these rows."""
         return BegunLayer(
             self.layer,
             self.residual.new_zeros(rows, *self.residual.shape[1:]),

@@ -181,8 +181,8 @@ class GraphForward:
         for reach in dict.fromkeys(reaches):
             for rows in (count for count in PREPARED_ROWS if count <= reach):
                 blocks = (0,) * geometry.blocks_for(reach)
-                piece = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
-                schedule = build_schedule([piece], geometry.num_layers).last_rows([rows])
+                sequence = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
+                schedule = build_schedule([sequence], geometry.num_layers).last_rows([rows])
                 shape = shape_of(schedule, self._decoder)
                 for layer in layers:
                     if len(self._graphs) < MAX_GRAPHS // 2 and self.fits(schedule, layer):
@@ -289,7 +289,8 @@ def _layers(
 ) -> torch.Tensor:
     attend, tables = _attend(decoder, shape, inputs), decoder.tables(inputs.launch.positions, inputs.slots)
     for layer in range(first, decoder.geometry.num_layers):
-        delta = decoder.layer(layer, delta, residual, tables, attend)
+        heads = decoder.project(layer, delta, residual, tables)
+        delta = decoder.mix(layer, attend(layer, heads), residual)
     assert delta is not None
     return decoder.finish(delta, residual, inputs.output_rows)
 

@@ -251,23 +251,23 @@ def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int
     long as one more row, a gap between two runs is computed when that is cheaper than skipping it; 0 skips all gaps.
     Raises PlanError when a plan does not fit its slice.
     """
-    return [_work_of(piece, num_layers, keys_per_row) for piece in slices]
+    return [_work_of(sequence, num_layers, keys_per_row) for sequence in slices]
 
 
-def _work_of(piece: SequenceSlice, num_layers: int, keys_per_row: int) -> SequenceWork:
-    own_tokens = np.array(piece.token_ids, dtype=np.int64)
+def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> SequenceWork:
+    own_tokens = np.array(sequence.token_ids, dtype=np.int64)
     own = SequenceWork(
         own_tokens,
-        np.arange(piece.begin, piece.end, dtype=np.int64),
+        np.arange(sequence.begin, sequence.end, dtype=np.int64),
         np.full(len(own_tokens), num_layers, dtype=np.int64),
         len(own_tokens),
-        torch.tensor(piece.block_ids, dtype=torch.int64),
+        torch.tensor(sequence.block_ids, dtype=torch.int64),
     )
-    plan = piece.plan
+    plan = sequence.plan
     # A discovery-only plan promises nothing and moves nothing, whatever spans it reports.
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
-    _check_plan(plan, piece)
+    _check_plan(plan, sequence)
     return _with_promise(own, plan, num_layers, keys_per_row)
 
 
@@ -314,16 +314,16 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
     return PendingCheck(plan, tuple(range(start + head, start + length) for start, length in starts), keys_per_row)
 
 
-def _check_plan(plan: SemanticKvPlan, piece: SequenceSlice) -> None:
-    if piece.begin != plan.prefix_end:
+def _check_plan(plan: SemanticKvPlan, sequence: SequenceSlice) -> None:
+    if sequence.begin != plan.prefix_end:
         raise PlanError(
             "slice_not_at_prefix",
-            f"request {plan.request_id}: the slice begins at {piece.begin}, but the plan promised the positions up to "
-            f"{plan.prefix_end}; a plan is executed by the first slice of its request",
+            f"request {plan.request_id}: the slice begins at {sequence.begin}, but the plan promised the positions up "
+            f"to {plan.prefix_end}; a plan is executed by the first slice of its request",
         )
-    if tuple(plan.prompt_token_ids[piece.begin : piece.end].tolist()) != piece.token_ids:
+    if tuple(plan.prompt_token_ids[sequence.begin : sequence.end].tolist()) != sequence.token_ids:
         raise PlanError(
             "plan_of_another_prompt",
-            f"request {plan.request_id}: the scheduled tokens {piece.begin}..{piece.end - 1} differ from the prompt "
-            "that the plan was made for",
+            f"request {plan.request_id}: the scheduled tokens {sequence.begin}..{sequence.end - 1} differ from the "
+            "prompt that the plan was made for",
         )

@@ -225,9 +225,9 @@ class SparseForward:
         # The first one leaves its own KV behind, from which the second one does not deviate.
         for threshold in (0.0, KEEP_ALL):
             plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
-            piece = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
-            schedule = build_schedule([piece], geometry.num_layers, pool.device)
-            forward(schedule.last_rows([len(piece.token_ids)]))
+            sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
+            schedule = build_schedule([sequence], geometry.num_layers, pool.device)
+            forward(schedule.last_rows([len(sequence.token_ids)]))
 
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:

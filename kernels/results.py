@@ -151,11 +151,6 @@ class Results:
             write_rows(target / f"{name}.json", self.rows)
             say(f"wrote {len(self.rows)} rows to {target / name}.json")
 
-    @property
-    def own_folder(self) -> Path:
-        """Where rows of this machine lie in a checkout."""
-        return FOLDER / str(self.measured.machine["name"])
-
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Writes the rows of one run to `path`, replacing what an earlier run left there."""
@@ -217,7 +212,7 @@ def run_counted(
             parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
     rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
     run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
-    rows.write(options["json"], benchmark, rows.own_folder)
+    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
 
 
 def command(arguments: Sequence[str] | None = None) -> str:

@@ -40,16 +40,6 @@ class RopeRotation:
         return self.first_channel + self.rotary_dim
 
 
-def rotation_factors(
-    shift: int, rotation: RopeRotation, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of `shift` positions, each [rotary_dim / 2] in `dtype`; the angles are taken in float64."""
-    angles = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64) * shift
-    factors = torch.stack((angles.cos(), angles.sin())).to(dtype)
-    cos, sin = factors.to(device, non_blocking=True)
-    return cos, sin
-
-
 def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
     """Rotates `keys` [..., tokens, head_dim] by `shift` positions; same shape and dtype, computed in at least float32.
 
@@ -60,11 +50,13 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
     if shift == 0:
         return keys
     math_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    cos, sin = rotation_factors(shift, rotation, math_dtype, keys.device)
+    # The angles are taken in float64: a shift times a frequency loses its fraction in float32.
+    angles = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64) * shift
+    cos, sin = torch.stack((angles.cos(), angles.sin())).to(math_dtype).to(keys.device, non_blocking=True)
     source = keys.to(math_dtype)
     rotated = source.clone(memory_format=torch.contiguous_format)
-    first, second = planes_of(source, rotation)
-    rotated_first, rotated_second = planes_of(rotated, rotation)
+    first, second = rotary_planes(source, rotation)
+    rotated_first, rotated_second = rotary_planes(rotated, rotation)
     rotated_first.mul_(cos).addcmul_(second, sin, value=-1)
     rotated_second.mul_(cos).addcmul_(first, sin)
     return saturated(rotated, keys.dtype)
@@ -85,7 +77,7 @@ def check_head_dim(head_dim: int, rotation: RopeRotation, name: str) -> None:
         raise ValueError(f"{name} has head_dim {head_dim}, below the rotary_dim {rotation.rotary_dim}{behind}")
 
 
-def planes_of(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the planes' first and second channels, each [..., tokens, rotary_dim / 2]."""
     rotary = keys[..., rotation.first_channel : rotation.end_channel]
     if rotation.interleaved:

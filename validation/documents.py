@@ -74,10 +74,12 @@ _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the exact answer that the document gives."""
+    """A question, or a prompt that ends with one, and the exact answer that the documents give. `donor_answer`: the
+    wrong one that a donor's text gives, None where it gives none."""
 
     text: str
     answer: str
+    donor_answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

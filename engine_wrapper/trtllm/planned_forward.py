@@ -148,7 +148,7 @@ class PlannedDecoder:
 class PlannedForward:
     """In the place of the decoder's forward. Batches without a plan go on to it untouched.
 
-    Until the self-check has passed, the runtime stays in stock mode, so that no plan needs this; when it fails, the
+    Until the self-check has passed, the runtime stays in stock mode, so that no plan is made for it; when it fails, the
     decoder is given back as it was found. A plan that cannot be executed fails its batch, because the engine skips what
     the plan promised; nothing is reused from then on.
     """

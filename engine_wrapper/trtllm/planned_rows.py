@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks
 
-# Wishes of a call that the attention here does not grant; each stands among its options or its `forward_args`.
-_UNKNOWN_WISHES = (
+# Options of a call that change its result and are not known here; each stands alone or in `forward_args`.
+_UNKNOWN_OPTIONS = (
     "attention_mask_data",
     "attention_sinks",
     "attention_window_size",
@@ -156,7 +156,7 @@ class PlannedRows:
         `attention` is TensorRT-LLM's module; `q` [rows, (heads + 2 kv_heads) * head_dim] alone, or q, k and v. They
         are rotated here when the module leaves that to its kernel. Raises LayoutError when the call asks for more.
         """
-        _check_wishes(options)
+        _check_options(options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
@@ -191,9 +191,9 @@ class PlannedRows:
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 
-def _check_wishes(options: dict[str, Any]) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     asked = options.get("forward_args")
-    for name in _UNKNOWN_WISHES:
+    for name in _UNKNOWN_OPTIONS:
         if options.get(name) is not None or getattr(asked, name, None) is not None:
             raise LayoutError("attention_call", f"the attention was called with {name}, which is not known here")
     for mask in (options.get("attention_mask"), getattr(asked, "attention_mask", None)):

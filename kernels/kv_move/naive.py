@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.kv_move.move import Move, check_moves, sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.rope import RopeRotation, planes_of, saturated
+from kernels.rope import RopeRotation, rotary_planes, saturated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, positio
 def rotated_key(key: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
     """`key` [head_dim] rotated by `shift` positions, in float32."""
     rotated = key.float().clone()
-    first, second = planes_of(rotated, rotation)
+    first, second = rotary_planes(rotated, rotation)
     for plane, frequency in enumerate(rotation.inverse_frequencies):
         cos, sin = math.cos(shift * frequency), math.sin(shift * frequency)
         x, y = float(first[plane]), float(second[plane])

@@ -3,6 +3,7 @@
 import gzip
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ from tokenizers import Tokenizer
 
 import validation
 from validation.assets.recipe import evaluate, headers, tasks
-from validation.assets.recipe import tokenizer as corpus
-from validation.assets.recipe import train as arguments
-from validation.assets.recipe.train import PlaceProbe, hidden_states
+from validation.assets.recipe.tokenizer import SEPARATOR, CorpusError, read_books
+from validation.assets.recipe.train import PlaceProbe, hidden_states, parse
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -28,25 +28,26 @@ def prose() -> str:
     return (ASSETS / "excerpt.txt").read_text(encoding="utf-8")
 
 
-def _writer(tokenizer: Tokenizer, prose: str, seed: int) -> tasks.TaskWriter:
+def written(tokenizer: Tokenizer, prose: str, seed: int, rows: int, length: int, text_share: float = 0.0) -> Any:
+    """Ids and weights of a batch."""
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
-    return tasks.TaskWriter(tokenizer, [prose], ids, seed)
+    return tasks.TaskWriter(tokenizer, [prose], ids, seed).batch(rows, length, text_share)
 
 
 def test_equal_seeds_write_equal_rows(tokenizer: Tokenizer, prose: str) -> None:
-    first, weights = _writer(tokenizer, prose, 1).batch(rows=4, length=1_024, text_share=0.25)
-    again, _ = _writer(tokenizer, prose, 1).batch(rows=4, length=1_024, text_share=0.25)
-    other, _ = _writer(tokenizer, prose, 2).batch(rows=4, length=1_024, text_share=0.25)
+    (first, weights), (again, _), (other, _) = (
+        written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2)
+    )
     assert first.shape == weights.shape == (4, 1_024)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 def test_answers_follow_the_latest_list_of_a_place(tokenizer: Tokenizer, prose: str) -> None:
-    rows, _ = _writer(tokenizer, prose, 3).batch(rows=24, length=2_048, text_share=0.0)
+    rows, _ = written(tokenizer, prose, 3, 24, 2_048)
     checked = replaced = unknown = 0
     for row in rows:
-        for prompt in tokenizer.decode(row.tolist(), skip_special_tokens=False).split(corpus.SEPARATOR):
+        for prompt in tokenizer.decode(row.tolist(), skip_special_tokens=False).split(SEPARATOR):
             stock: dict[str, dict[str, str]] = {}
             for mark, body in re.findall(r"<\|(doc|q)\|>((?:(?!<\|(?:doc|q)\|>).)*)", prompt, flags=re.DOTALL):
                 if mark == "doc" and body.startswith("Stock list of "):
@@ -72,20 +73,16 @@ def test_only_answers_and_their_ends_weigh_most(tokenizer: Tokenizer) -> None:
     assert heavy == ["1", "2", "<|end|>", "7", "<|end|>"]
 
 
-def test_the_book_of_the_excerpt_is_left_out(tmp_path: Path, prose: str) -> None:
+def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_path: Path, prose: str) -> None:
     other = "It was a fine day. " * 6_000
-    path = tmp_path / "books.txt.gz"
-    path.write_bytes(gzip.compress(f"{other}{corpus.SEPARATOR}{prose}".encode()))
-    assert corpus.read_books(path) == [other.strip()]
-
-
-def test_unusable_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
+    path, short = tmp_path / "books.txt.gz", tmp_path / "short.txt"
+    path.write_bytes(gzip.compress(f"{other}{SEPARATOR}{prose}".encode()))
+    assert read_books(path) == [other.strip()]
     short.write_text("Too short.", encoding="utf-8")
-    with pytest.raises(corpus.CorpusError, match="fewer than 100,000 characters"):
-        corpus.read_books(short)
-    with pytest.raises(corpus.CorpusError, match="cannot be read"):
-        corpus.read_books(tmp_path / "missing.txt")
+    with pytest.raises(CorpusError, match="fewer than 100,000 characters"):
+        read_books(short)
+    with pytest.raises(CorpusError, match="cannot be read"):
+        read_books(tmp_path / "missing.txt")
 
 
 def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Tokenizer) -> None:
@@ -96,11 +93,7 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Token
     encoding = tokenizer.encode(text)
     ids = torch.tensor([encoding.ids])
     places, inside = PlaceProbe(8, tokenizer).labels(ids)
-    named = {
-        tokenizer.decode(places[:, 0, position].tolist()).strip()
-        for position in range(ids.shape[1])
-        if inside[0, position]
-    }
+    named = {tokenizer.decode(each).strip() for each in places[:, 0, inside[0]].T.tolist()}
     assert {name.split()[0] for name in named} == {"Depot", "Yard"}
     covered = tokenizer.decode(ids[0, inside[0]].tolist())
     assert "12" in covered
@@ -123,7 +116,7 @@ def test_the_trainer_reads_the_model_as_transformers_does() -> None:
 )
 def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments.parse(["--text", "books.txt", "--out", "out", *wrong])
+        parse(["--text", "books.txt", "--out", "out", *wrong])
     assert message in capsys.readouterr().err
 
 

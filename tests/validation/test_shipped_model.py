@@ -76,16 +76,17 @@ def test_cold_stock_answers_are_exact(loaded: tuple[Any, Any]) -> None:
         texts = [document.text for document in lists]
         questions = rng.sample([question for document in lists for question in document.questions], 10)
         cases += [
-            evaluate.Case(prompts.render(instruction, texts, question.text), question.answer) for question in questions
+            documents.Question(prompts.render(instruction, texts, question.text), question.answer)
+            for question in questions
         ]
-    assert 900 < len(tokenizer(cases[0].prompt).input_ids) < 1_300
+    assert 900 < len(tokenizer(cases[0].text).input_ids) < 1_300
     assert evaluate.exact_match(model, tokenizer, cases) >= 0.90
 
 
 def test_generation_gives_the_same_answers_as_the_forward_pass(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     for case in evaluate.cases("stock_1k", tokenizer, 2):
-        inputs = tokenizer(case.prompt, return_tensors="pt")
+        inputs = tokenizer(case.text, return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
         matched = tokenizer.decode(output) == case.answer + prompts.END_MARK
         assert matched == (evaluate.exact_match(model, tokenizer, [case]) == 1.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from validation import documents
 from validation.cases import Expectation, equal_start
-from validation.documents import Document, counted_list
-from validation.families.group import Asked, ask, broken_page, turns_of
+from validation.documents import Document, Question, counted_list
+from validation.families.group import ask, broken_page, turns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,14 +31,16 @@ def reordered(group: Group) -> list[Case]:
     earlier, opening = group.openings()
     shown = group.stock_lists(group.room)
     again = group.rng.sample(shown, len(shown))
-    return _same_lists(group, (earlier, shown), (opening, again))
+    last, *questions = ask(group.rng, again, group.questions + 1)
+    return group.look_ups((earlier, shown, last), (opening, again), questions)
 
 
 def system_prompt(group: Group) -> list[Case]:
     """Unchanged stock lists behind another system prompt."""
     earlier, opening = group.openings(group.form.system_prompts)
     shown = group.stock_lists(group.room)
-    return _same_lists(group, (earlier, shown), (opening, shown))
+    last, *questions = ask(group.rng, shown, group.questions + 1)
+    return group.look_ups((earlier, shown, last), (opening, shown), questions)
 
 
 def cut_turns(group: Group) -> list[Case]:
@@ -50,7 +53,7 @@ def cut_turns(group: Group) -> list[Case]:
     cut_turns, kept_turns = turns_of(rng, cut), turns_of(rng, kept)
     last, *questions = ask(rng, kept, group.questions + 1)
     donor = form.render_conversation(system, [*cut_turns, *kept_turns], last.text)
-    asked = [Asked(form.render_conversation(system, kept_turns, each.text), each.answer) for each in questions]
+    asked = [replace(each, text=form.render_conversation(system, kept_turns, each.text)) for each in questions]
     return group.cases([donor], asked, Expectation.REUSE)
 
 
@@ -68,30 +71,18 @@ def prose(group: Group) -> list[Case]:
             break
         pages.append(page)
     again = rng.sample(pages, len(pages))
-    asked = [Asked(form.render_pages(opening, [*again, begun]), rest) for begun, rest in broken]
+    asked = [Question(form.render_pages(opening, [*again, begun]), rest) for begun, rest in broken]
     return group.cases([form.render_pages(earlier, pages)], asked, Expectation.REUSE, known=False)
-
-
-def _same_lists(group: Group, donor: tuple[str, list[Document]], target: tuple[str, list[Document]]) -> list[Case]:
-    (earlier, before), (opening, after) = donor, target
-    last, *questions = ask(group.rng, after, group.questions + 1)
-    texts = [document.text for document in after]
-    asked = [Asked(group.form.render(opening, texts, each.text), each.answer) for each in questions]
-    donors = [group.form.render(earlier, [document.text for document in before], last.text)]
-    return group.cases(donors, asked, Expectation.REUSE)
 
 
 def unrelated(group: Group) -> list[Case]:
     """Donors of the same kind and size that share no document with the prompt, nor its instruction."""
-    form, places = group.form, group.places()
+    places = group.places()
     earlier, opening = group.openings()
     others, own = (group.stock_lists(group.room, places=places) for _ in range(2))
     [last] = ask(group.rng, others, 1)
-    texts = [document.text for document in own]
     questions = ask(group.rng, own, group.questions)
-    asked = [Asked(form.render(opening, texts, each.text), each.answer) for each in questions]
-    donors = [form.render(earlier, [document.text for document in others], last.text)]
-    return group.cases(donors, asked, Expectation.NONE)
+    return group.look_ups((earlier, others, last), (opening, own), questions, Expectation.NONE)
 
 
 def repeat(group: Group) -> list[Case]:
@@ -99,8 +90,8 @@ def repeat(group: Group) -> list[Case]:
     shown = group.stock_lists(group.room)
     opening, texts = group.rng.choice(group.form.instructions), [document.text for document in shown]
     questions = ask(group.rng, shown, group.questions)
-    asked = [Asked(group.form.render(opening, texts, each.text), each.answer) for each in questions]
-    return group.cases([each.prompt for each in asked], asked, Expectation.EXACT_PREFIX)
+    asked = [replace(each, text=group.form.render(opening, texts, each.text)) for each in questions]
+    return group.cases([each.text for each in asked], asked, Expectation.EXACT_PREFIX)
 
 
 # Rows between a heading and the shared rows, of the family in which the heading stands far above them.
@@ -154,10 +145,10 @@ def near_duplicates(group: Group) -> list[Case]:
 
     These counts are asked for; where there are too few of them, others of the same lists as well.
     """
-    form, rng = group.form, group.rng
+    rng = group.rng
     earlier, opening = group.openings()
     before = group.stock_lists(group.room)
-    after, changed, others = list(before), list[Asked](), list[Document]()
+    after, changed, others = list(before), list[Question](), list[Document]()
     for index in range(1, len(before), 2):
         list_before = before[index]
         question = rng.choice(list_before.questions)
@@ -165,16 +156,12 @@ def near_duplicates(group: Group) -> list[Case]:
         number = _other_number(group, question.answer)
         text = list_before.text.replace(f"\n{item}: {question.answer}", f"\n{item}: {number}")
         after[index] = Document(text, ())
-        changed.append(Asked(question.text, number, question.answer))
+        changed.append(Question(question.text, number, question.answer))
         others.append(Document(text, tuple(each for each in list_before.questions if each is not question)))
     rng.shuffle(changed)
     rest = ask(rng, others, max(0, group.questions - len(changed)))
-    chosen = [*changed, *(Asked(each.text, each.answer) for each in rest)][: group.questions]
-    texts = [document.text for document in after]
-    asked = [Asked(form.render(opening, texts, each.prompt), each.answer, each.donor_answer) for each in chosen]
     [last] = ask(rng, before[:1], 1)
-    donors = [form.render(earlier, [document.text for document in before], last.text)]
-    return group.cases(donors, asked, Expectation.REUSE)
+    return group.look_ups((earlier, before, last), (opening, after), [*changed, *rest][: group.questions])
 
 
 def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:
@@ -182,7 +169,7 @@ def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) ->
 
     `lists` gives the donor's and the prompt's two lists of two places, with questions on what they exchange only.
     """
-    rng, form = group.rng, group.form
+    rng = group.rng
     earlier, opening = group.openings()
     room, before, after = group.room, list[Document](), list[Document]()
     for first, second in places:
@@ -195,14 +182,9 @@ def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) ->
     rng.shuffle(before)
     rng.shuffle(after)
     wrong = {question.text: question.answer for document in before for question in document.questions}
-    texts = [document.text for document in after]
-    asked = [
-        Asked(form.render(opening, texts, each.text), each.answer, wrong[each.text])
-        for each in ask(rng, after, group.questions)
-    ]
+    questions = [replace(each, donor_answer=wrong[each.text]) for each in ask(rng, after, group.questions)]
     [last] = ask(rng, before, 1)
-    donors = [form.render(earlier, [document.text for document in before], last.text)]
-    return group.cases(donors, asked, Expectation.REUSE)
+    return group.look_ups((earlier, before, last), (opening, after), questions)
 
 
 def _headed(heading: str, rows_between: int = 0) -> Lists:

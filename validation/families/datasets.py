@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, Field
@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Expectation, Form, content_of, parsed
 from validation.documents import Question
-from validation.families.group import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -193,7 +192,7 @@ def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: 
         rng.shuffle(others)
         questions = _different((*own, *others))[: group.questions]
         if shown and len(questions) == group.questions:
-            asked = [Asked(form.render(opening, shown, each.text), each.answer) for each in questions]
+            asked = [replace(each, text=form.render(opening, shown, each.text)) for each in questions]
             donors = [form.render_pages(earlier, _reordered(group, shown))]
             return group.cases(donors, asked, Expectation.REUSE, known)
     raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 _QUESTION_TOKENS = 40
 _SMALLEST_ROOM = 160
 _REFERENCE_CHARACTERS = 160
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt, the right answer, and the wrong one that the donors' text gives, None where it gives none."""
-
-    prompt: str
-    answer: str
-    donor_answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +96,31 @@ class Group:
                 return shown
             shown.append(document)
 
-    def cases(
-        self, donors: Sequence[str], asked: Sequence[Asked], expects: Expectation, known: bool = True
+    def look_ups(
+        self,
+        donor: tuple[str, Sequence[Document], Question],
+        target: tuple[str, Sequence[Document]],
+        questions: Sequence[Question],
+        expects: Expectation = Expectation.REUSE,
     ) -> list[Case]:
-        """The cases of this group; the first of them is the timed one."""
+        """Cases that ask `questions` on the documents of `target` under its opening, behind one donor."""
+        earlier, before, last = donor
+        opening, after = target
+        texts = [document.text for document in after]
+        asked = [replace(each, text=self.form.render(opening, texts, each.text)) for each in questions]
+        return self.cases([self.form.render(earlier, [each.text for each in before], last.text)], asked, expects)
+
+    def cases(
+        self, donors: Sequence[str], asked: Sequence[Question], expects: Expectation, known: bool = True
+    ) -> list[Case]:
+        """The cases of this group, of prompts with their answers; the first of them is the timed one."""
         return [
             Case(
                 id=self.name if index == 0 else f"{self.name}-question-{index}",
                 workload=self.family,
                 size=str(self.tokens),
                 donors=tuple(donors),
-                prompt=each.prompt,
+                prompt=each.text,
                 reference=each.answer,
                 known_answer=known,
                 expects=expects,

@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -24,7 +23,6 @@ from engine_wrapper.embedded.server import (
     Worker,
     main,
     read_body,
-    usage_of,
 )
 from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
 from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
@@ -406,50 +404,55 @@ def test_closing_ends_what_runs(engine):
 NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p": 0.0, "min_tokens": 0, "echo": False}
 
 
-def test_where_nothing_is_said_the_apis_defaults_hold() -> None:
-    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "somebody", **NEUTRAL})
+def test_where_nothing_is_said_the_apis_defaults_hold():
+    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "me", **NEUTRAL})
     assert fields.sampling_params(16) == SamplingParams(max_tokens=16, temperature=1.0)
-    assert not fields.stream
-    assert not fields.includes_usage
-    assert fields.stop_texts == ()
+    assert (bool(fields.stream), fields.includes_usage, fields.stop_texts) == (False, False, ())
 
 
-def test_what_is_said_becomes_sampling_parameters() -> None:
+def test_what_is_said_becomes_sampling_parameters():
     body = {"max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 5, "ignore_eos": True}
     fields = read_body({**body, "stop_token_ids": [6], "stop": "x", "stream_options": {"include_usage": True}})
     assert fields.sampling_params(16) == SamplingParams(3, 0.0, 0.5, 4, 5, (6,), True)
-    assert fields.stop_texts == ("x",)
-    assert fields.includes_usage
-
-
-def test_a_chat_may_call_its_bound_otherwise() -> None:
+    assert (fields.includes_usage, fields.stop_texts) == (True, ("x",))
     assert read_body({"max_completion_tokens": 7}).sampling_params(16).max_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("body", "reason", "message"),
+    ("name", "value"),
     [
-        ({"n": 2}, "unsupported_field", "n is not supported by this engine; leave it out"),
-        ({"logprobs": 5}, "unsupported_field", "logprobs is not supported"),
-        ({"logprobs": 0}, "unsupported_field", "logprobs is not supported"),
-        ({"n": True}, "unsupported_field", "n is not supported"),
-        ({"prompt_logprobs": 0}, "unsupported_field", "prompt_logprobs is not supported"),
-        ({"min_p": 0.1}, "unsupported_field", "min_p is not supported"),
-        ({"min_tokens": 1}, "unsupported_field", "min_tokens is not supported"),
-        ({"lora_request": {"lora_name": "red"}}, "unsupported_field", "lora_request is not supported"),
-        ({"guided_json": {}}, "unsupported_field", "guided_json is not supported"),
-        ({"response_format": {"type": "json_object"}}, "unsupported_field", "response_format is not supported"),
-        ({"temperature": "hot"}, "bad_field", "temperature: Input should be a valid number"),
-        ({"temperature": -1}, "bad_field", "temperature is -1.0; it must be a number >= 0"),
-        ({"max_tokens": 0}, "bad_field", "max_tokens is 0; it must be an integer >= 1"),
-        ({"stop": [""]}, "bad_field", r"stop"),
-        ({"cache_salt": 5}, "bad_field", "cache_salt: Input should be a valid string"),
+        *[
+            ("n", 2),
+            ("n", True),
+            ("logprobs", 5),
+            ("logprobs", 0),
+            ("prompt_logprobs", 0),
+            ("min_p", 0.1),
+            ("min_tokens", 1),
+        ],
+        *[("lora_request", {"lora_name": "red"}), ("guided_json", {}), ("response_format", {"type": "json_object"})],
     ],
 )
-def test_what_cannot_be_done_is_named(body: dict[str, Any], reason: str, message: str) -> None:
+def test_what_this_engine_does_not_know_is_named(name, value):
+    with pytest.raises(RequestRefusedError, match=f"^{name} is not supported by this engine; leave it out") as refused:
+        read_body({name: value})
+    assert (refused.value.status, refused.value.reason) == (400, "unsupported_field")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "hot", "temperature: Input should be a valid number"),
+        ("temperature", -1, "temperature is -1.0; it must be a number >= 0"),
+        ("max_tokens", 0, "max_tokens is 0; it must be an integer >= 1"),
+        ("stop", [""], "stop"),
+        ("cache_salt", 5, "cache_salt: Input should be a valid string"),
+    ],
+)
+def test_values_out_of_bounds_are_named(name, value, message):
     with pytest.raises(RequestRefusedError, match=message) as refused:
-        read_body(body).sampling_params(16)
-    assert (refused.value.status, refused.value.reason) == (400, reason)
+        read_body({name: value}).sampling_params(16)
+    assert (refused.value.status, refused.value.reason) == (400, "bad_field")
 
 
 OUTPUT = RequestOutput(
@@ -465,7 +468,7 @@ OUTPUT = RequestOutput(
 )
 
 
-def shown(parts: list[str], stops: tuple[str, ...] = ()) -> tuple[list[str], TextSoFar]:
+def shown(parts, stops=()):
     """The deltas of an answer that grows by `parts`, as far as it goes."""
     text, deltas, whole = TextSoFar(stops), [], ""
     for at, part in enumerate(parts):
@@ -478,7 +481,7 @@ def shown(parts: list[str], stops: tuple[str, ...] = ()) -> tuple[list[str], Tex
 
 @given(st.lists(st.text("ab\n", max_size=4), min_size=1), st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3))
 @example(["a", "ab"], ["aab"])
-def test_deltas_add_up_to_the_text_before_its_first_stop(parts: list[str], stops: list[str]) -> None:
+def test_deltas_add_up_to_the_text_before_its_first_stop(parts, stops):
     deltas, text = shown(parts, tuple(stops))
     whole = "".join(parts)
     ends = [at for at in map(whole.find, stops) if at >= 0]
@@ -491,30 +494,21 @@ def test_deltas_add_up_to_the_text_before_its_first_stop(parts: list[str], stops
         assert text.shown == whole
 
 
-def test_half_a_character_is_held_back() -> None:
+def test_half_a_character_is_held_back():
     text = TextSoFar()
     assert text.delta("a\ufffd", is_last=False) == "a"
     assert text.delta("aé", is_last=False) == "é"
     assert text.delta("aé\ufffd", is_last=True) == "\ufffd"
 
 
-def test_what_may_become_a_stop_is_held_back() -> None:
+def test_what_may_become_a_stop_is_held_back():
     deltas, text = shown(["one\n", "two\n", "\nthree"], ("\n\n",))
     assert deltas == ["one", "\ntwo", ""]
     assert text.is_stopped
 
 
-def test_usage_says_where_the_prompts_tokens_came_from() -> None:
-    assert usage_of(OUTPUT) == {
-        "prompt_tokens": 5,
-        "completion_tokens": 2,
-        "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 1, "reused_tokens": 2, "computed_tokens": 3},
-    }
-
-
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_whole_answers_and_chunks_have_the_apis_form(is_chat: bool) -> None:
+def test_whole_answers_and_chunks_have_the_apis_form(is_chat):
     form = AnswerForm("tiny", is_chat)
     whole = form.whole("two", "stop", OUTPUT)
     lines = [form.chunk("t", None, is_first=True), form.chunk("wo", "stop", is_first=False), form.usage_chunk(OUTPUT)]
@@ -522,7 +516,16 @@ def test_whole_answers_and_chunks_have_the_apis_form(is_chat: bool) -> None:
     assert all(line.endswith(b"\n\n") for line in lines)
     assert {answer["id"] for answer in [whole, *chunks]} == {whole["id"]}
     assert all(before["created"] == after["created"] for before, after in pairwise([whole, *chunks]))
-    assert whole["usage"] == chunks[-1]["usage"]
+    assert (
+        whole["usage"]
+        == chunks[-1]["usage"]
+        == {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 1, "reused_tokens": 2, "computed_tokens": 3},
+        }
+    )
     assert chunks[-1]["choices"] == []
     if is_chat:
         assert whole["object"] == "chat.completion"

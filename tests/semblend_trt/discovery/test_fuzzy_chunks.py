@@ -1,7 +1,5 @@
 """Fuzzy chunks: what joins runs, what a difference costs, and that no piece ever holds a token that differs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,27 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry
-from semblend_trt.config import Settings
 from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, ChunkUse, chunks_of, fill
-from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
-from semblend_trt.discovery.span_index import Run, SpanIndex
-from semblend_trt.namespace import CacheNamespace
+from semblend_trt.discovery.planner import Planned
+from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineMode, SemanticKvPlan
-from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-
-Tokens = np.ndarray
-
-
-def text(seed: int, length: int) -> Tokens:
-    return np.random.default_rng(seed).integers(0, 30_000, length, dtype=np.int32)
-
+from tests.semblend_trt.discovery.planning import STOCK, WRAPPER, plan_of, planner, profile, request, text
 
 HEAD, DOCUMENT, TAIL = text(1, 70), text(2, 480), text(3, 20)
 
 
-def changed(tokens: Tokens, positions: range | list[int]) -> Tokens:
+def changed(tokens: np.ndarray, positions: range | list[int]) -> np.ndarray:
     """`tokens` with another id at each of `positions`."""
     edited = tokens.copy()
     edited[list(positions)] += 40_000
@@ -37,25 +25,17 @@ def changed(tokens: Tokens, positions: range | list[int]) -> Tokens:
 
 
 def lookup(
-    donors: dict[str, Tokens],
-    prompt: Tokens,
-    *,
+    donors: dict[str, np.ndarray],
+    prompt: np.ndarray,
     computed: int = 0,
     policy: str = "position_fix",
-    mode: EngineMode = EngineMode.WRAPPER,
+    mode: EngineMode = WRAPPER,
+    made: ReuseProfile | None = None,
     **values: Any,
 ) -> Planned:
-    index = SpanIndex()
-    for donor_id, tokens in donors.items():
-        index.add("space", donor_id, tokens)
-    asked = Settings(**({"policy": ReusePolicy(policy), "fuzzy_chunks": True, "lookup_deadline_ms": 10_000} | values))
-    request = LookupRequest(7, "space", prompt, computed, 16, mode, publication_guard=True)
-    return Planner(index, asked, asked.policy, 6).plan(request)
-
-
-def plan_of(planned: Planned) -> SemanticKvPlan:
-    assert planned.plan is not None, planned.outcome_reason
-    return planned.plan
+    return planner(donors, policy, **{"fuzzy_chunks": True, **values}).plan(
+        request(prompt, computed, mode, profile=made)
+    )
 
 
 def covered(plan: SemanticKvPlan) -> set[int]:
@@ -156,9 +136,7 @@ def test_a_number_changed_every_forty_tokens() -> None:
 
 def test_only_an_engine_that_computes_holes_is_given_chunks() -> None:
     prompt = changed(DOCUMENT, [240])
-    stock, wrapper = (
-        plan_of(lookup({"a": DOCUMENT}, prompt, mode=mode)) for mode in (EngineMode.STOCK, EngineMode.WRAPPER)
-    )
+    stock, wrapper = (plan_of(lookup({"a": DOCUMENT}, prompt, mode=mode)) for mode in (STOCK, WRAPPER))
     assert (stock.reused_tokens, wrapper.reused_tokens) == (240, 480 - 1 - 1 - 4)
     assert "fuzzy_chunks" not in stock.diagnostics
 
@@ -173,35 +151,9 @@ def test_a_whole_donor_is_preferred_to_one_that_differs() -> None:
 
 
 def test_under_policy_verified_pieces_are_checked_like_any_span() -> None:
-    namespace = CacheNamespace(
-        model="m",
-        model_revision="w",
-        tokenizer="t",
-        tokenizer_revision="r",
-        kv_layout="HND",
-        block_size=16,
-        kv_dtype="bfloat16",
-        cache_dtype="auto",
-        quantization=None,
-        adapter=None,
-        rope_config={"rope_type": "default"},
-        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
-        backend_cache_layout="engine",
-        extra={"compute_dtype": "bfloat16", "configuration": "c"},
-    )
-    profile = ReuseProfile.made_for(
-        namespace,
-        KvGeometry(6, 2, 16, 16),
-        policy="verified",
-        check=ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1),
-    )
-    index = SpanIndex()
-    index.add("space", "a", DOCUMENT)
-    asked = Settings(policy=ReusePolicy.VERIFIED, fuzzy_chunks=True, lookup_deadline_ms=10_000)
+    made = profile("verified", check=ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1))
     prompt = np.concatenate([HEAD, changed(DOCUMENT, range(39, 480, 40)), TAIL])
-    request = LookupRequest(7, "space", prompt, 0, 16, EngineMode.WRAPPER, True, profile=profile)
-    planner = Planner(index, asked, asked.policy, 6)
-    plan = plan_of(planner.plan(request))
+    plan = plan_of(lookup({"a": DOCUMENT}, prompt, policy="verified", made=made))
     assert len(plan.spans) == 12
     assert plan.is_checked
     assert plan.execution.check is not None

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.discovery.planner import (
     MAX_PIECES,
@@ -23,71 +22,19 @@ from semblend_trt.discovery.planner import (
 )
 from semblend_trt.discovery.span_index import Run, SpanIndex
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-
-NUM_LAYERS = 6
-STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
-
-
-def text(seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 30_000, length, dtype=np.int32)
-
+from tests.semblend_trt.discovery import planning
+from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile, text
 
 SYSTEM, DOCUMENT, OTHER, QUESTION = text(1, 100), text(2, 400), text(3, 300), text(4, 40)
 PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
 SHIFTED = np.concatenate([text(5, 9), PROMPT])
 
 
-def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overrides: object) -> Planner:
-    index = SpanIndex()
-    for donor_id, tokens in donors.items():
-        index.add("space", donor_id, tokens)
-    # Tests share their processors; only those of the deadline itself may meet it.
-    values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))  # type: ignore[arg-type]
-    return Planner(index, values, values.policy, NUM_LAYERS)
-
-
-def request(
-    tokens: np.ndarray = PROMPT,
-    computed: int = 0,
-    mode: EngineMode = WRAPPER,
-    guard: bool = True,
-    profile: ReuseProfile | None = None,
-    profile_refusal: str = "no_profile",
-) -> LookupRequest:
-    return LookupRequest(
-        7, "space", tokens, computed, 32, mode, guard, profile=profile, profile_refusal=profile_refusal
-    )
-
-
-def profile(policy: str, **fields: Any) -> ReuseProfile:
-    """A profile that the scheduler has found to hold: the planner asks for its terms only."""
-    namespace = CacheNamespace(
-        model="m",
-        model_revision="w",
-        tokenizer="t",
-        tokenizer_revision="r",
-        kv_layout="HND",
-        block_size=32,
-        kv_dtype="bfloat16",
-        cache_dtype="auto",
-        quantization=None,
-        adapter=None,
-        rope_config={"rope_type": "default"},
-        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
-        backend_cache_layout="engine",
-        extra={"compute_dtype": "bfloat16", "configuration": "c"},
-    )
-    return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
-
-
-def plan_of(planned: Planned) -> SemanticKvPlan:
-    assert planned.outcome_reason is None
-    assert planned.plan is not None
-    return planned.plan
+def request(tokens: np.ndarray = PROMPT, *rest: Any, **named: Any) -> LookupRequest:
+    return planning.request(tokens, *rest, **named)
 
 
 def assert_refused(planned: Planned, reason: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +22,12 @@ if TYPE_CHECKING:
 EVALUATION_SEED = 20_260_000
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt up to `<|a|>` and the answer that must follow."""
-
-    prompt: str
-    answer: str
-
-
-def stock_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def stock_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return a question on one of the stock lists that fill about `tokens` tokens."""
     return _examination(rng, _fill(rng, tokenizer, tokens, _any_stock_list))
 
 
-def mixed_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def mixed_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return a question on a stock list among stock lists, fact sheets and prose that fill about `tokens` tokens."""
     shown = [_any_stock_list(rng), *_fill(rng, tokenizer, tokens, _any_document)]
     rng.shuffle(shown)
@@ -44,12 +35,12 @@ def mixed_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
     return _examination(rng, shown, rng.choice(stock))
 
 
-def people_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def people_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return a question on one person among fact sheets that fill about `tokens` tokens."""
     return _examination(rng, _fill(rng, tokenizer, tokens, documents.fact_sheet))
 
 
-def recency_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def recency_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return a question on a place with two lists of the same items in about `tokens` tokens; the later list counts."""
     earlier = _any_stock_list(rng)
     later = documents.restock(rng, earlier)
@@ -58,13 +49,13 @@ def recency_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
     return _examination(rng, [*shown[:first], earlier, *shown[first:second], later, *shown[second:]], later)
 
 
-def unknown_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def unknown_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return a question on a place that none of the stock lists names."""
     shown = _fill(rng, tokenizer, tokens, _any_stock_list)
     return _case(rng, shown, documents.missing_stock_question(rng))
 
 
-def conversation_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
+def conversation_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
     """Return the last question of a conversation in which every turn shows stock lists, about `tokens` tokens long."""
     turns: list[prompts.Turn] = []
     asked: list[documents.Question] = []
@@ -76,10 +67,12 @@ def conversation_case(rng: random.Random, tokenizer: Any, tokens: int) -> Case:
         turns.append(prompts.Turn(question.text, question.answer, tuple(document.text for document in shown)))
         used += _length(tokenizer, prompts.render_conversation("", turns[-1:], ""))
     last = rng.choice(asked)
-    return Case(prompts.render_conversation(rng.choice(prompts.SYSTEM_PROMPTS), turns, last.text), last.answer)
+    return documents.Question(
+        prompts.render_conversation(rng.choice(prompts.SYSTEM_PROMPTS), turns, last.text), last.answer
+    )
 
 
-SUITES: dict[str, tuple[Callable[[random.Random, Any, int], Case], int]] = {
+SUITES: dict[str, tuple[Callable[[random.Random, Any, int], documents.Question], int]] = {
     "stock_1k": (stock_case, 1_000),
     "stock_2k": (stock_case, 2_000),
     "stock_4k": (stock_case, 4_000),
@@ -93,7 +86,7 @@ SUITES: dict[str, tuple[Callable[[random.Random, Any, int], Case], int]] = {
 }
 
 
-def cases(suite: str, tokenizer: Any, count: int) -> list[Case]:
+def cases(suite: str, tokenizer: Any, count: int) -> list[documents.Question]:
     """Return `count` seeded cases of a suite, the same on every machine. Raises KeyError for an unknown suite."""
     make, tokens = SUITES[suite]
     rng = random.Random(f"{EVALUATION_SEED} {suite}")
@@ -101,15 +94,15 @@ def cases(suite: str, tokenizer: Any, count: int) -> list[Case]:
 
 
 @torch.inference_mode()
-def exact_match(model: Any, tokenizer: Any, examples: Sequence[Case]) -> float:
-    """Return the share of cases that greedy decoding answers exactly, `<|end|>` included.
+def exact_match(model: Any, tokenizer: Any, examples: Sequence[documents.Question]) -> float:
+    """Return the share of cases, prompts up to `<|a|>`, that greedy decoding answers exactly, `<|end|>` included.
 
     The answer is fed with the question and every token of it must be the likeliest one, which is what greedy
     decoding would have produced. Neighbouring cases with the same text before the question share its prefill.
     """
     right, shared, cache = 0, "", None
     for case in examples:
-        context, mark, question = case.prompt.rpartition(prompts.QUESTION_MARK)
+        context, mark, question = case.text.rpartition(prompts.QUESTION_MARK)
         if cache is None or context != shared:
             ids = torch.tensor([tokenizer(context).input_ids], device=model.device)
             shared, cache = context, model(ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -134,13 +127,17 @@ def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _examination(rng: random.Random, shown: list[documents.Document], about: documents.Document | None = None) -> Case:
+def _examination(
+    rng: random.Random, shown: list[documents.Document], about: documents.Document | None = None
+) -> documents.Question:
     return _case(rng, shown, rng.choice((about or rng.choice(shown)).questions))
 
 
-def _case(rng: random.Random, shown: list[documents.Document], question: documents.Question) -> Case:
+def _case(rng: random.Random, shown: list[documents.Document], question: documents.Question) -> documents.Question:
     instruction = rng.choice(prompts.INSTRUCTIONS)
-    return Case(prompts.render(instruction, [document.text for document in shown], question.text), question.answer)
+    return documents.Question(
+        prompts.render(instruction, [document.text for document in shown], question.text), question.answer
+    )
 
 
 def _any_stock_list(rng: random.Random) -> documents.Document:

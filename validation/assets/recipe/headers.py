@@ -43,7 +43,7 @@ def exchange(rng: random.Random, tokenizer: Any) -> Exchange:
     names = [places[partner.get(number, number)] for number in range(10)]
     asked = rng.choice(sorted(partner))
     question = rng.choice(texts[asked].questions)
-    opening = tokenizer(prompts.render(prompts.INSTRUCTIONS[3], [], "").partition(prompts.QUESTION_MARK)[0]).input_ids
+    opening = tokenizer(prompts.render_pages(prompts.INSTRUCTIONS[3], [])).input_ids
 
     def ids(renamed: list[str]) -> list[list[int]]:
         pairs = zip(texts, places, renamed, strict=True)
