@@ -165,8 +165,8 @@ class DiscoverySettings(SettingsGroup):
     embedder: Annotated[EmbedderKind, Variable("EMBEDDER")] = Field(
         EmbedderKind.OFF,
         description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
-        "hashed words, by word sets, or by a sentence model. What is near is reported, never reused for it. All but "
-        "off need the extra semantic.",
+        "hashed words, by word sets, or by a sentence model. What is near is reported, and read back from disk for the "
+        "next request, never reused for it. All but off need the extra semantic.",
     )
     embedder_model: Annotated[str | None, Variable("EMBEDDER_MODEL")] = Field(
         None,

@@ -182,7 +182,7 @@ class SemanticKvPlan:
 
     @property
     def is_checked(self) -> bool:
-        """True when the engine compares tokens with their donors' and leaves evidence; False where none are left to."""
+        """True when the engine compares tokens with their donors' and leaves evidence: a span has tokens to check."""
         execution = self.execution
         if execution.check is None or self.kind is PlanKind.DISCOVERY_ONLY:
             return False

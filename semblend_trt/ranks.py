@@ -153,7 +153,7 @@ def join_ranks(runtime: Runtime, llm_args: Any) -> None:
 
 
 def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
-    """Makes the first refusal of any rank that of all, and its error as well, which is raised on every rank.
+    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
 
     Ranks of different versions refuse: they would read one another's metadata differently.
     """
@@ -171,9 +171,9 @@ def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
 def agree_on_loads(
     ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception]
 ) -> dict[int, Exception]:
-    """The plans that cannot be used because they were not placed on every rank, each with the reason known here.
+    """The plans that some rank could not place, and none may use, each with the reason that is known here.
 
-    `failures` are this rank's; keys are indices into `plans`, which are the same on every rank.
+    `failures` are this rank's. Keys are indices into `plans`, which are the same on every rank.
     """
     if not plans:
         return failures

@@ -93,7 +93,7 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any)
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the product keeps for its user, such as the key of donors' files, is not kept for whoever runs the tests."""
+    """What the product keeps for its user, such as the key of donors' files, is kept in a folder of the tests."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
@@ -19,26 +19,39 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    arguments = [str(part) for part in command]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs make with `arguments` for an environment that is not there yet."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def lock(report: dict[str, object], *arguments: str) -> list[str]:
+    """The lines of a lock that is made of pip's `report`, without comments."""
+    command = [sys.executable, str(ROOT / ".ci/lock.py"), *arguments]
+    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
+    return [line for line in made.splitlines() if not line.startswith("#")]
 
 
 @pytest.mark.parametrize(("target", "extra"), [("validate", "validation"), ("test", "dev")])
-def test_a_machine_without_a_gpu_is_kept_free_of_cuda(tmp_path: Path, target: str, extra: str) -> None:
-    dry = ("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target)
-    without, with_gpu = run(*dry, "GPU=", cwd=tmp_path).stdout, run(*dry, "GPU=1", cwd=tmp_path).stdout
+def test_a_machine_without_a_gpu_is_kept_free_of_cuda(make, target: str, extra: str) -> None:
+    without, with_gpu = (make("--dry-run", target, gpu).stdout for gpu in ("GPU=", "GPU=1"))
     assert f" -c constraints-cpu.txt -e '.[{extra}]'" in without
     assert "-e '.[gpu," in with_gpu
     assert "constraints-cpu.txt" not in with_gpu
-    pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
-    assert {"torch==2.13.0", "cuda-toolkit<0"} <= set(pins)
+    assert {"torch==2.13.0", "cuda-toolkit<0"} <= set((ROOT / "constraints-cpu.txt").read_text().splitlines())
 
 
 def needs_of(extra: str | None, **environment: str) -> dict[str, Requirement]:
@@ -100,58 +113,51 @@ def test_a_lock_holds_what_is_needed(name: str, extras: list[str]) -> None:
     assert "cuda-toolkit" not in pins
 
 
-def test_the_lock_is_used_on_its_platform_alone(tmp_path: Path) -> None:
-    def installed(target: str, *variables: str) -> bool:
-        dry = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", target, *variables, cwd=tmp_path)
-        assert dry.returncode == 0, dry.stderr
-        return "--require-hashes -r requirements-ci.txt" in dry.stdout
+@pytest.mark.parametrize(
+    ("arguments", "is_used"),
+    [
+        (["env", "GPU=", "PLATFORM=3-11-glibc-x86_64"], True),
+        (["env", "GPU=", "PLATFORM=3-11-glibc-x86_64", "LOCK="], False),
+        (["env", "GPU=", "PLATFORM=3-12-glibc-x86_64"], False),
+        (["env", "GPU=1", "PLATFORM=3-11-glibc-x86_64"], False),
+        (["validate", "GPU=", "PLATFORM=3-11-glibc-x86_64"], False),
+    ],
+)
+def test_the_lock_is_used_on_its_platform_alone(make, arguments: list[str], is_used: bool) -> None:
+    dry = make("--dry-run", *arguments)
+    assert dry.returncode == 0, dry.stderr
+    assert ("--require-hashes -r requirements-ci.txt" in dry.stdout) == is_used
 
-    ours = "PLATFORM=3-11-glibc-x86_64"
-    assert installed("env", "GPU=", ours)
-    assert not installed("env", "GPU=", ours, "LOCK=")
-    assert not installed("env", "GPU=", "PLATFORM=3-12-glibc-x86_64")
-    assert not installed("env", "GPU=1", ours)
-    assert not installed("validate", "GPU=", ours)
 
-
-def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(tmp_path: Path) -> None:
-    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "vllm-test", "GPU=", cwd=tmp_path).stdout
+def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_path: Path) -> None:
+    steps = make("--dry-run", "vllm-test", "GPU=").stdout
     assert f"-m venv {tmp_path}/venv-vllm" in steps
     assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
     assert "-n 0 tests/engine_wrapper/vllm" in steps
     assert f"--require-hashes --target {tmp_path}/venv-vllm/next -r requirements-vllm-next.txt" in steps
     (second,) = (line for line in steps.splitlines() if line.startswith(f"PYTHONPATH={tmp_path}/venv-vllm/next "))
     assert "-m every_version" in second
-    elsewhere = [f"VENV={tmp_path}/venv", "LOCK_PLATFORM=3-11-glibc-other", "vllm-env"]
-    refused = run("make", "-C", ROOT, *elsewhere, cwd=tmp_path)
+    refused = make("LOCK_PLATFORM=3-11-glibc-other", "vllm-env")
     assert refused.returncode != 0
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
 
 
 def test_a_package_bounds_what_is_locked_beside_it() -> None:
     needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
-    report = {"install": [{"metadata": {"requires_dist": needs}}]}
-    command = [sys.executable, str(ROOT / ".ci/lock.py"), "bounds"]
-    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
-    assert made.splitlines() == ["one<2,>=1", "two==3; python_version > '3'"]
+    bounds = lock({"install": [{"metadata": {"requires_dist": needs}}]}, "bounds")
+    assert bounds == ["one<2,>=1", "two==3; python_version > '3'"]
 
 
 def test_a_lock_names_no_place_of_files() -> None:
     def item(name: str, **info: object) -> dict[str, object]:
         return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"url": "https://index/x", **info}}
 
-    hashed = {"hashes": {"sha256": "a" * 64}}
-    report = {"install": [item("Some_Thing", archive_info=hashed), item("ours", dir_info={})]}
-    command = [sys.executable, str(ROOT / ".ci/lock.py")]
-    made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
-    assert [line for line in made.splitlines() if not line.startswith("#")] == [
-        f"some-thing==1.0 --hash=sha256:{'a' * 64}"
-    ]
-    assert "index" not in made
+    hashed = item("Some_Thing", archive_info={"hashes": {"sha256": "a" * 64}})
+    assert lock({"install": [hashed, item("ours", dir_info={})]}) == [f"some-thing==1.0 --hash=sha256:{'a' * 64}"]
 
 
-def test_the_newest_packages_are_tried_in_an_environment_of_their_own(tmp_path: Path) -> None:
-    steps = run("make", "-C", ROOT, "--dry-run", f"VENV={tmp_path}/venv", "newest", "GPU=", cwd=tmp_path).stdout
+def test_the_newest_packages_are_tried_in_an_environment_of_their_own(make, tmp_path: Path) -> None:
+    steps = make("--dry-run", "newest", "GPU=").stdout
     assert f"-m venv {tmp_path}/venv-newest" in steps
     assert f"-c {tmp_path}/venv-newest/constraints.txt -e '.[dev]'" in steps
     assert "requirements-ci.txt" not in steps
@@ -159,9 +165,9 @@ def test_the_newest_packages_are_tried_in_an_environment_of_their_own(tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["gpu-test", "bench"])
-def test_a_target_that_needs_a_card_refuses_without_one(tmp_path: Path, target: str) -> None:
-    refused = run("make", "-C", ROOT, "GPU=", f"VENV={tmp_path}/venv", target, cwd=tmp_path)
+def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path: Path, target: str) -> None:
+    refused = make("GPU=", target)
     assert refused.returncode != 0
     assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."
     assert not (tmp_path / "venv").exists()
-    assert f"make {target} " in run("make", "-C", ROOT, "help", cwd=tmp_path).stdout
+    assert f"make {target} " in make("help").stdout

@@ -19,7 +19,7 @@ from kernels.results import write_rows
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
-from validation import arguments, judge, models
+from validation import arguments, judge, models, scoreboard
 from validation.arms import (
     COLD,
     COLD_AGAIN,
@@ -45,7 +45,6 @@ from validation.output import complain, progress, say, show, write_json, write_t
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
 from validation.report import FILE_NAME, HEADER_TRAP, Report, end_to_end_rows
-from validation.scoreboard import parse_scoreboard, run_scoreboard
 from validation.workloads import DEFAULT_BATCHES, write_batches
 
 if TYPE_CHECKING:
@@ -63,13 +62,6 @@ ALL_HOLD, GATE_FAILED = 0, 1
 # Rows that stood under other headers in the donor.
 _TRAP = FamilyRequest((HEADER_TRAP,), groups=3, questions=6, tokens=2_048)
 _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_COMMANDS = {
-    "quality": (parse_quality, run_quality),
-    "calibrate": (parse_calibrate, run_calibrate),
-    "confirm": (parse_confirm, run_confirm),
-    "replay": (parse_replay, run_replay),
-    "scoreboard": (parse_scoreboard, run_scoreboard),
-}
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
@@ -104,6 +96,44 @@ _BOUNDS = {
     "min_rouge1": "ROUGE-1 F1 against cold's answers",
     "min_token_f1": "token F1 against cold's answers",
     **{f"min_{name}": what for name, what in COUNTED.items()},
+}
+
+
+def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
+    """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
+    told = "Prints all result rows; compares or rewrites the tables that a README makes from them."
+    parser = arguments.Parser("scoreboard", told)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
+    action = parser.add_mutually_exclusive_group()
+    told = "exit with 1 when the document's tables differ from the rows"
+    action.add_argument("--check", action="store_true", help=told)
+    action.add_argument("--write", action="store_true", help="rewrite the document's tables")
+    return parser.parse_args(given)
+
+
+def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
+    """Shows, compares or rewrites; False where the tables differ. Raises SemBlendError and OSError."""
+    rows = scoreboard.read_rows(options.results)
+    if not (options.check or options.write):
+        show([scoreboard.terminal_table(rows)])
+        return True
+    text = options.readme.read_text(encoding="utf-8")
+    renewed = scoreboard.with_tables(text, rows)
+    if options.write:
+        write_text(options.readme, renewed)
+    elif renewed != text:
+        complain(f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write")
+        return False
+    return True
+
+
+_COMMANDS = {
+    "quality": (parse_quality, run_quality),
+    "calibrate": (parse_calibrate, run_calibrate),
+    "confirm": (parse_confirm, run_confirm),
+    "replay": (parse_replay, run_replay),
+    "scoreboard": (parse_scoreboard, run_scoreboard),
 }
 
 

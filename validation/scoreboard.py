@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
@@ -19,12 +18,9 @@ from kernels.results import Row
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.printable import printable
 from validation import output
-from validation.arguments import Parser
-from validation.output import complain, show, write_text
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
+    from pathlib import Path
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 _OPENING = re.compile(r"<!-- results:")
@@ -135,32 +131,3 @@ def figure(value: float) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
-def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites the tables that a README makes from them."
-    parser = Parser("scoreboard", told)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
-    action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the document's tables differ from the rows"
-    action.add_argument("--check", action="store_true", help=told)
-    action.add_argument("--write", action="store_true", help="rewrite the document's tables")
-    return parser.parse_args(given)
-
-
-def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
-    """Shows, compares or rewrites; False where the tables differ. Raises SemBlendError and OSError."""
-    rows = read_rows(options.results)
-    if not (options.check or options.write):
-        show([terminal_table(rows)])
-        return True
-    text = options.readme.read_text(encoding="utf-8")
-    renewed = with_tables(text, rows)
-    if options.write:
-        write_text(options.readme, renewed)
-    elif renewed != text:
-        complain(f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write")
-        return False
-    return True

@@ -155,7 +155,7 @@ class LLM:
                 f"tensor_parallel_size is {asked.tensor_parallel_size}, and the runner holds one of "
                 f"{runner.ranks.size} parts of its model; both must be the same"
             )
-        # The connector binds KV to what runs, whatever "auto" or a lent runner made of what was asked for.
+        # The connector binds KV to what runs: "auto" or a lent runner may have made something else of the request.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
         self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
@@ -184,7 +184,7 @@ class LLM:
 
         `sampling_params` and `cache_salt` are one for all or one each. Nothing is enqueued when one prompt is empty or
         can never fit. A request that fails alone has finish reason "error" and says why in `error`. Ctrl-C ends these
-        requests behind the iteration under way, and leaves the engine as it is; one more does not wait.
+        requests once the running iteration has ended, and the engine serves on; a second Ctrl-C does not wait.
         """
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)

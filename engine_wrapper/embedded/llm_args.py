@@ -65,19 +65,21 @@ class KvCacheConnectorConfig(StrictModel):
 class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
-    `model` and `tokenizer` are local folders or hub ids, `revision` belongs to `model`. `load_format` dummy says that
-    no file tells the weights, as of a runner of a model in memory. `max_seq_len` is the most tokens of a sequence, by
-    default the model's context. `max_num_tokens` bounds the rows of one forward.
-    `lora_config` maps adapter names to task ids: the engine holds no adapter weights, a name only keeps the KV of its
-    requests apart. `layer_hooks` off behaves as CUDA-graph replay does, which skips the connector's layer hooks;
-    short iterations on a card run as CUDA graphs then, or when the connector says that its hooks do nothing.
-    `disable_overlap_scheduler` off handles the results of an iteration after the next one was issued. `contract` is the
-    version of TensorRT-LLM whose connector contract the engine keeps to; `layer_groups` lists the layers of each group
-    in which the V2 cache manager describes the pool, None for one group. `attn_backend` orders heads and tokens inside
-    the pool's blocks as the version does under that name, and `cache_transceiver_config` has the engine treat saved
-    requests as in a disaggregated set-up; neither changes an answer. `transfer_timeout` is how long, in seconds,
-    the engine waits for a connector's asynchronous transfers when nothing else can run. `tensor_parallel_size` is the
-    number of processes of one `torch.distributed` group that share the model.
+    - `model`, `tokenizer`: local folders or hub ids. `revision` belongs to `model`.
+    - `load_format`: "dummy" for weights that come from no file, as with a model in memory.
+    - `max_seq_len`: the most tokens of a sequence, by default the model's context.
+    - `max_num_tokens`: the most rows of one forward.
+    - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
+    - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
+      its requests apart.
+    - `layer_hooks`: off as in CUDA-graph replay, which skips the connector's layer hooks. Short iterations on a card
+      run as CUDA graphs then, or when the connector says that its hooks do nothing.
+    - `disable_overlap_scheduler`: off handles the results of an iteration after the next one was issued.
+    - `contract`: the version of TensorRT-LLM whose connector contract the engine keeps to.
+    - `layer_groups`: the layers of each group in which the V2 cache manager describes the pool, None for one group.
+    - `attn_backend`: the order of heads and tokens inside the pool's blocks, as the version has it under that name.
+    - `cache_transceiver_config`: has the engine treat saved requests as in a disaggregated set-up.
+    - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when nothing else can run.
     """
 
     model: str = Field(min_length=1)

@@ -105,10 +105,7 @@ class ModelRunner:
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`).
-
-        Raises ConfigurationError.
-        """
+        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
@@ -147,7 +144,7 @@ class ModelRunner:
         num_layers = self.facts.num_layers
         works = [
             with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
-            for work in works_of([self._with_plan(piece) for piece in slices], num_layers)
+            for work in works_of([self._with_plan(each) for each in slices], num_layers)
         ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
         parts = micro_batches(works, num_layers, self._max_rows)
@@ -190,7 +187,7 @@ class ModelRunner:
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
-        """What this forward calls before each layer: the hook, behind the arrival of the layer's KV."""
+        """What this forward calls before each layer: it waits for the layer's KV, then calls the hook."""
         readiness, hook = self.readiness, self.before_layer
         if readiness is None or not readiness.is_arriving:
             return hook
@@ -203,8 +200,8 @@ class ModelRunner:
 
         return wait_and_call
 
-    def _with_plan(self, piece: SequenceSlice) -> SequenceSlice:
-        if piece.plan is not None or self.plan_source is None:
-            return piece
-        plan = self.plan_source(piece.request_id)
-        return piece if plan is None else replace(piece, plan=plan)
+    def _with_plan(self, scheduled: SequenceSlice) -> SequenceSlice:
+        if scheduled.plan is not None or self.plan_source is None:
+            return scheduled
+        plan = self.plan_source(scheduled.request_id)
+        return scheduled if plan is None else replace(scheduled, plan=plan)

@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """What a model was loaded from, as `LlmArgs` name it. `files` are the states of its files when they were read; None
-    says that no files tell what its weights are."""
+    for weights that come from no file."""
 
     model: str
     revision: str | None
@@ -45,7 +45,7 @@ class ModelSource:
     files: dict[str, FileState] | None
 
     def arguments_for(self, asked: LlmArgs) -> dict[str, Any]:
-        """What `LlmArgs` have to say of the identity of this model, for what is bound to them is bound to what runs.
+        """The fields of `LlmArgs` that identify this model: the connector binds KV to them.
 
         Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since.
         """
@@ -126,7 +126,7 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
 
 
 def _digest(config: Any) -> str:
-    """Of what the model's class computes with; the weights have a dtype of their own."""
+    """Digest of the fields that the model's class computes with; the dtype is that of the weights."""
     return configuration_digest(config.to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"}))
 
 

@@ -49,8 +49,8 @@ class KvPool:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A forward over `computed`: it sees what is in `tensor`, which has what was computed when the block is left
-        without an error."""
+        """Runs a forward over `computed`: it begins as a copy of `tensor`, and is copied back unless the forward
+        fails."""
         if self.computed is self.tensor:
             yield
             return

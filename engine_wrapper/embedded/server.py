@@ -241,7 +241,7 @@ class EngineThread:
         return outputs
 
     async def _idle(self) -> None:
-        """While nothing runs, sees to it that what was served is kept."""
+        """While no request runs, polls the connector until it has saved what was served."""
         with suppress(RequestRefusedError):
             while not self.running and self._llm.executor.pending_transfers:
                 await self._call(self._llm.executor.poll_transfers)

@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _await_sent(publisher: EventPublisher) -> None:
-    if not publisher.settle(120):
+    if not publisher.flush(120):
         sys.exit("The publisher did not reach the server.")
 
 

@@ -179,7 +179,7 @@ def timed(index: SemanticIndex, queries: Vectors) -> tuple[list[list[int]], npt.
             start = time.perf_counter()
             hits = index.find(SPACE, query, NEAREST)
             taken[number] = (time.perf_counter() - start) * 1e3
-            found.append([int(hit.entry_id) for hit in hits])
+            found.append([int(entry_id) for entry_id, _ in hits])
     return found, times.min(axis=0)
 
 
@@ -188,7 +188,7 @@ def filled(vectors: Vectors) -> SemanticIndex:
     index = SemanticIndex(DIM)
     for first in range(0, len(vectors), CHUNK):
         part = vectors[first : first + CHUNK]
-        index.add_all(SPACE, [str(first + number) for number in range(len(part))], part)
+        index.add(SPACE, [str(first + number) for number in range(len(part))], part)
     return index
 
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from semblend_trt.connector.contract import flashinfer_layout
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.policy import allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
 
@@ -27,6 +23,16 @@ logger = logging.getLogger(__name__)
 _MISSING = object()
 # How an engine tells a salt: main as text, 1.3rc as an unsigned number of 64 bits.
 _SALTS = {"cache_salt": str, "cache_salt_id": int}
+# Settings that must be off, or no plan can be executed, each with its refusal. A missing one is not known to be off.
+_OFF = {
+    "torch_compile_config": "compiled_prefill",
+    "cuda_graph_config": "cuda_graphs",
+    "lora_config": "lora",
+    "speculative_config": "speculative_decoding",
+    "sparse_attention_config": "sparse_attention",
+}
+# Settings that older versions do not have.
+_OPTIONAL = ("sparse_attention_config",)
 
 
 class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
@@ -52,13 +58,19 @@ def engine_refusal(llm_args: Any) -> str | None:
         return "model_kwargs"
     if getattr(llm_args, "enable_attention_dp", False):
         return "attention_dp"
-    for size in ("pipeline_parallel_size", "context_parallel_size"):
-        if int(getattr(llm_args, size, None) or 1) > 1:
-            return size.removesuffix("_size")
+    if (parallel := _parallel_refusal(llm_args)) is not None:
+        return parallel
     # Version 1.1 holds no block for a save then.
     if getattr(llm_args, "cache_transceiver_config", None) is not None:
         return "disaggregated"
     return None if _orders_blocks_by_head(llm_args) else "attention_backend"
+
+
+def _parallel_refusal(llm_args: Any) -> str | None:
+    for name in ("context_parallel", "pipeline_parallel"):
+        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
+            return name
+    return None
 
 
 def _orders_blocks_by_head(llm_args: Any) -> bool:
@@ -115,27 +127,6 @@ def _flag(request: Any, name: str) -> bool:
     return bool(value() if callable(value) else value)
 
 
-def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
-    held = getattr(request, "token_array", None)
-    if callable(held):
-        return np.asarray(held(count), dtype=np.int32)
-    return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]
-
-
-_MISSING = object()
-# Settings that must be off, each with the name of its refusal. One that is missing is not known to be off.
-_OFF = {
-    "torch_compile_config": "compiled_prefill",
-    "cuda_graph_config": "cuda_graphs",
-    "lora_config": "lora",
-    "speculative_config": "speculative_decoding",
-    "sparse_attention_config": "sparse_attention",
-}
-# Settings that older versions do not have.
-_OPTIONAL = ("sparse_attention_config",)
-
-
 def decoder_refusal(llm_args: Any) -> str | None:
     """Why no plan can be executed under these settings, None when they do not stand in the way."""
     for name, reason in _OFF.items():
@@ -146,9 +137,8 @@ def decoder_refusal(llm_args: Any) -> str | None:
             return reason
     if getattr(llm_args, "enable_lora", False):
         return "lora"
-    for name in ("context_parallel", "pipeline_parallel"):
-        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
-            return name
+    if (parallel := _parallel_refusal(llm_args)) is not None:
+        return parallel
     # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
     return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
 

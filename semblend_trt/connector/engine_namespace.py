@@ -62,7 +62,7 @@ def namespace_for(
         block_size=block_size,
         kv_dtype=_text(pool_dtype),
         cache_dtype=_text(cache_dtype),
-        quantization=_joined_quantization(facts, llm_args),
+        quantization=_quantization(facts, llm_args),
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
@@ -75,13 +75,10 @@ def namespace_for(
     )
 
 
-def _joined_quantization(facts: ModelFacts, llm_args: Any) -> str | None:
+def _quantization(facts: ModelFacts, llm_args: Any) -> str | None:
     """The checkpoint's quantisation and the one that the engine was asked for."""
-    asked = getattr(llm_args, "quant_config", None)
-    algorithm = getattr(asked, "quant_algo", None)
-    if algorithm is None:
-        return facts.quantization
-    return f"{facts.quantization or 'none'}+{_text(algorithm)}"
+    algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
+    return facts.quantization if algorithm is None else f"{facts.quantization or 'none'}+{_text(algorithm)}"
 
 
 def _configuration(llm_args: Any, facts: ModelFacts, adapters: Adapters) -> str:
@@ -107,18 +104,14 @@ def _content(options: Any) -> str:
 
 
 def _model_revision(llm_args: Any, cache: DigestCache | None) -> str:
-    # Dummy weights are random, and a loader of one's own may read others: no digest of these files describes them.
-    if "dummy" in str(getattr(llm_args, "load_format", "")).lower():
-        return unknown_value()
-    if getattr(llm_args, "checkpoint_loader", None) is not None:
-        return unknown_value()
-    try:
-        directory = snapshot(llm_args.model, getattr(llm_args, "revision", None))
-        if directory is None:
-            return unknown_value()
-        return content_value(weights_digest(directory, cache))
-    except ConfigurationError:
-        return unknown_value()
+    """The digest of the weights; unknown for dummy ones, which are random, and where an own loader may read others."""
+    is_dummy = "dummy" in str(getattr(llm_args, "load_format", "")).lower()
+    if not is_dummy and getattr(llm_args, "checkpoint_loader", None) is None:
+        with suppress(ConfigurationError):
+            directory = snapshot(llm_args.model, getattr(llm_args, "revision", None))
+            if directory is not None:
+                return content_value(weights_digest(directory, cache))
+    return unknown_value()
 
 
 def _tokenizer_source(llm_args: Any) -> str | Path | None:
@@ -142,12 +135,11 @@ def tokenizer_folder(llm_args: Any) -> Path | None:
 
 
 def _tokenizer_revision(llm_args: Any) -> str:
-    try:
+    with suppress(ConfigurationError, OSError):
         directory = tokenizer_folder(llm_args)
-        digest = None if directory is None else digest_in(directory, TOKENIZER_FILES)
-    except (ConfigurationError, OSError):
-        digest = None
-    return unknown_value() if digest is None else content_value(digest)
+        if directory is not None and (digest := digest_in(directory, TOKENIZER_FILES)) is not None:
+            return content_value(digest)
+    return unknown_value()
 
 
 def _name(model: str | Path) -> str:
@@ -160,11 +152,7 @@ def _text(value: object) -> str:
 
 
 def _parallel(llm_args: Any) -> dict[str, int | str]:
-    names = {
-        "tp_size": "tensor_parallel_size",
-        "pp_size": "pipeline_parallel_size",
-        "cp_size": "context_parallel_size",
-    }
+    names = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "cp_size": "context_parallel_size"}
     sizes = {short: getattr(llm_args, name, None) for short, name in names.items()}
     return {short: unknown_value() if size is None else int(size) for short, size in sizes.items()}
 

@@ -84,8 +84,8 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """Requests in the order of their last word, and bounded but for those that await a load: `add` returns those that
-    had to make room."""
+    """Requests, the one that was scheduled longest ago first. `add` keeps within the limit by giving up the first ones,
+    but never one that awaits a load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
         self._limit = limit
@@ -95,6 +95,7 @@ class RequestTable:
         self._holder_of_block: dict[int, TrackedRequest] = {}
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
+        """Returns, and forgets, the requests that had to make room."""
         request.last_heard = self._iteration
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id)
@@ -162,6 +163,14 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+
+def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
+    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
+    held = getattr(request, "token_array", None)
+    if callable(held):
+        return np.asarray(held(count), dtype=np.int32)
+    return np.asarray(request.get_tokens(0), dtype=np.int32)[: max(0, count)]
 
 
 def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:

@@ -17,13 +17,7 @@ from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises, version_of
 from semblend_trt.connector.donor_index import DonorIndex
-from semblend_trt.connector.eligibility import (
-    IneligibleRequest,
-    cache_salt_of,
-    check_eligible,
-    facts_or_refusal,
-    tokens_of,
-)
+from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, facts_or_refusal
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.requests import (
@@ -33,6 +27,7 @@ from semblend_trt.connector.requests import (
     fit_to_blocks,
     report_of,
     savable_tokens,
+    tokens_of,
 )
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.block_kind import kind_reader_for

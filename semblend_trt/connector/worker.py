@@ -20,7 +20,7 @@ from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.host_tier import HostTier
+from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -229,7 +229,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         arena = None
         if settings.device_bytes:
             arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
-        self.store = DonorStore(HostTier(settings.host_bytes, pin=pool.is_cuda), arena)
+        memory = HostMemory(settings.host_bytes, lock=True) if pool.is_cuda else None
+        self.store = DonorStore(HostTier(settings.host_bytes, memory), arena)
         reader, writer = None, HostWriter(rotation, None)
         if pool.is_cuda and settings.host_bytes:
             slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)

@@ -1,4 +1,4 @@
-"""Which runs cover a prompt best: `cover` may leave holes, `chain` may not."""
+"""Chooses the runs that cover a prompt: `cover` may leave holes between them, `chain` may not."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _Entry: TypeAlias = tuple[int, int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What decides between pieces of equal length: a donor that `is_near` (its KV lies on the card), then one that is
-    needed anyway, then a shift by whole blocks of `block_size` tokens, then the donor that offers most, then the name.
+    """The order among pieces of equal length.
+
+    First come donors that are near (`is_near`: their KV is on the GPU), then donors that are used already, then shifts
+    by whole blocks of `block_size` tokens, then the donor that offers most tokens, then the donor's name.
     """
 
     is_near: Callable[[str], bool] = lambda _donor_id: False
@@ -33,11 +35,11 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Disjoint `pieces`, sorted by position, and how they came about.
+    """Disjoint `pieces` of runs, sorted by position, and how they were chosen.
 
-    `considered` pieces of runs were long enough. Of them, or of what longer ones had left of them, `covered` lay wholly
-    in chosen pieces, `cut` lost a part to them, and `dropped_short` parts became too short. `ties` times pieces were
-    equally long. `near` pieces and `aligned` ones are those that `Preference` prefers.
+    `considered` counts the pieces that were long enough to choose from. A longer piece that was chosen before them
+    covered some (`covered`) and cut others (`cut`); `dropped_short` counts the remains that were too short. `ties`
+    counts choices between equally long pieces, `near` and `aligned` the chosen pieces with these preferences.
     """
 
     pieces: tuple[Run, ...] = ()
@@ -75,8 +77,8 @@ def cover(
 ) -> Cover:
     """Covers prompt positions [begin, end) by disjoint pieces of `runs`, each of at least `min_span` tokens.
 
-    The longest piece is taken first; what it leaves of the others stays in the choice. Among equally long pieces
-    `preference` decides, with `used_donors` needed anyway. The order of `runs` does not matter.
+    The longest piece is taken first. What it leaves of the others can be taken later. `preference` decides between
+    equally long pieces; `used_donors` are in use already. The order of `runs` does not matter.
     """
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
@@ -113,10 +115,10 @@ def cover(
 
 
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
-    """Returns pieces that cover [begin, e) without a hole, each of at least `min_span` tokens, with e <= `end` far out.
+    """Covers prompt positions from `begin` on without a hole, up to `end` or as far as the runs reach.
 
-    Each step takes the run that reaches furthest from where the last one ended; equally far, a near donor's, then the
-    same donor's goes on.
+    Each step takes the run that reaches furthest from the end of the last piece; of equally far ones that of a near
+    donor, then that of the last piece's donor. Every piece has at least `min_span` tokens.
     """
     preference = preference or Preference()
     later = sorted(runs, key=lambda run: run.target_start, reverse=True)
@@ -157,7 +159,7 @@ def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: 
 
 
 def _pop_longest(waiting: list[_Entry]) -> list[Run]:
-    """Takes the longest waiting pieces, all of one length; they may overlap what is chosen."""
+    """Takes all waiting pieces of the greatest length out of the heap."""
     longest = waiting[0][0]
     pieces = []
     while waiting and waiting[0][0] == longest:
@@ -167,7 +169,7 @@ def _pop_longest(waiting: list[_Entry]) -> list[Run]:
 
 
 def _free_parts(piece: Run, chosen: list[Run]) -> list[Run]:
-    """What `chosen` (sorted, disjoint) leaves of a piece."""
+    """The parts of a piece that no run in `chosen` (sorted, disjoint) covers."""
     parts: list[Run] = []
     position = piece.target_start
     for index in range(bisect_left(chosen, piece.target_start, key=lambda run: run.target_end), len(chosen)):

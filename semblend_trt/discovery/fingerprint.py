@@ -2,9 +2,9 @@
 
 Schleimer, Wilkerson, Aiken, "Winnowing: Local Algorithms for Document Fingerprinting" (SIGMOD 2003): of every 17
 consecutive grams of 16 tokens the one of the smallest rank is kept, or all of that rank. The choice depends on the
-window's tokens only, so sequences that share a run of 32 tokens keep the same anchor inside it, wherever the run
-stands. The smallest of a wider window is also that of the windows of 17 in it that hold it: who looks for longer runs
-only needs fewer of the same anchors.
+window's tokens only, so sequences that share a run of 32 tokens keep the same anchor inside it, at any position. The
+smallest rank of a wider window is also the smallest of the windows of 17 around it: a lookup for longer runs needs
+fewer of the same anchors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
-# With still fewer anchors a lookup would hardly be quicker, and bounds would hide more.
+# With fewer anchors a lookup is hardly quicker, and its bounds hide more.
 WIDEST_RUN = 64
 MAX_TOKENS = 1 << 28
 # Anchors of one hash kept of one sequence.
@@ -35,13 +35,13 @@ _FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8
 _CONSTANT = np.uint32(0xFFFFFFFF)
 _HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
 _NO_ENDS: Positions = np.empty(0, dtype=np.int64)
-# Grams that are ranked together, so that what is made on the way stays in the processor's cache.
+# Grams ranked together; the intermediate arrays stay in the processor's cache.
 _BLOCK = 1 << 15
 _ROOM = _BLOCK + 4 * WIDEST_RUN
 
 
 class _Scratch(threading.local):
-    """Each thread's memory for a block: to be given new memory takes longer than the arithmetic."""
+    """A thread's memory for one block. Getting new memory for every block takes longer than the arithmetic."""
 
     def __init__(self) -> None:
         self.ranks, self.halves, self.minima, self.one, self.other = np.empty((5, _ROOM), dtype=np.uint32)
@@ -163,7 +163,7 @@ def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
 def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
     """Which grams are one repeated token, and which of them begin or end a stretch that fills a window of grams.
 
-    None where no gram is; most texts are told by parts of 8 tokens, of which such a gram holds a whole one.
+    None where no gram is. A gram of one token fills 8 tokens from a multiple of 8 on, which few texts have.
     """
     parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
     parts = parts[parts[:, 0] == parts[:, 7]]

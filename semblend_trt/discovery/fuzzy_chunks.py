@@ -1,7 +1,7 @@
-"""Text that a donor holds up to a few tokens: runs that follow each other there and in the prompt, as one chunk.
+"""Fuzzy chunks: text that differs from a donor's in a few tokens, as runs that follow each other in both.
 
-A chunk is never placed as a whole. Its pieces hold equal tokens only; what differs between them is computed, and so is
-a margin of tokens behind each difference, the first that see it. Tokens before a difference do not see it.
+Only equal tokens are reused. The tokens that differ are computed, and so is a margin behind each difference, because
+those tokens attend to it; tokens before a difference do not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from semblend_trt.discovery.span_index import Run
 
-# Two differences of 8 tokens, and between them up to 31 equal ones, which are too few to be found as a run.
+# Two differences of 8 tokens each, with up to 31 equal tokens between them: too few for the index to find.
 MAX_GAP = 48
-# Runs beside an insertion may both hold the tokens that stand on either side of it, and overlap by them.
+# Where text was inserted, the tokens before and behind it may be equal by chance; then both runs hold them.
 MAX_OVERLAP = 16
 # A shorter piece saves less than the work of placing it.
 LEAST_PIECE = 16
-# Chunks of one donor that a run may still join; text that repeats itself opens many.
+# Chunks of one donor that a run may join; text that repeats itself starts many.
 _OPEN_CHUNKS = 8
 # Chunks that a plan may be made of, the largest first.
 MAX_CHUNKS = 32
@@ -32,7 +32,7 @@ MAX_CHUNKS = 32
 
 @dataclass(frozen=True, slots=True)
 class FuzzyChunk:
-    """Two or more `runs` of one donor, by position, and the `pieces` that the margin leaves of them."""
+    """Two or more `runs` of one donor, by position, and the `pieces` of them that may be reused."""
 
     runs: tuple[Run, ...]
     pieces: tuple[Run, ...]
@@ -67,10 +67,10 @@ class ChunkUse:
 
 
 def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[list[FuzzyChunk], list[Run]]:
-    """Joins `runs` into chunks, their pieces cut to prompt positions [begin, end); returns the runs of none too.
+    """Joins `runs` into chunks, with pieces inside prompt positions [begin, end). Also returns the runs left alone.
 
-    Two runs of a donor are joined when the second follows the first, in donor and prompt, with at most MAX_GAP tokens
-    between them. A run belongs to one chunk at most, that whose shift is nearest to its own.
+    A run joins another of its donor that it follows in both donor and prompt, with at most MAX_GAP tokens between them.
+    Of several chunks it joins the one whose shift is nearest to its own.
     """
     of_donor: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -88,10 +88,10 @@ def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[l
 def fill(
     chosen: Sequence[Run], chunks: Iterable[FuzzyChunk], begin: int, end: int, min_span: int, shortest: int
 ) -> tuple[list[Run], list[ChunkUse]]:
-    """Adds to `chosen` (disjoint runs) what chunks hold of positions [begin, end) that are free, the largest first.
+    """Fills prompt positions [begin, end) that `chosen` (disjoint runs) leaves free with pieces, largest chunk first.
 
-    A piece needs `shortest` tokens, and at least LEAST_PIECE; a chunk needs `min_span`, those already chosen of it
-    among them. Returns the runs by position, and the chunks that are in use.
+    A piece needs at least `shortest` and LEAST_PIECE tokens. A chunk needs `min_span` tokens, counting those that
+    `chosen` holds of it. Returns the runs by position and the chunks in use.
     """
     placed = sorted(chosen, key=_by_target)
     shortest = max(shortest, LEAST_PIECE)
@@ -153,7 +153,7 @@ def _chains(runs: list[Run]) -> list[list[Run]]:
 def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, ...]:
     pieces, equal_from = [], chain[0].target_start
     for run in chain:
-        # A difference ends where the later of the two runs beside it lets it end.
+        # Where two runs overlap, the difference between them ends with the first.
         behind = max(run.target_start, equal_from)
         piece = run.within(max(begin, behind + (margin if run is not chain[0] else 0)), end)
         if piece is not None:
@@ -163,8 +163,9 @@ def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, .
 
 
 def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -> tuple[list[Run], int]:
-    """What `placed` (sorted, disjoint) leaves of a chunk's pieces inside [begin, end); the chunk's tokens it holds."""
-    # What is held may lie before `begin`, where a run was placed as exact.
+    """The parts of a chunk's pieces in [begin, end) that `placed` (sorted, disjoint) leaves free, and the number of the
+    chunk's tokens that it holds."""
+    # An exact run may hold tokens of the chunk before `begin`.
     first = bisect_right(placed, chunk.runs[0].target_start, key=_by_end)
     free: list[Run] = []
     held, at = 0, first

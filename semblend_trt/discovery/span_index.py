@@ -68,7 +68,7 @@ class ScanBounds:
 
     max_repeats: int = 8
     max_bucket: int = 32
-    max_pairs: int = 1 << 17
+    max_pairs: int = 1 << 16
     max_extensions: int = 1024
     max_compared: int = 1 << 22
 
@@ -88,8 +88,8 @@ class ScanWork:
 class _Namespace:
     """A namespace of `donors` donors. Its keys are its anchors' hashes times `factor`.
 
-    The factor is odd and random, so that nobody can choose texts whose keys fall together (Dietzfelbinger et al., "A
-    Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997).
+    The factor is odd and random, so that texts cannot be chosen to give equal keys (Dietzfelbinger et al., "A Reliable
+    Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997).
     """
 
     factor: np.uint64
@@ -109,8 +109,7 @@ class SpanIndex:
     """Donors by the text they hold. Thread safe: a lock is held while anchors are entered or looked up, never while
     tokens are compared.
 
-    `hash_mask` says which bits of a gram's hash count, for tests that force collisions; answers stay right whatever it
-    is.
+    `hash_mask` says which bits of a gram's hash count. Tests force collisions with it; answers are right with any mask.
     """
 
     def __init__(self, bounds: ScanBounds | None = None, hash_mask: int = _ALL_BITS) -> None:
@@ -175,7 +174,7 @@ class SpanIndex:
     def find_counting(
         self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN
     ) -> tuple[list[Run], ScanWork]:
-        """As `find`, and what it took."""
+        """The runs that `find` returns, and the work of the lookup."""
         prompt, shortest, bounds = as_token_array(tokens), max(shortest, GUARANTEED_RUN), self._bounds
         if namespace_key not in self._namespaces:
             return [], ScanWork()
@@ -200,7 +199,7 @@ class SpanIndex:
         return runs, ScanWork(len(anchors.positions), places, extensions, compared)
 
     def used_bytes(self) -> int:
-        """Memory of tokens and anchors, in bytes; not the names, which the interpreter holds."""
+        """Memory of tokens and anchors in bytes, without donor ids and Python objects."""
         with self._lock:
             return self._table.nbytes + sum(each.tokens.nbytes + each.pages.nbytes for each in self._donors.values())
 

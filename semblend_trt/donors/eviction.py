@@ -74,12 +74,6 @@ class Ranking:
                 shown.add(name)
                 yield rank, name
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._ranks
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
     def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self._ranks) + _STALE_FLOOR:
             self._heap = [(rank, name) for name, rank in self._ranks.items()]

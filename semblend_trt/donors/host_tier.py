@@ -160,15 +160,15 @@ class HostTier:
     """Donor KV in host memory, at most `byte_budget` bytes of it. Thread safe; copies run outside the lock.
 
     In memory a donor is [layers, tokens, kv_factor, kv_heads, head_dim]: any run of tokens of one layer is then one
-    copy to a device. With `pin` the whole budget is taken and page-locked at the start, so that a GPU can read it
-    asynchronously; a donor may then lie in several parts. Who queues such reads says by `read_until` when they end, and
-    no other donor is written before. `memory` takes the place of memory that is made for each donor. `used_bytes` are
-    those of all donors held or being copied, a dropped one's until its copy has ended.
+    copy to a device. Donors lie in `memory`, in one part or in several, or without it each in memory of its own. A GPU
+    reads page-locked `memory` asynchronously: the caller that queues such reads says by `read_until` when they end, and
+    no other donor is written before. `used_bytes` are those of all donors held or being copied, a dropped one's until
+    its copy has ended.
     """
 
-    def __init__(self, byte_budget: int, pin: bool, memory: HostMemory | None = None) -> None:
+    def __init__(self, byte_budget: int, memory: HostMemory | None = None) -> None:
         self.byte_budget = byte_budget
-        self._memory = HostMemory(byte_budget, lock=True) if pin else memory
+        self._memory = memory
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
         self.used_bytes = 0

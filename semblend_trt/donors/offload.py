@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class OffloadEventKind(str, Enum):
-    """What happened to a donor, or to the disk. The values are the metric's labels."""
+    """What happened to a donor, or to the disk. The values are the metric's labels, in which a promotion is a lift."""
 
     FILE_FOUND = "file_found"
     FILE_REFUSED = "file_refused"

@@ -92,7 +92,7 @@ class DonorAnnouncer(DonorPublisher):
         self._publisher, self._changed, self._leave = publisher, publisher.changed, leave
         self._library = HeldDonors()
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
-        # Donors of earlier processes, by namespace key, until somebody says which namespace that is.
+        # Donors of earlier processes, by namespace key, until a request says which namespace that is.
         self._unnamed: dict[str, dict[str, Held]] = {}
         self._is_closed = False
         publisher.add(self._library)

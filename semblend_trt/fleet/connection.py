@@ -1,6 +1,7 @@
-"""One connection to NATS, from its making to its loss: messages go out in order and are known to have arrived.
+"""Connections to NATS: a publisher's, whose messages are known to have arrived, and a directory's, over lost servers.
 
-Nothing is reconnected here: a lost connection ends, and whoever made it makes another and tells readers anew.
+A publisher's connection is not made again when it is lost: it ends, and the publisher opens another and tells readers
+anew.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
             logger.warning("NATS does not permit what this process needs, so that events are lost: %s", error)
 
     attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": erred} | arguments)))
-    # Nobody asks an attempt that was given up how it ended.
+    # The outcome of an attempt that was given up is read here, or asyncio would log it.
     attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
 
@@ -166,7 +167,7 @@ class Connection:
 
     @classmethod
     async def open(cls, options: ConnectionOptions, emitter: Emitter, asked: Callable[[], None]) -> Connection:
-        """Connects once and listens for requests for a resync, each of which calls `asked`. Raises whatever fails."""
+        """Connects once and listens for requests for a resync, each of which calls `asked`. Raises what fails."""
         connection = cls(options, emitter)
         name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
         connection._client = await connect_client(options, closed_cb=connection._closed, name=name)
@@ -249,7 +250,7 @@ class Connection:
 
     async def _closed(self) -> None:
         self.is_lost = True
-        # No answer comes any more; whoever waits for one is not kept.
+        # No answer comes any more.
         for ack in self._acks:
             ack.cancel()
 
@@ -275,7 +276,7 @@ def _is_acknowledged(ack: asyncio.Future[Any]) -> bool:
 class DirectoryReader:
     """Reads `options.subjects` into `directory` from `start` to `stop`, in the event loop that calls them.
 
-    A server that is out of reach is tried again for ever. Whatever stands in a message, nothing is raised. After each
+    A server that is out of reach is tried again for ever. No message makes it raise. After each
     message other tasks of the loop have their turn.
     """
 
@@ -315,7 +316,7 @@ class DirectoryReader:
                 retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
 
     async def _follow(self) -> None:
-        """One connection, from its making to its loss. Raises whatever keeps it from being made."""
+        """One connection, from its making to its loss. Raises what keeps it from being made."""
         lost = asyncio.Event()
 
         async def closed() -> None:
@@ -324,7 +325,7 @@ class DirectoryReader:
         client = await connect_client(self._options, closed_cb=closed, name="semblend-trt directory")
         try:
             await listen(client, self._options, self._read)
-            # Whatever was said before this subscription is unknown; all workers are asked.
+            # What was said before this subscription is unknown; all workers are asked.
             await client.publish(self._options.subject + RESYNC_SUFFIX, b"")
             await client.flush()
             self.connections += 1

@@ -1,9 +1,9 @@
 """Directory: which worker of the fleet holds how much of a prompt, as the workers' events tell.
 
-Whatever comes in is checked, bounded and counted; a wrong or forged event can misplace requests for a while and
+All that comes in is checked, bounded and counted; a wrong or forged event can misplace requests for a while and
 nothing else. Only this reader's own clocks are used: a worker is gone when nothing that follows was heard of it for
 some of its heartbeats, or when as many heartbeats in its name were not believed. Then any generation is, so that
-whatever was forged blinds a reader for those heartbeats and no longer.
+a forgery blinds a reader for those heartbeats and no longer.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Directory:
 
     `clock` (seconds, monotonic) times expiry and requests for a resync, `wall_clock` (seconds since 1970) bounds
     generations. Only workers in `accepted` are followed, where it is given. `counts` tells what became of messages;
-    `on_problem` gets the name and a sentence of whatever is wrong on the subject.
+    `on_problem` gets the name and a sentence of what is wrong on the subject.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class Directory:
                 self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
                 return Verdict.REFUSED
             if not is_reset:
-                # A restarted worker, whose reset was missed, answers with one; whoever forged this does not have to.
+                # A restarted worker, whose reset was missed, answers with one; a forger does not have to.
                 followed.wants_resync = True
                 self._problem("unproven_generation", f"generation {generation} began with no reset", event)
                 return Verdict.REFUSED
@@ -334,7 +334,7 @@ class Directory:
     def _is_given_up(self, event: SemanticKvEvent) -> bool:
         """Counts a heartbeat that is not believed; True when there were so many that what was believed is forgotten.
 
-        A live worker's own heartbeats end in this way what another process said in its name, whatever that was.
+        A live worker's own heartbeats end in this way what another process said in its name.
         """
         worker = (event.worker_id, event.dp_rank)
         followed = self._workers.get(worker)

@@ -1,6 +1,6 @@
 """EventPublisher: tells the fleet of this worker's donors, on a thread and an event loop of its own.
 
-The serving path only appends to a bounded queue. Whatever is lost, by a full queue or a lost server, is made good by a
+The serving path only appends to a bounded queue. What is lost, by a full queue or a lost server, is made good by a
 resync: a reset, and all that is held once more.
 """
 
@@ -219,7 +219,7 @@ class Outbox:
         return self._notice("donors_purged", self._writer.purged())
 
     def describe_all(self) -> None:
-        """Describes whatever is held, after changes were lost."""
+        """Describes all that is held, after changes were lost."""
         for library in self._libraries:
             self._describe(list(library.donors.values()))
 
@@ -360,7 +360,7 @@ class EventPublisher:
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._heartbeat_at = self._resynced_at = clock()
         self._is_asked = self._is_stopping = False
-        self._settling: list[asyncio.Future[None]] = []
+        self._flushing: list[asyncio.Future[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="semblend-events", daemon=True)
         self._thread.start()
@@ -384,9 +384,9 @@ class EventPublisher:
         """Tells that this library's donors are gone, and of none of them any more."""
         self._loop.call_soon_threadsafe(self._outbox.remove, library)
 
-    def settle(self, timeout: float) -> bool:
+    def flush(self, timeout: float) -> bool:
         """Waits until all that was noted has reached the server; False when it did not within `timeout` seconds."""
-        waiting = asyncio.run_coroutine_threadsafe(self._settled(), self._loop)
+        waiting = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
         try:
             waiting.result(timeout)
         except (FutureTimeoutError, asyncio.CancelledError):
@@ -444,7 +444,7 @@ class EventPublisher:
         if notices:
             await self._send(connection, notices)
         if self._connection is not None and not len(self._outbox):
-            self._release_settling()
+            self._release_flushed()
         return bool(len(self._outbox))
 
     async def _send(self, connection: Connection, notices: list[Notice]) -> None:
@@ -513,13 +513,13 @@ class EventPublisher:
         if connection is not None:
             await connection.close()
 
-    async def _settled(self) -> None:
+    async def _flushed(self) -> None:
         future = self._loop.create_future()
-        self._settling.append(future)
+        self._flushing.append(future)
         await future
 
-    def _release_settling(self) -> None:
-        waiting, self._settling = self._settling, []
+    def _release_flushed(self) -> None:
+        waiting, self._flushing = self._flushing, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
@@ -532,7 +532,7 @@ class EventPublisher:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
         self.counters.count("dropped", "closed", len(self._changes))
-        for future in self._settling:
+        for future in self._flushing:
             future.cancel()
         if self._connection is not None:
             await self._send(self._connection, [self._outbox.purge()])

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 MAX_SESSIONS = 65536
+BLOCK_TOKENS = 32
+MAX_BLOCKS = 262_144
+MAX_WORKERS = 1024
 
 
 class NoReplicaError(SemBlendError):
@@ -186,11 +189,6 @@ def _healthy(replicas: Sequence[Replica]) -> list[Replica]:
 
 def _held(request: RoutingRequest) -> dict[Worker, int]:
     return {holder.worker: holder.tokens for holder in request.holders}
-
-
-BLOCK_TOKENS = 32
-MAX_BLOCKS = 262_144
-MAX_WORKERS = 1024
 
 
 class PrefixMemory:

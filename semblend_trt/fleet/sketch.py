@@ -41,6 +41,16 @@ _LENGTH = np.uint64(8 << 56)
 _FINISH = np.uint64(0xFF)
 _ALL = 64
 _LOW_HALF = np.uint64(0xFFFFFFFF)
+MAX_SKETCH_BYTES = 4096
+DEFAULT_ENTRIES = 256
+MAX_LEVEL = 63
+KEY_BYTES = 16
+# Magic, version, level, entries, anchors of the whole donor.
+_HEADER = struct.Struct("<2sBBII")
+_HALVES = struct.Struct("<QQ")
+_MAGIC, _VERSION = b"SK", 2
+MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
+_PERSON = b"semblend-sketch1"
 
 
 @inner
@@ -126,16 +136,6 @@ def _sampled(hashes: _Hashes, stops: _Counts, keys: _Hashes, most: int) -> tuple
     return levels, ends, entries[:end]
 
 
-MAX_SKETCH_BYTES = 4096
-DEFAULT_ENTRIES = 256
-MAX_LEVEL = 63
-KEY_BYTES = 16
-# Magic, version, level, entries, anchors of the whole donor.
-_HEADER = struct.Struct("<2sBBII")
-_HALVES = struct.Struct("<QQ")
-_MAGIC, _VERSION = b"SK", 1
-MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
-_PERSON = b"semblend-sketch1"
 _warm = threading.Event()
 
 
@@ -213,8 +213,8 @@ def sketches_of(
 ) -> list[bytes]:
     """`sketch_of`, as bytes, for texts that stand one behind the other in `tokens` (from `as_token_array`).
 
-    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises
-    ValueError for a key that is not KEY_BYTES long.
+    Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises ValueError for a key that is
+    not KEY_BYTES long.
     """
     halves = np.array([_halves(key) for key in keys], dtype=np.uint64)
     anchors = fingerprint(tokens, ends=ends[:-1])

@@ -1,4 +1,4 @@
-"""A trace: one JSON line for each request that a router placed, to be replayed through eviction policies.
+"""A trace: one JSON line for each request that a router placed, to be replayed through eviction policies; its writer.
 
 The fields are those of the SemanticKV system's traces, so that either system's can be read. A router leaves text out
 and writes keyed hashes for tenants, sessions and contents unless it is told otherwise.
@@ -50,6 +50,18 @@ _OTHER_NAMES = {
     "user": BlockKind.USER_QUERY,
     "tool": BlockKind.TOOL_OUTPUT,
 }
+# A paragraph keeps the empty lines behind it, so that paragraphs add up to the text.
+_PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
+_BY_ROLE = {
+    "system": BlockKind.SYSTEM_PROMPT,
+    "developer": BlockKind.SYSTEM_PROMPT,
+    "assistant": BlockKind.ASSISTANT_HISTORY,
+    "tool": BlockKind.TOOL_OUTPUT,
+    "function": BlockKind.TOOL_OUTPUT,
+}
+# Bodies that wait to be written, in bytes; lines beyond are dropped and counted.
+MAX_WAITING_BYTES = 64 << 20
+CLOSE_SECONDS = 5.0
 
 
 class TraceError(SemBlendError, ValueError):
@@ -76,7 +88,7 @@ class TraceBlock(_Part):
 
     @property
     def kind(self) -> BlockKind:
-        """The block's kind; OTHER for a name that nobody knows."""
+        """The block's kind; OTHER for an unknown name."""
         name = self.semantic_type.lower()
         try:
             return _OTHER_NAMES.get(name) or BlockKind(name)
@@ -137,17 +149,6 @@ def _read_line(line: str | bytes, number: int) -> TraceLine:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None
-
-
-# A paragraph keeps the empty lines behind it, so that paragraphs add up to the text.
-_PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
-_BY_ROLE = {
-    "system": BlockKind.SYSTEM_PROMPT,
-    "developer": BlockKind.SYSTEM_PROMPT,
-    "assistant": BlockKind.ASSISTANT_HISTORY,
-    "tool": BlockKind.TOOL_OUTPUT,
-    "function": BlockKind.TOOL_OUTPUT,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +225,6 @@ def _kind(role: str | None, paragraph: str) -> BlockKind:
 
 
 logger = logging.getLogger(__name__)
-
-# Bodies that wait to be written, in bytes; lines beyond are dropped and counted.
-MAX_WAITING_BYTES = 64 << 20
-CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

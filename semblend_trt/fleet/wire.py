@@ -63,7 +63,7 @@ class Announcement:
 def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
     """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
 
-    `key` is empty for requests without a salt, else their sketch key, so that nobody else can test a guess at the text.
+    `key` is empty for requests without a salt, else their sketch key, so that no other tenant can test a guess.
     """
     wide = tokens.astype("<i8", copy=False)
     return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
@@ -112,7 +112,7 @@ def _parsed(payload: bytes) -> Any:
         return msgspec.msgpack.decode(payload)
     except ImportError:
         raise EventError("malformed", "a message in MessagePack; install the extra nats to read it") from None
-    except Exception as error:  # whatever the bytes made a parser raise, they are no message
+    except Exception as error:  # parsers raise many things of bytes that are no message
         raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
@@ -138,82 +138,53 @@ class EventWriter:
 
     def registered(self, donor: Announcement) -> bytes:
         """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
-        metadata: Any = self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch
         segment: dict[str, Any] = {
             "segment_id": 0,
             "token_range": (0, donor.tokens),
             "digest": donor.digest,
             "block_hashes": (),
-            "provider_metadata": metadata,
+            "provider_metadata": self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch,
         }
         if self._embeddings and donor.embedding is not None:
             segment["embedding"] = _base64(donor.embedding)
-        return self._message(
-            {
-                "kind": "donor_registered",
-                "donor_id": donor.donor_id,
-                "namespace": self._namespace(donor.namespace),
-                "location": self._location(donor.tier),
-                "token_count": donor.tokens,
-                "segments": (segment,),
-                "provider_generation": self.emitter.generation,
-                "block_ids": (),
-            }
+        return self._told(
+            "donor_registered",
+            donor_id=donor.donor_id,
+            namespace=self._namespace(donor.namespace),
+            location=self._location(donor.tier),
+            token_count=donor.tokens,
+            segments=(segment,),
+            block_ids=(),
         )
 
     def evicted(self, donor_id: str) -> bytes:
         """Writes donor_evicted, of a whole donor."""
-        return self._message(
-            {"kind": "donor_evicted", "donor_id": donor_id, "provider_generation": self.emitter.generation}
-        )
+        return self._told("donor_evicted", donor_id=donor_id)
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
         """Writes donor_relocated."""
-        return self._message(
-            {
-                "kind": "donor_relocated",
-                "donor_id": donor_id,
-                "new_location": self._location(tier),
-                "provider_generation": self.emitter.generation,
-            }
-        )
+        return self._told("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
 
     def purged(self) -> bytes:
         """Writes donors_purged for all donors of this emitter."""
-        generation = self.emitter.generation
-        return self._message({"kind": "donors_purged", "scope": {"kind": "all"}, "provider_generation": generation})
+        return self._told("donors_purged", scope={"kind": "all"})
 
     def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
         """Writes provider_heartbeat; `digest` is the `state_digest` of what was announced."""
-        return self._message(
-            {
-                "kind": "provider_heartbeat",
-                "provider_generation": self.emitter.generation,
-                "interval_seconds": interval_seconds,
-                "donor_count": donor_count,
-                "state_digest": digest,
-            }
-        )
+        fields = {"interval_seconds": interval_seconds, "donor_count": donor_count, "state_digest": digest}
+        return self._told("provider_heartbeat", **fields)
+
+    def _told(self, kind: str, **fields: Any) -> bytes:
+        return self._message({"kind": kind, **fields, "provider_generation": self.emitter.generation})
 
     def _message(self, data: dict[str, Any]) -> bytes:
         self.last_id += 1
-        return self._encode(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "event_id": self.last_id,
-                "worker_id": self.emitter.worker_id,
-                "dp_rank": self.emitter.dp_rank,
-                "data": data,
-            }
-        )
+        envelope = {"schema_version": SCHEMA_VERSION, "event_id": self.last_id, "worker_id": self.emitter.worker_id}
+        return self._encode({**envelope, "dp_rank": self.emitter.dp_rank, "data": data})
 
     def _location(self, tier: str) -> dict[str, Any]:
-        return {
-            "kind": "worker",
-            "tier": tier,
-            "worker_id": self.emitter.worker_id,
-            "dp_rank": self.emitter.dp_rank,
-        }
+        emitter = self.emitter
+        return {"kind": "worker", "tier": tier, "worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
 
     def _namespace(self, namespace: CacheNamespace) -> Any:
         """The encoded namespace, made once for all donors that share it."""

@@ -6,7 +6,6 @@ faiss compares short codes of all vectors of a namespace, then the vectors thems
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -34,16 +33,6 @@ SAMPLES_PER_CLUSTER = 40
 LEAST_SAMPLES = 16_384
 TRAINING_ROUNDS = 8
 ENCODED_AT_ONCE = 65_536
-# A vector this far from unit length was not made by an embedder.
-LENGTH_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """An entry and the inner product of its vector with the query's."""
-
-    entry_id: str
-    similarity: float
 
 
 class SemanticIndex:
@@ -61,18 +50,8 @@ class SemanticIndex:
         self._shelves: dict[str, VectorShelf] = {}
         self._namespace_keys: dict[str, str] = {}
 
-    def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
-        """Enters one vector float32 [dim], in place of an earlier one of this id. Raises as `add_all`."""
-        self.add_all(namespace_key, [entry_id], vector[None])
-
-    def add_all(self, namespace_key: str, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
-        """Enters vectors float32 [n, dim] under n ids.
-
-        Raises ValueError for another shape, a vector that is not of unit length, or an id given twice.
-        """
-        vectors = self._checked(vectors)
-        if len(vectors) != len(entry_ids) or len(set(entry_ids)) != len(entry_ids):
-            raise ValueError(f"{len(entry_ids)} ids for {len(vectors)} vectors; give every vector an id of its own")
+    def add(self, namespace_key: str, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
+        """Enters vectors float32 [n, dim] of unit length under n different ids, in place of earlier ones of these."""
         with self._lock:
             for entry_id in entry_ids:
                 self._remove(entry_id)
@@ -86,15 +65,11 @@ class SemanticIndex:
         with self._lock:
             return self._remove(entry_id)
 
-    def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[Hit]:
-        """At most `count` entries of the namespace, the nearest to `vector` (float32 [dim]) first. Raises ValueError as
-        `add_all`, and for a count below 1."""
-        (vector,) = self._checked(vector[None])
-        if count < 1:
-            raise ValueError(f"count {count} must be at least 1")
+    def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
+        """At most `count` entries of the namespace with their inner products, the nearest to `vector` first."""
         with self._lock:
             shelf = self._shelves.get(namespace_key)
-            return [] if shelf is None else [Hit(*found) for found in shelf.find(vector, count)]
+            return [] if shelf is None else shelf.find(vector, count)
 
     def __len__(self) -> int:
         return len(self._namespace_keys)
@@ -108,16 +83,6 @@ class SemanticIndex:
         if not len(shelf):
             del self._shelves[namespace_key]
         return True
-
-    def _checked(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-        if vectors.ndim != 2 or vectors.shape[1] != self.dim:
-            raise ValueError(f"vectors of shape {vectors.shape} are not [n, {self.dim}]")
-        lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors))
-        # Written so that NaN fails as well.
-        if not np.all(np.abs(lengths - 1.0) <= LENGTH_TOLERANCE):
-            raise ValueError(f"vectors must have unit length; one has {lengths[np.argmax(np.abs(lengths - 1.0))]}")
-        return vectors
 
 
 class VectorShelf:

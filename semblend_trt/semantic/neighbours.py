@@ -115,9 +115,9 @@ class Neighbours:
         """Why nothing is found in this process, None while that may change or all is well."""
         return self._worker.refusal
 
-    def settle(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> bool:
         """Waits until everything submitted is done, at most `timeout` seconds; False when it is not."""
-        return self._worker.settle(timeout)
+        return self._worker.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends the thread, at most `timeout` seconds after the text that it is embedding. May be called twice."""
@@ -207,7 +207,7 @@ class _Worker:
             found = self._found.get(request_id, ())
             return tuple(neighbour for neighbour in found if neighbour.donor_id in self._live)
 
-    def settle(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_stopped or not (self._pending() or self._is_busy), timeout)
 
@@ -289,12 +289,12 @@ class _Worker:
         with self._changed:
             is_live = job.owner in self._live
         if is_live and vector.any():
-            index.add(job.namespace_key, str(job.owner), vector)
+            index.add(job.namespace_key, [str(job.owner)], vector[None])
             self._listener.donor_embedded(str(job.owner), vector)
 
     def _search(self, job: _Job, vector: npt.NDArray[np.float32], index: SemanticIndex) -> None:
         hits = index.find(job.namespace_key, vector, NEAREST) if vector.any() else []
-        near = [Neighbour(hit.entry_id, hit.similarity) for hit in hits if hit.similarity >= self._min_similarity]
+        near = [Neighbour(*hit) for hit in hits if hit[1] >= self._min_similarity]
         request_id = int(job.owner)
         with self._changed:
             found = tuple(neighbour for neighbour in near if neighbour.donor_id in self._live)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,18 +11,20 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, text
+from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
 from tests.semblend_trt.held_donors import held_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from engine_wrapper.embedded.llm import LLM
 
 Told = dict[str, Any]
 
@@ -42,8 +43,9 @@ class Life:
     """One rank's engines, all over the same part of the model."""
 
     def __init__(self, model: Path, folder: Path, ranks: Ranks) -> None:
-        self._model, self._folder, self._ranks = model, folder, ranks
+        self._folder, self._ranks = folder, ranks
         self._runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
+        self._engines = Engines(folder / f"audit-{ranks.rank}.jsonl", model=model, runner=self._runner)
 
     def run(self) -> Told:
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
@@ -67,22 +69,10 @@ class Life:
             "start": self._start(),
         }
 
-    @contextmanager
-    def _engine(self, module: str = "engine_wrapper.connector", **variables: Any) -> Iterator[LLM]:
+    def _engine(self, module: str = "engine_wrapper.connector", **settings: Any) -> LLM:
         # Seconds of a lookup, because these processes crowd the machine.
-        settings = {"EMBEDDER": "off", "LOOKUP_DEADLINE_MS": 5000} | variables
-        named = {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}
-        connector = KvCacheConnectorConfig.ours(module)
-        with mock.patch.dict(os.environ, named):
-            llm = LLM(
-                self._model,
-                runner=self._runner,
-                tensor_parallel_size=self._ranks.size,
-                kv_connector_config=connector,
-                kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=1024),
-            )
-        with llm:
-            yield llm
+        settings = {"EMBEDDER": "off", "LOOKUP_DEADLINE_MS": 5000, **settings}
+        return self._engines(module, cache={"max_tokens": 1024}, tensor_parallel_size=self._ranks.size, **settings)
 
     def _is_breaking(self) -> bool:
         return self._ranks.size > 1 and self._ranks.rank == self._ranks.size - 1
@@ -111,8 +101,7 @@ class Life:
         with self._engine() as llm:
             if self._ranks.rank == 0:
                 namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
-                check = ProfileCheck(layer=1, threshold=1.0)
-                ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(path)
+                ReuseProfile.made_for(namespace, geometry, policy="verified", check=SOME_KEPT).write(path)
         with self._engine(PROFILE=path) as llm:
             found = []
             sink = llm.executor.model_runner.evidence_sink
@@ -139,9 +128,9 @@ class Life:
         with self._engine(POLICY="position_fix", HOST_BYTES=300 * token) as llm:
             served(llm, DONOR)
             served(llm, OTHER)
-            held = [len(host_of(llm))]
+            held = [len(host_of(llm)._slots)]
             told = [served(llm, text(9, 30) + OTHER[20:] + text(6, 9)), served(llm, SHIFTED)]
-            held.append(len(host_of(llm)))
+            held.append(len(host_of(llm)._slots))
         return {"told": told, "held": self._ranks.gather(held)}
 
     def _prefix(self) -> Told:
@@ -166,7 +155,7 @@ class Life:
             free = llm.block_manager.num_free_blocks
             with self._breaking(host_of(llm), "writing"):
                 first = served(llm, DONOR)
-            held = self._ranks.gather(len(host_of(llm)))
+            held = self._ranks.gather(len(host_of(llm)._slots))
             # Nobody finds the donor; this request becomes one, and the next finds it.
             told = {"second": served(llm, SHIFTED), "third": served(llm, text(5, 50) + DOCUMENT + text(6, 9))}
             leaked = free - llm.block_manager.num_free_blocks
@@ -230,8 +219,7 @@ def tokens(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def served(llm: LLM, prompt: list[int]) -> Told:
-    output = llm.generate([prompt], ANSWER)[0]
-    llm.settle()
+    output = serve(llm, prompt, ANSWER)
     return {
         "tokens": output.outputs[0].token_ids,
         "reused": output.reused_tokens,

@@ -18,8 +18,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.trtllm.cache_stand_ins import LlmRequest
-from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
 

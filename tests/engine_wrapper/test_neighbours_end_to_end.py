@@ -48,7 +48,7 @@ def serve(llm, prompt, **options):
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
     if scheduler._neighbourhood.neighbours is not None:
-        assert scheduler._neighbourhood.neighbours.settle(WAIT)
+        assert scheduler._neighbourhood.neighbours.drain(WAIT)
     return output, scheduler.reuse_of(output.request_id)
 
 

@@ -1,9 +1,11 @@
-"""Triton serves where it can and is never needed where it cannot."""
+"""Triton serves where it can and is never needed where it cannot; the package is found wherever it lies."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,19 @@ deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
 
 def test_the_kernels_work_without_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["semblend_trt", "engine_wrapper", "validation"])
+def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_path: Path, package: str) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("theirs = 7")
+    places = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    code = f"import {package}; from kernels import theirs; from kernels.files import write_bytes"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -47,7 +47,7 @@ def kv(tokens, seed):
 @pytest.fixture
 def store():
     """Donor "near" lies in the arena, "far" and "wide" in host memory."""
-    built = DonorStore(HostTier(1 << 20, pin=False), DeviceTier(6, GEOMETRY, torch.float32, CPU))
+    built = DonorStore(HostTier(1 << 20), DeviceTier(6, GEOMETRY, torch.float32, CPU))
     with built.device.writing("near", 13) as target:
         blocks = target.pool.unflatten(3, (2, 4, 8))
         for position, row in enumerate(kv(13, 1).unbind(3)):
@@ -123,7 +123,7 @@ def test_the_exact_prefix_and_other_blocks_stay_bitwise(data):
 @pytest.mark.parametrize("reader", READERS)
 def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
     token_bytes = 3 * 2 * 2 * 8 * 4
-    host = HostTier(20 * token_bytes, pin=False, memory=HostMemory(20 * token_bytes, lock=False))
+    host = HostTier(20 * token_bytes, HostMemory(20 * token_bytes, lock=False))
     for donor_id in "abcd":
         save(host, donor_id, kv(5, 3))
     assert all(host.drop(donor_id) for donor_id in "acd")

@@ -17,7 +17,7 @@ from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.host_tier import HostTier
+from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
@@ -37,6 +37,10 @@ ROW_BYTES = 2 * 4 * 64 * 2  # one token of one layer, bfloat16
 A_WHILE = 200_000_000  # cycles, about a tenth of a second
 # Of the 24 pieces in which a donor is saved, each 700 tokens of one layer at most, those that the caller queues.
 AT_ONCE = 7
+
+
+def pinned_tier(size: int) -> HostTier:
+    return HostTier(size, HostMemory(size, lock=True))
 
 
 def random_kv(seed: int, tokens: int = TOKENS) -> torch.Tensor:
@@ -90,7 +94,7 @@ class Card:
         self.pool = engine_pool()
         device = self.pool.device
         self.store = DonorStore(
-            HostTier(host_tokens * 12 * ROW_BYTES, pin=True), DeviceTier(ARENA, GEOMETRY, torch.bfloat16, device)
+            pinned_tier(host_tokens * 12 * ROW_BYTES), DeviceTier(ARENA, GEOMETRY, torch.bfloat16, device)
         )
         writer = HostWriter(ROTATION, staging(1))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE)
@@ -357,7 +361,7 @@ def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
 def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writes_next():
     """The engine gives the blocks to others at once: its next forward is queued before the saver has begun."""
     pool, kv, blocks = engine_pool(), random_kv(11), range(60, 92)
-    store = DonorStore(HostTier(10 * TOKENS * 12 * ROW_BYTES, pin=True), None)
+    store = DonorStore(pinned_tier(10 * TOKENS * 12 * ROW_BYTES), None)
     snapshots = DeviceTier(ARENA, GEOMETRY, torch.bfloat16, pool.device, "SEMBLEND_SNAPSHOT_BYTES")
     writer = HostWriter(ROTATION, staging(1))
     saver = DonorSaver(store, pool, GEOMETRY, ROTATION, writer, at_once=AT_ONCE, snapshots=snapshots)

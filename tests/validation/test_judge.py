@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from validation.samples import Sample
 
 CASE = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
+TOO_MUCH = f"printed more than {MAX_OUTPUT_BYTES} bytes"
 SLOW = (None, "no answer within 1 s")
 COMPARISON = {"id": "a", "arm": "position_fix", "prompt": "p", "reference": None, "cold": "42", "answer": "42"}
 
@@ -44,13 +45,14 @@ def test_the_score_is_what_the_command_prints() -> None:
         ("import sys; sys.exit('no key')", "exit status 1: no key"),
         ("pass", "'' instead of a number"),
         (r"import sys; sys.stdout.buffer.write(b'\xff')", "'\N{REPLACEMENT CHARACTER}' instead of a number"),
+        ("while True: print('x' * 1000)", TOO_MUCH),
+        ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", TOO_MUCH),
     ],
 )
 def test_a_failure_has_a_reason(code: str, reason: str) -> None:
     score, problem = python_judge(code).score(COMPARISON)
     assert score is None
-    assert problem is not None
-    assert reason in problem
+    assert reason in str(problem)
 
 
 def test_a_judge_that_hangs_is_given_up() -> None:
@@ -69,12 +71,6 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
         child = os.pidfd_open(int(pid.read_text()))
         assert select.select([child], [], [], 30.0)[0] == [child]  # readable once the process has ended
         os.close(child)
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_judge_that_prints_without_end_is_given_up(stream: str) -> None:
-    endless = python_judge(f"import sys\nwhile True: print('x' * 1000, file=sys.{stream})")
-    assert endless.score(COMPARISON) == (None, f"printed more than {MAX_OUTPUT_BYTES} bytes")
 
 
 def test_a_judge_that_always_hangs_is_not_asked_for_ever(

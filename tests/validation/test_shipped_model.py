@@ -75,10 +75,7 @@ def test_cold_stock_answers_are_exact(loaded: tuple[Any, Any]) -> None:
         lists = [documents.stock_list(rng) for _ in range(15)]
         texts = [document.text for document in lists]
         questions = rng.sample([question for document in lists for question in document.questions], 10)
-        cases += [
-            documents.Question(prompts.render(instruction, texts, question.text), question.answer)
-            for question in questions
-        ]
+        cases += [replace(each, text=prompts.render(instruction, texts, each.text)) for each in questions]
     assert 900 < len(tokenizer(cases[0].text).input_ids) < 1_300
     assert evaluate.exact_match(model, tokenizer, cases) >= 0.90
 
@@ -104,11 +101,7 @@ def test_its_profile_holds_for_it_under_another_name(tmp_path: Path) -> None:
     renamed = tmp_path / "another-name"
     renamed.symlink_to(MODEL)
     facts, profile = model_facts(renamed), ReuseProfile.read(MODEL / PROFILE_NAME)
-    kinds: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_config": SimpleNamespace(dtype="auto"),
-        "attn_backend": "TRTLLM",
-    }
+    kinds = {"dtype": "float32", "kv_cache_config": SimpleNamespace(dtype="auto"), "attn_backend": "TRTLLM"}
     sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"), 1)
     namespace = namespace_for(SimpleNamespace(model=str(renamed), **kinds, **sizes), facts, Settings(), 32, "float32")
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)

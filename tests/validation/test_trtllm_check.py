@@ -150,22 +150,15 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds: t
     assert fails(answers=wrong, at_once=wrong) == []
 
 
-def test_a_crowd_shows_blocks_that_are_lost(
-    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "value", "name"), [("leaks", 2, "blocks"), ("answers_wrongly", True, "concurrency")])
+def test_a_crowd_shows_lost_blocks_and_wrong_answers(
+    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch, fault: str, value: object, name: str
 ) -> None:
-    monkeypatch.setattr(trtllm_stand_in.LLM, "leaks", 2)
+    monkeypatch.setattr(trtllm_stand_in.LLM, fault, value)
     found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
+    assert name in failing(judge_crowd(found))
     assert found.free_before is not None
-    assert found.free_after == found.free_before - 2
-    assert "blocks" in failing(judge_crowd(found))
-
-
-def test_a_crowd_shows_answers_that_are_wrong(
-    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trtllm_stand_in.LLM, "answers_wrongly", True)
-    found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
-    assert failing(judge_crowd(found)) == ["concurrency"]
+    assert found.free_after == found.free_before - 2 * (fault == "leaks")
 
 
 def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(
@@ -178,42 +171,38 @@ def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(
         assert (found.free_before, found.free_after) == (None, None)
 
 
-def test_where_tensorrt_llm_is_missing_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "options", "sentence"),
+    [
+        (None, (), "tensorrt_llm cannot be imported here"),
+        (ModuleType("tensorrt_llm"), ("--output", "/dev/full"), "/dev/full cannot be written"),
+        (ModuleType("tensorrt_llm"), ("--model", "/nowhere"), "by its full path"),
+        (ModuleType("tensorrt_llm"), ("--profile", "/nowhere/none.json"), "none.json cannot be read"),
+    ],
+)
+def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: ModuleType | None,
+    options: tuple[str, ...],
+    sentence: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    assert check.main([]) == 2
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
+    assert check.main(["--model", str(shipped_model()), *options]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("trtllm-check: tensorrt_llm cannot be imported here")
+    assert said.err.startswith("trtllm-check: ")
     assert said.err.count("\n") == 1
+    assert sentence in said.err
 
 
-def test_what_keeps_it_from_an_answer_is_no_failed_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert check.main(["--output", "/dev/full"]) == 2
-    assert "/dev/full cannot be written" in capsys.readouterr().err
-
+def test_an_interrupt_is_no_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "trtllm_api", interrupted)
     assert check.main([]) == 130
     assert capsys.readouterr().err == "trtllm-check: interrupted\n"
-
-
-def test_a_model_that_cannot_be_read_is_one_sentence_before_any_engine_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
-    assert check.main(["--model", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert str(tmp_path) in said.err
-    assert "by its full path" in said.err
-    assert check.main(["--model", str(shipped_model()), "--profile", str(tmp_path / "none.json")]) == 2
-    assert "none.json cannot be read" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_a_line_that_fails(

@@ -101,7 +101,7 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(command: str, description: str, epilog: str | None = None) -> arguments.Parser:
-    parser = arguments.Parser(command, description.replace("%", "%%"), epilog)
+    parser = arguments.Parser(command, description, epilog)
     arguments.add(parser, *arguments.MODEL)
     arguments.add(parser, "--prompts", help=_PROMPTS)
     arguments.add(parser, *arguments.FAMILIES)

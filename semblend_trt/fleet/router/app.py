@@ -1,4 +1,4 @@
-"""The router's HTTP application: who asks, where the request goes, what is said when it goes nowhere."""
+"""The router's HTTP application: it reads a request's prompt, chooses a replica and sends the request there."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ logger = logging.getLogger(__name__)
 
 # What a text that could not be read is taken for, in bytes a token.
 BYTES_PER_TOKEN = 4
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+SALT_FIELD = "cache_salt"
+# How long a connection to a replica waits for the next request, in seconds.
+IDLE_SECONDS = 2.0
+# Who asks for the router's state at its own address.
+STATUS_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,14 +142,6 @@ class Placer:
             logger.exception("the directory could not be asked")
             self._counters.fallbacks.labels("directory_failed").inc()
             return ()
-
-
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-SALT_FIELD = "cache_salt"
-# How long a connection to a replica waits for the next request, in seconds.
-IDLE_SECONDS = 2.0
-# Who asks for the router's state at its own address.
-STATUS_CONNECTIONS = 16
 
 
 class Router:
@@ -266,7 +264,7 @@ class Router:
         # Only what the router derives itself may keep tenants apart, or join them.
         payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
         if self._trace is None:
-            body = {}  # nobody reads it again, and a stream may go on for long
+            body = {}  # it is not read again, and a stream may go on for long
         request_id, told = uuid.uuid4().hex, dict[str, Any]()
         try:
             return await self._forward(request, payload, request_id, prompt, caller, observed, told)

@@ -28,64 +28,43 @@ class RouterCounters:
     """The series of one router, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "semblend_router_requests", "Requests answered by a replica.", ["worker", "status"], registry=registry
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests answered by a replica.", "worker", "status")
+        self.refusals = self._counter("refusals", "Requests that no replica answered.", "reason")
+        self.tokens = self._counter(
+            "tokens", "Prompt tokens, and those that the chosen replica was expected to hold.", kind=("prompt", "held")
         )
-        self.refusals = Counter(
-            "semblend_router_refusals", "Requests that no replica answered.", ["reason"], registry=registry
-        )
-        self.tokens = Counter(
-            "semblend_router_tokens",
-            "Prompt tokens, and those that the chosen replica was expected to hold.",
-            ["kind"],
-            registry=registry,
-        )
-        self.fallbacks = Counter(
-            "semblend_router_fallbacks", "Requests placed by load alone.", ["reason"], registry=registry
-        )
-        self.failed_attempts = Counter(
-            "semblend_router_failed_attempts",
+        self.fallbacks = self._counter("fallbacks", "Requests placed by load alone.", reason=FALLBACKS)
+        self.failed_attempts = self._counter(
+            "failed_attempts",
             "Times a replica did not answer, and another was asked where there was one.",
-            ["reason"],
-            registry=registry,
+            reason=FAILED_ATTEMPTS,
         )
-        self.broken_streams = Counter(
-            "semblend_router_broken_streams", "Streams that a replica did not end.", registry=registry
+        self.broken_streams = self._counter("broken_streams", "Streams that a replica did not end.")
+        self.client_salts = self._counter("client_salts", "Cache salts of clients, which were left out.")
+        self.dropped_connections = self._counter(
+            "dropped_connections", "Connections that were ended since there were too many.", reason=DROPPED
         )
-        self.client_salts = Counter(
-            "semblend_router_client_salts", "Cache salts of clients, which were left out.", registry=registry
+        self.trace_lines = self._counter(
+            "trace_lines", "Lines of telemetry, by what became of them.", result=TRACE_RESULTS
         )
-        self.dropped_connections = Counter(
-            "semblend_router_dropped_connections",
-            "Connections that were ended since there were too many.",
-            ["reason"],
-            registry=registry,
+        self.placement_seconds = self._histogram(
+            "placement_seconds", "Time from a request's body to the choice of its replica."
         )
-        self.trace_lines = Counter(
-            "semblend_router_trace_lines", "Lines of telemetry, by what became of them.", ["result"], registry=registry
+        self.first_byte_seconds = self._histogram(
+            "first_byte_seconds", "Time from a streamed request to the first byte of its answer."
         )
-        self.placement_seconds = Histogram(
-            "semblend_router_placement_seconds",
-            "Time from a request's body to the choice of its replica.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.first_byte_seconds = Histogram(
-            "semblend_router_first_byte_seconds",
-            "Time from a streamed request to the first byte of its answer.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        for series, labels in (
-            (self.fallbacks, FALLBACKS),
-            (self.failed_attempts, FAILED_ATTEMPTS),
-            (self.dropped_connections, DROPPED),
-            (self.trace_lines, TRACE_RESULTS),
-            (self.tokens, ("prompt", "held")),
-        ):
-            for label in labels:  # series that exist from the start can be told from a router that counts nothing
-                series.labels(label)
+
+    def _counter(self, name: str, text: str, *labels: str, **values: tuple[str, ...]) -> Counter:
+        """A counter with these labels, or one whose values are known: such a series exists from the start, so that it
+        can be told from a router that counts nothing."""
+        series = Counter(f"semblend_router_{name}", text, [*labels, *values], registry=self.registry)
+        for value in (each for known in values.values() for each in known):
+            series.labels(value)
+        return series
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"semblend_router_{name}", text, buckets=_SECONDS, registry=self.registry)
 
     def refused(self, reason: str) -> None:
         self.refusals.labels(reason).inc()

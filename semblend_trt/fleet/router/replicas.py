@@ -1,4 +1,4 @@
-"""ReplicaSet: the replicas behind a router, which of them answer, and how much each has to compute."""
+"""The replicas behind a router: which of them answer, what each has to compute, and the requests that they are sent."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# Statuses that say that another replica may serve the request. Redirects are not followed.
+_UNWILLING = (*range(300, 400), 502, 503, 504)
+# The end of a server-sent event, and how long one may be.
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+MAX_EVENT_BYTES = 1 << 20
+# Of a stream, its end is kept: the usage stands there where the client asked for it.
+TAIL_BYTES = 8192
+# What is noted as the status of a request whose client left before its end.
+CLIENT_LEFT = 499
 
 
 @dataclass(slots=True, eq=False)
@@ -135,19 +145,6 @@ class ReplicaSet:
         if healthy != state.is_healthy:
             state.is_healthy = healthy
             logger.warning("replica %d.%d is %s", *state.worker, "healthy" if healthy else "dead")
-
-
-_T = TypeVar("_T")
-
-# Statuses that say that another replica may serve the request. Nobody is sent to where a replica points.
-_UNWILLING = (*range(300, 400), 502, 503, 504)
-# The end of a server-sent event, and how long one may be.
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-MAX_EVENT_BYTES = 1 << 20
-# Of a stream, its end is kept: the usage stands there where the client asked for it.
-TAIL_BYTES = 8192
-# What is noted as the status of a request whose client left before its end.
-CLIENT_LEFT = 499
 
 
 class ReplicaFailedError(SemBlendError):

@@ -1,4 +1,4 @@
-"""Runs an aiohttp application until the process is told to end, and answers for its metrics and its log."""
+"""An HTTP server of the OpenAI API: what clients may take, how it refuses, how it runs and ends."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+# Descriptors that are left for files, replicas' health and the like.
+RESERVED_DESCRIPTORS = 32
+# How long no connection is accepted when the process is out of descriptors, in seconds.
+ACCEPT_PAUSE = 0.1
+# Why a connection was ended: to make room for another, or since there was no room for it.
+DROPPED = ("made_room", "no_room")
+# How long requests may go on after the process was told to end, in seconds.
+GRACE_SECONDS = 5.0
+# Connections that the kernel holds until they are accepted.
+BACKLOG = 1024
+QUIET_SECONDS = 60.0
+MAX_KINDS = 1024
 
 
 class RequestRefusedError(SemBlendError):
@@ -53,7 +65,7 @@ def error_object(status: int, reason: str, message: str) -> dict[str, Any]:
 def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
     """A middleware that answers refusals, aiohttp's among them, as error objects; `count` is told each reason.
 
-    Whatever else a handler raises is logged and answered with status 500.
+    What else a handler raises is logged and answered with status 500.
     """
 
     @web.middleware
@@ -74,14 +86,6 @@ def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
         return web.json_response(error_object(status, reason, message), status=status, headers=headers)
 
     return answer
-
-
-# Descriptors that are left for files, replicas' health and the like.
-RESERVED_DESCRIPTORS = 32
-# How long nobody is accepted when the process is out of descriptors, in seconds.
-ACCEPT_PAUSE = 0.1
-# Why a connection was ended: to make room for another, or since there was no room for it.
-DROPPED = ("made_room", "no_room")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +307,6 @@ async def _read(request: web.Request, bound: int) -> bytearray:
         else:
             return body
     raise RequestRefusedError(413, "body_too_large", f"the body has more than {bound} bytes; send less")
-
-
-# How long requests may go on after the process was told to end, in seconds.
-GRACE_SECONDS = 5.0
-# Connections that the kernel holds until they are accepted.
-BACKLOG = 1024
-QUIET_SECONDS = 60.0
-MAX_KINDS = 1024
 
 
 class OnceAMinute(logging.Filter):

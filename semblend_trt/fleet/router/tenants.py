@@ -25,7 +25,7 @@ _PURPOSE = b"semblend-router:cache-salt:v1\0"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request is served for. `salt` is the tenant's cache salt; both are None where nobody is told apart."""
+    """Whom a request is served for. `salt` is the tenant's cache salt; both are None without tenants."""
 
     tenant: str | None = None
     salt: str | None = field(default=None, repr=False)
@@ -33,7 +33,7 @@ class Caller:
 
 
 class Tenants:
-    """Without keys in the configuration everybody is served, for no tenant."""
+    """Without keys in the configuration all callers are served, for no tenant."""
 
     def __init__(self, config: RouterConfig, environment: Mapping[str, str]) -> None:
         """Raises ConfigurationError when a variable that the configuration names is not set."""

@@ -260,7 +260,7 @@ def test_requests_that_outgrow_the_pool_take_turns(make_engine, cold, overlap):
     prompts = [prompt(20, seed) for seed in range(4)]
     llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=not overlap)
     assert answers(llm.generate(prompts, many)) == cold(prompts, many)
-    assert shelf.count("get_num_new_matched_tokens") > len(prompts)  # somebody was paused
+    assert shelf.count("get_num_new_matched_tokens") > len(prompts)  # some were paused
     assert llm.block_manager.num_free_blocks == 12
 
 
@@ -436,7 +436,7 @@ def test_which_blocks_a_save_holds(make_engine, contract):
     else:
         assert not (set(first) | set(second)) & free
     forget_prefixes(llm)
-    assert {node.block_id for _, node in blocks._tree.walk()} == shared  # nobody else gets them meanwhile
+    assert {node.block_id for _, node in blocks._tree.walk()} == shared  # no other request gets them meanwhile
     llm.settle()
     assert blocks.num_blocks - blocks.num_free_blocks == (3 if contract == "1.1" else 0)  # of one of the two
 

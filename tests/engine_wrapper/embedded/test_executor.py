@@ -82,15 +82,6 @@ def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
 # -- loads and saves --------------------------------------------------------------------------------------------------
 
 
-def test_a_synchronous_load_is_announced_at_its_first_token(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    teach_shelf(llm, shelf, prompt(30))
-    llm.generate([prompt(40)], TWO)
-    (data,) = shelf.outputs[0].new_requests
-    assert (data.computed_position, data.num_scheduled_tokens) == (0, 10)
-    assert (data.new_tokens, len(data.new_block_ids)) == (prompt(40), 5)
-
-
 def test_an_asynchronous_load_parks_its_request_while_others_run(make_shelf_llm):
     llm, shelf = make_shelf_llm()
     teach_shelf(llm, shelf, prompt(30))

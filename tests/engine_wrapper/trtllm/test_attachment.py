@@ -14,8 +14,15 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
-from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
-from tests.engine_wrapper.trtllm.executor_stand_ins import LlmArgs, PyExecutor, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import (
+    BLOCK,
+    KVCacheManager,
+    KVCacheManagerV2,
+    LlmArgs,
+    LlmRequest,
+    PyExecutor,
+    executor_of,
+)
 from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
@@ -116,6 +123,10 @@ NO_EXECUTION = {
     "chunked attention": (set_on(lambda e, _: attention(e), attention_chunk_size=8192), "attention_chunks"),
     "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
     "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),
+    "unlisted blocks": (
+        set_on(lambda e, _: e.kv_cache_manager, get_batch_cache_indices=None),
+        "cache_manager_unknown",
+    ),
     "layer offsets": (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
 }
 
@@ -205,13 +216,6 @@ def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, "cache_manager_v2")
 
 
-def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site) -> None:
-    site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
-    assert site.worker.attachment is not None
-    assert site.worker.attachment.guard_refusal == "executor_unknown"
-    assert site.attributes() == site.before
-
-
 class Unreadable:
     """A caller that cannot be looked at, and what it holds."""
 
@@ -226,8 +230,12 @@ class Unreadable:
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
 
 
-def test_a_caller_that_cannot_be_looked_at_does_not_stop_the_engine(site: Site) -> None:
-    Unreadable().register(site)
+@pytest.mark.parametrize("caller", [None, Unreadable()], ids=["none", "unreadable"])
+def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site, caller: Unreadable | None) -> None:
+    if caller is None:
+        site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+    else:
+        caller.register(site)
     assert site.worker.attachment is not None
     assert site.worker.attachment.guard_refusal == "executor_unknown"
     assert site.attributes() == site.before
@@ -240,63 +248,49 @@ def test_a_refused_pool_attaches_nothing(site: Site) -> None:
     assert not site.runtime.publication_guard
 
 
-def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(site: Site, make_plan: Any) -> None:
+@pytest.fixture
+def pending(site: Site, make_plan: Any) -> Site:
+    """A plan waits for its forward."""
+    site.attach()
+    site.runtime.mode = EngineMode.WRAPPER
+    site.worker.wait_for_save(None)
+    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+    return site
+
+
+def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pending: Site) -> None:
     """`PyExecutor._forward_step` (1.1) frees what it prepared in vain, and tells no connector."""
-    site.attach()
-    site.runtime.mode = EngineMode.WRAPPER
-    request, manager = LlmRequest(1, list(range(40))), site.executor.kv_cache_manager
+    request, manager = LlmRequest(1, list(range(40))), pending.executor.kv_cache_manager
     manager.add_sequence(request)
-    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
     manager.free_resources(request)
-    site.worker.wait_for_save(None)
-    assert site.runtime.refusal is None
+    pending.worker.wait_for_save(None)
+    assert pending.runtime.refusal is None
 
 
-def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(site: Site, make_plan: Any) -> None:
-    site.attach()
-    site.runtime.mode = EngineMode.WRAPPER
-    site.worker.wait_for_save(None)
-    site.runtime.active_plans.put(make_plan(tuple(range(40)), [(4, 20)], num_layers=3, block_size=BLOCK))
+def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending: Site) -> None:
     with pytest.raises(SemBlendError, match="without asking for its plans"):
-        site.worker.wait_for_save(None)
-    assert site.runtime.refusal == "plan_not_executed"
+        pending.worker.wait_for_save(None)
+    assert pending.runtime.refusal == "plan_not_executed"
 
 
-def parts_of(executor: PyExecutor) -> ExecutorParts:
-    return ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
-
-
-def refusal(path: Path, *, fused: bool = True, rope: str = "default", **settings: Any) -> str | None:
-    facts = model_facts(path)
-    facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
-    return execution_refusal(parts_of(executor_of(path, None, fused=fused)), LlmArgs(path, **settings), facts)
-
-
-@pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
-def test_known_rotations_are_done_here_where_the_engine_fuses_them(tiny_llama_path: Path, rope: str) -> None:
-    assert refusal(tiny_llama_path, rope=rope) is None
-
-
-def test_a_rotation_that_also_scales_is_left_to_the_engine(tiny_llama_path: Path) -> None:
-    assert refusal(tiny_llama_path, rope="yarn") == "rope_fused"
-    assert refusal(tiny_llama_path, rope="yarn", fused=False) is None
-
-
-@pytest.mark.parametrize("name", ["context_parallel", "pipeline_parallel"])
-def test_one_rank_must_hold_all_layers_and_tokens(tiny_llama_path: Path, name: str) -> None:
-    assert refusal(tiny_llama_path, **{f"{name}_size": 2}) == name
-
-
-def test_a_rank_must_hold_its_share_of_the_heads(tiny_llama_path: Path) -> None:
-    assert refusal(tiny_llama_path, tensor_parallel_size=2) == "model_layout"
-
-
-def test_a_manager_that_does_not_tell_its_blocks_is_refused(
-    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rope", "fused", "settings", "reason"),
+    [
+        ("default", True, {}, None),
+        ("linear", True, {}, None),
+        ("llama3", True, {}, None),
+        # It also scales, which is left to the engine.
+        ("yarn", True, {}, "rope_fused"),
+        ("yarn", False, {}, None),
+        ("default", True, {"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        # Each rank has to hold its share of the heads.
+        ("default", True, {"tensor_parallel_size": 2}, "model_layout"),
+    ],
+)
+def test_what_only_a_model_or_its_configuration_shows(
+    tiny_llama_path: Path, rope: str, fused: bool, settings: dict[str, int], reason: str | None
 ) -> None:
-    executor = executor_of(tiny_llama_path, None)
-    monkeypatch.setattr(executor.kv_cache_manager, "get_batch_cache_indices", None, raising=False)
-    assert (
-        execution_refusal(parts_of(executor), LlmArgs(tiny_llama_path), model_facts(tiny_llama_path))
-        == "cache_manager_unknown"
-    )
+    executor, facts = executor_of(tiny_llama_path, None, fused=fused), model_facts(tiny_llama_path)
+    parts = ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
+    facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
+    assert execution_refusal(parts, LlmArgs(tiny_llama_path, **settings), facts) == reason

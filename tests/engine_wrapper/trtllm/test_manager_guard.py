@@ -12,7 +12,7 @@ from engine_wrapper.publication import PublicationGuard
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
 from semblend_trt.runtime import ActivePlans
-from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
+from tests.engine_wrapper.trtllm.stand_ins import BLOCK, KVCacheManager, KVCacheManagerV2, LlmRequest
 
 GEOMETRY = KvGeometry(2, 1, 8, BLOCK)
 FLAGGED, EXACT = 1, 2
@@ -33,6 +33,11 @@ def v1() -> KVCacheManager:
     return KVCacheManager(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
 
 
+def guarded(manager: Any, plans: ActivePlans) -> Any:
+    guard_for(manager, PublicationGuard(plans)).install()
+    return manager
+
+
 def batch(*context: LlmRequest, generation: tuple[LlmRequest, ...] = ()) -> Any:
     return SimpleNamespace(context_requests=list(context), generation_requests=list(generation))
 
@@ -42,8 +47,7 @@ def starts(tree: set[tuple[int, ...]]) -> set[int]:
 
 
 def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans: ActivePlans) -> None:
-    manager = v1()
-    guard_for(manager, PublicationGuard(plans)).install()
+    manager = guarded(v1(), plans)
     flagged, exact = requests()
     for request in (flagged, exact):
         manager.add_sequence(request)
@@ -71,8 +75,7 @@ def test_without_the_guard_the_stand_in_publishes_all_of_it(plans: ActivePlans) 
 
 
 def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans: ActivePlans) -> None:
-    manager = v1()
-    guard_for(manager, PublicationGuard(plans)).install()
+    manager = guarded(v1(), plans)
     for expected in (set(), {0}):
         request, _ = requests()
         manager.add_sequence(request)
@@ -83,8 +86,7 @@ def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans: Act
 
 
 def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> None:
-    manager = KVCacheManagerV2()
-    guard_for(manager, PublicationGuard(plans)).install()
+    manager = guarded(KVCacheManagerV2(), plans)
     flagged, exact = requests()
     cache, other = manager.add(flagged), manager.add(exact)
     cache.commit(flagged.tokens[:BLOCK])  # what it shares with the tree
@@ -101,8 +103,7 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> Non
 
 
 def test_v2_ignores_a_flagged_request_without_a_cache(plans: ActivePlans) -> None:
-    manager = KVCacheManagerV2()
-    guard_for(manager, PublicationGuard(plans)).install()
+    manager = guarded(KVCacheManagerV2(), plans)
     flagged, _ = requests()
     manager.try_commit_blocks(flagged)
     assert manager.tree == set()
@@ -148,8 +149,7 @@ def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_mean
 
 
 def test_a_release_that_fails_leaves_no_dummy_behind(plans: ActivePlans) -> None:
-    manager = v1()
-    guard_for(manager, PublicationGuard(plans)).install()
+    manager = guarded(v1(), plans)
     flagged, _ = requests()
     with pytest.raises(KeyError):
         manager.free_resources(flagged)
@@ -163,7 +163,7 @@ def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch: pytest.Mo
     assert guard_refusal(v1()) == "publication_unknown"
 
 
-def test_a_method_that_somebody_else_has_replaced_is_not_taken_for_the_class_s() -> None:
+def test_a_method_that_another_package_has_replaced_is_not_taken_for_the_class_s() -> None:
     manager = v1()
     manager.update_resources = print  # type: ignore[assignment]
     assert guard_refusal(manager) == "publication_unknown"

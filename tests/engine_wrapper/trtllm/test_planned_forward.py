@@ -18,13 +18,12 @@ from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.runtime import PoolFacts, Runtime
-from tests.engine_wrapper.trtllm.cache_stand_ins import BLOCK, LlmRequest
-from tests.engine_wrapper.trtllm.executor_stand_ins import PyExecutor, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor, executor_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from semblend_trt.plan import CheckEvidence
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 LAYERS = 3
 SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
@@ -61,6 +60,18 @@ class Bench:
         request = LlmRequest(request_id, torch.randint(0, 256, (length,), generator=generator).tolist())
         self.executor.kv_cache_manager.add_sequence(request)
         return request
+
+    def slice(self, request: LlmRequest, begin: int = 0, plan: SemanticKvPlan | None = None) -> SequenceSlice:
+        return SequenceSlice(request.request_id, begin, tuple(request.tokens[begin:]), tuple(request.blocks), plan)
+
+    def run(self, *slices: SequenceSlice, contexts: int | None = None) -> torch.Tensor:
+        """The engine's logits of each slice's last token; plans are pending meanwhile."""
+        for each in slices:
+            if each.plan is not None:
+                self.runtime.active_plans.put(each.plan)
+        sequences = [(each.request_id, each.begin, len(each.token_ids)) for each in slices]
+        tokens = [token for each in slices for token in each.token_ids]
+        return self.executor.forward(sequences, tokens, len(slices) if contexts is None else contexts)
 
     def prove(self) -> None:
         self.executor.prefill(self.request(99, 80))
@@ -144,17 +155,10 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench: Bench, make_plan:
     bench.executor.prefill(running)
     running.tokens.append(77)
     bench.scatter(planned, SPANS)
-    plan = make_plan(planned.tokens, SPANS, **SIZES, prefix_end=60, shift=3, **TERMS[terms])
-    slices = (
-        SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
-        SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
-        SequenceSlice(3, 21, (77,), tuple(running.blocks)),
-    )
+    plan = make_plan(planned.tokens, SPANS, prefix_end=60, shift=3, **SIZES, **TERMS[terms])
+    slices = (bench.slice(planned, 60, plan), bench.slice(cold), bench.slice(running, 21))
     expected = bench.ours(*slices)
-    bench.runtime.active_plans.put(plan)
-    tokens = planned.tokens[60:] + cold.tokens + [77]
-    logits = bench.executor.forward([(1, 60, 10), (2, 0, 33), (3, 21, 1)], tokens, 2)
-    assert_close(logits, expected)
+    assert_close(bench.run(*slices, contexts=2), expected)
     assert len(bench.runtime.active_plans) == 0
     assert len(bench.evidence) == (1 if plan.is_checked else 0)
 
@@ -172,15 +176,11 @@ def test_no_forward_has_more_rows_than_the_engine_has_room_for(
     )
     planned, cold = bench.request(1, 70), bench.request(2, 33)
     bench.scatter(planned, SPANS)
-    plan = make_plan(planned.tokens, SPANS, **SIZES, prefix_end=60, shift=3, **TERMS[terms])
-    expected = bench.ours(
-        SequenceSlice(1, 60, tuple(planned.tokens[60:]), tuple(planned.blocks), plan),
-        SequenceSlice(2, 0, tuple(cold.tokens), tuple(cold.blocks)),
-    )
-    bench.runtime.active_plans.put(plan)
+    plan = make_plan(planned.tokens, SPANS, prefix_end=60, shift=3, **SIZES, **TERMS[terms])
+    slices = bench.slice(planned, 60, plan), bench.slice(cold)
+    expected = bench.ours(*slices)
     bench.forward._max_rows = max_rows
-    logits = bench.executor.forward([(1, 60, 10), (2, 0, 33)], planned.tokens[60:] + cold.tokens, 2)
-    assert_close(logits, expected)
+    assert_close(bench.run(*slices), expected)
     assert max(rows) <= max_rows
     assert len(rows) > 1
     assert len(bench.evidence) == (1 if plan.is_checked else 0)
@@ -189,26 +189,14 @@ def test_no_forward_has_more_rows_than_the_engine_has_room_for(
 @pytest.mark.known_defect(11)
 def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> None:
     bench.prove()
-    first, second = bench.request(1, 70), bench.request(2, 64)
-    plans = []
-    for request, spans, terms in ((first, SPANS, {"check": SpanCheck(0, 0.0)}), (second, [(5, 50)], {"boundary": 1})):
+    slices = []
+    for length, spans, terms in ((70, SPANS, {"check": SpanCheck(0, 0.0)}), (64, [(5, 50)], {"boundary": 1})):
+        request = bench.request(len(slices) + 1, length)
         bench.scatter(request, spans)
-        plans.append(
-            make_plan(
-                request.tokens, spans, **SIZES, shift=1, request_id=request.request_id,
-                prefix_end=60, **terms,
-            )
-        )  # fmt: skip
-    expected = bench.ours(
-        *(
-            SequenceSlice(each.request_id, 60, tuple(each.tokens[60:]), tuple(each.blocks), plan)
-            for each, plan in zip((first, second), plans, strict=True)
-        )
-    )
-    for plan in plans:
-        bench.runtime.active_plans.put(plan)
-    logits = bench.executor.forward([(1, 60, 10), (2, 60, 4)], first.tokens[60:] + second.tokens[60:], 2)
-    assert_close(logits, expected)
+        terms = {"prefix_end": 60, "shift": 1, "request_id": request.request_id, **terms, **SIZES}
+        slices.append(bench.slice(request, 60, make_plan(request.tokens, spans, **terms)))
+    expected = bench.ours(*slices)
+    assert_close(bench.run(*slices), expected)
 
 
 @pytest.mark.known_defect(11)
@@ -220,27 +208,17 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Ben
     pool = bench.executor.kv_cache_manager.pool
     pool[request.blocks[:8]] = pool[donor.blocks[:8]]
     shared = pool[request.blocks[:2]].clone()
-    plan = make_plan(
-        request.tokens,
-        [(20, 60)],
-        **SIZES,
-        request_id=2,
-        num_computed=2 * BLOCK,
-        boundary=1,
-    )
-    bench.runtime.active_plans.put(plan)
-    logits = bench.executor.forward([(2, 60, 10)], request.tokens[60:], 1)
+    plan = make_plan(request.tokens, [(20, 60)], request_id=2, num_computed=2 * BLOCK, boundary=1, **SIZES)
     # The span holds what a cold run computes, so that the whole is a cold run.
-    assert_close(logits[0], cold)
+    assert_close(bench.run(bench.slice(request, 60, plan))[0], cold)
     assert torch.equal(pool[request.blocks[:2]], shared)
 
 
 def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     request = bench.request(1, 70)
-    bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, **SIZES))
     with pytest.raises(ValueError, match="the slice begins at 50"):
-        bench.executor.forward([(1, 50, 20)], request.tokens[50:], 1)
+        bench.run(bench.slice(request, 50, make_plan(request.tokens, SPANS, **SIZES)))
     assert bench.runtime.refusal == "planned_forward"
     assert bench.runtime.faults == {"planned_forward": 1}
 
@@ -258,10 +236,9 @@ def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_pl
     decoder, request = bench.decoder, bench.request(1, 70)
     decoder.layers = decoder.layers[:1]
     plan = make_plan(request.tokens, SPANS, **SIZES, check=SpanCheck(1, 0.5))
-    bench.runtime.active_plans.put(plan)
     bench.forward._max_rows = 16
     with pytest.raises(LayoutError, match="ended before the layer in which its rows are compared"):
-        bench.executor.forward([(1, 58, 12)], request.tokens[58:], 1)
+        bench.run(bench.slice(request, 58, plan))
 
 
 class _Metadata:

@@ -33,8 +33,15 @@ from semblend_trt.plan import (
 from tests.semblend_trt.plans import plan_of
 
 
-def tracked(request_id):
-    return TrackedRequest(request_id, "namespace", np.arange(4, dtype=np.int32), 0)
+def tracked(request_id=1, prompt=4, computed=0, **fields):
+    request = TrackedRequest(request_id, "namespace", np.arange(prompt, dtype=np.int32), computed)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def ids(requests):
+    return [request.request_id for request in requests]
 
 
 @pytest.mark.known_defect(19)
@@ -42,7 +49,7 @@ def test_oldest_request_makes_room():
     table = RequestTable(limit=2)
     assert table.add(tracked(1)) == []
     assert table.add(tracked(2)) == []
-    assert [request.request_id for request in table.add(tracked(3))] == [1]
+    assert ids(table.add(tracked(3))) == [1]
     assert table.get(1) is None
     assert len(table) == 2
 
@@ -57,13 +64,7 @@ def test_adding_again_keeps_one_entry():
 
 
 def promised(request_id):
-    request = tracked(request_id)
-    request.plan = SimpleNamespace(matched_tokens=2)
-    return request
-
-
-def ids(requests):
-    return [request.request_id for request in requests]
+    return tracked(request_id, plan=SimpleNamespace(matched_tokens=2))
 
 
 def test_a_request_that_is_silent_is_given_up():
@@ -128,14 +129,17 @@ BLOCKS = list(range(50, 63))
 
 
 def savable(matched=0):
-    request = TrackedRequest(7, "namespace", np.arange(PROMPT, dtype=np.int32), 0)
-    request.intent = SaveIntent(7, "donor", PROMPT + 20)
+    plan = None
     if matched:
-        span = PlanSpan("donor-1", 0, 0, matched, exact=True)
-        request.plan = plan_of(
-            span, request_id=7, kind=PlanKind.EXACT_PREFIX, prompt=PROMPT, block_size=BLOCK, mode=EngineMode.STOCK
+        plan = plan_of(
+            PlanSpan("donor-1", 0, 0, matched, exact=True),
+            request_id=7,
+            kind=PlanKind.EXACT_PREFIX,
+            prompt=PROMPT,
+            block_size=BLOCK,
+            mode=EngineMode.STOCK,
         )
-    return request
+    return tracked(7, PROMPT, plan=plan, intent=SaveIntent(7, "donor", PROMPT + 20))
 
 
 def told(request, position, scheduled, blocks=(), *, is_first=False):
@@ -270,10 +274,7 @@ def plan(kind=PlanKind.REQUEST_LOCAL, spans=SHIFTED, **execution):
 
 
 def planned(**fields):
-    request = TrackedRequest(1, "namespace", np.arange(100, dtype=np.int32), fields.pop("computed", 0))
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return request
+    return tracked(prompt=100, **fields)
 
 
 CHECK = SpanCheck(1, threshold=0.2)

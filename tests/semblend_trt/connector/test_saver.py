@@ -51,7 +51,7 @@ def other() -> OtherRank:
 def saver(other: OtherRank) -> Iterator[DonorSaver]:
     pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
     device = DeviceTier(4, GEOMETRY, torch.float32, torch.device("cpu"))
-    store = DonorStore(HostTier(1 << 20, pin=False), device)
+    store = DonorStore(HostTier(1 << 20), device)
     ranks = EngineRanks(0, 2, other.gather)
     built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), ranks=ranks)
     yield built
@@ -123,7 +123,7 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
 def snapshotting() -> Iterator[DonorSaver]:
     """A saver of an engine that does not hold what is saved, with room for two blocks."""
     pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
-    store = DonorStore(HostTier(1 << 20, pin=False), None)
+    store = DonorStore(HostTier(1 << 20), None)
     snapshots = DeviceTier(2, GEOMETRY, torch.float32, torch.device("cpu"), "SEMBLEND_SNAPSHOT_BYTES")
     built = DonorSaver(store, pool, GEOMETRY, ROTATION, HostWriter(ROTATION, None), snapshots=snapshots)
     yield built

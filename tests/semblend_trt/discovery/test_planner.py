@@ -129,14 +129,6 @@ def test_exact_needs_the_donors_own_start() -> None:
     assert_refused(planner({"a": donor}, "exact").plan(request()), "not_exact")
 
 
-def test_boundary_is_carried_by_request_local_plans() -> None:
-    plan = plan_of(
-        planner({"a": DOCUMENT}, "boundary", recompute_boundary_layer=2, min_reuse_ratio=0.1).plan(request())
-    )
-    assert plan.execution.recompute_boundary_layer == 2
-    assert plan.kind is PlanKind.REQUEST_LOCAL
-
-
 def test_more_runs_than_can_be_tried_leave_the_longest() -> None:
     long = text(8, 300 * 70)
     donors = {f"{at:03}": long[70 * at : 70 * at + 64 + at % 6] for at in range(300)}
@@ -309,13 +301,6 @@ def test_the_reused_share_is_of_what_the_engine_lacks(ratio: float, reason: str 
 
 def test_runs_are_counted_in_refusals() -> None:
     assert planner({"a": OTHER}, min_reuse_ratio=0.9).plan(request()) == Planned(None, "low_reuse", 1)
-
-
-@pytest.mark.parametrize("bad", [-1, 2**31])
-def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
-    tokens = PROMPT.astype(np.int64)
-    tokens[50] = bad
-    assert_refused(planner({"a": PROMPT}).plan(request(tokens)), "invalid_tokens")
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])

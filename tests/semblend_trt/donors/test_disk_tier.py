@@ -78,9 +78,10 @@ def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     DiskTier(tmp_path, FORM).close()
 
 
-def test_a_file_whose_name_is_not_synced_is_no_file(tier, monkeypatch):
+@pytest.mark.parametrize(("owner", "call"), [(DiskTier, "_sync_folder"), (os, "pwrite")])
+def test_a_file_that_is_not_written_or_not_synced_is_no_file(tier, monkeypatch, owner, call):
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "_sync_folder", fail)
+        patch.setattr(owner, call, fail)
         with pytest.raises(OSError, match="Read-only"):
             write(tier, "donor")
     assert names(tier) == []
@@ -341,14 +342,6 @@ def test_no_folder_is_made_without_a_key(tmp_path):
     with pytest.raises(OSError, match="no key of 32 bytes"):
         DiskTier(tmp_path / "donors", FORM, tmp_path / "key")
     assert not (tmp_path / "donors").exists()
-
-
-def test_a_layer_that_cannot_be_written_leaves_no_file(tier, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fail)
-        with pytest.raises(OSError, match="Read-only"):
-            write(tier, "donor")
-    assert names(tier) == []
 
 
 @pytest.fixture

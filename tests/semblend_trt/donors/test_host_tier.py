@@ -27,7 +27,7 @@ def donor_kv(tokens, seed=0, dtype=torch.float32):
 def tier_of(tokens, is_one_block=False):
     """A tier whose donors lie in one block of memory, as page-locked ones do, or each in its own."""
     size = tokens * BYTES_PER_TOKEN
-    return HostTier(size, pin=False, memory=HostMemory(size, lock=False) if is_one_block else None)
+    return HostTier(size, HostMemory(size, lock=False) if is_one_block else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

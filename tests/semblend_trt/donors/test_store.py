@@ -67,7 +67,7 @@ class Rank:
         self.pool = engine_pool(slots * SAVE_BLOCKS)
         device = DeviceTier(arena, GEOMETRY, torch.float32, CPU) if arena else None
         memory = HostMemory(host_tokens * TOKEN_BYTES, lock=False)
-        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, pin=False, memory=memory), device)
+        self.store = DonorStore(HostTier(host_tokens * TOKEN_BYTES, memory), device)
         writer = HostWriter(ROTATION, Staging(5 * TOKEN_BYTES, 1, GEOMETRY, torch.float32, CPU))
         self.saver = DonorSaver(self.store, self.pool, GEOMETRY, ROTATION, writer, at_once=at_once)
 

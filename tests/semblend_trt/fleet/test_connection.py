@@ -110,7 +110,7 @@ def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, 
             creds.write_bytes(b"\xff not credentials")
     worker = make_worker(server, creds=creds)
     worker.add("a")
-    assert not worker.publisher.settle(0.5)
+    assert not worker.publisher.flush(0.5)
     assert worker.counters.connections["made"] == 0
     assert "a turn of the event publisher failed" not in caplog.text
 
@@ -182,7 +182,7 @@ def test_what_was_told_before_it_began_to_read_is_learnt(nats_server, make_worke
     workers = make_workers(nats_server)
     for worker in workers.values():
         worker.churn(np.random.default_rng(1), 30)
-        assert worker.publisher.settle(30)
+        assert worker.publisher.flush(30)
 
     async def check(directory, reader) -> None:
         await directory.until(lambda: directory.equals(workers))
@@ -201,14 +201,14 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
             directory.loss = loss
             for worker in workers.values():
                 worker.churn(rng, 40)
-                assert await asyncio.to_thread(worker.publisher.settle, 30)
+                assert await asyncio.to_thread(worker.publisher.flush, 30)
             await asyncio.to_thread(nats_server.kill)
             for worker in workers.values():
                 worker.churn(rng, 40)
             await asyncio.to_thread(nats_server.start)
             for worker in workers.values():
                 worker.churn(rng, 20)
-                assert await asyncio.to_thread(worker.publisher.settle, 30)
+                assert await asyncio.to_thread(worker.publisher.flush, 30)
             directory.loss = 0.0
             await directory.until(lambda: directory.equals(workers))
         assert reader.connections >= 3
@@ -346,7 +346,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker) -> 
         options = options_of(guarded_server, f"worker-{worker[0]}")
         workers[worker] = make_worker(guarded_server, worker=worker, servers=options.servers, per_worker=True)
         workers[worker].add(f"donor-of-{worker[0]}")
-        assert workers[worker].publisher.settle(30)  # all was told before anybody heard: only a resync tells it again
+        assert workers[worker].publisher.flush(30)  # all was told before anybody heard: only a resync tells it again
 
     async def reads() -> None:
         directory = WatchedDirectory()
@@ -436,5 +436,5 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
     options = options_of(server, "worker-3")
     worker = make_worker(server, servers=options.servers, per_worker=True, stream="DONORS", heartbeat_seconds=60.0)
     worker.add("a")
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert asyncio.run(messages(False)) >= 2

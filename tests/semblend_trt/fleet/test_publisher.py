@@ -48,7 +48,7 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
         lambda: worker.remove("a"),
     ):
         step()
-        assert worker.publisher.settle(30)
+        assert worker.publisher.flush(30)
     assert converges(reader, worker)
     kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
     assert kinds == [
@@ -85,7 +85,7 @@ def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, 
     worker = make_worker(nats_server, stream=stream)
     for _ in range(2):
         worker.churn(rng, 60)
-        assert worker.publisher.settle(30)
+        assert worker.publisher.flush(30)
         nats_server.kill()
         worker.churn(rng, 60)
         nats_server.start()
@@ -107,7 +107,7 @@ def test_a_server_that_comes_late_hears_everything(make_nats_server, make_reader
 def test_a_late_reader_asks_and_is_told(nats_server, make_reader, make_worker) -> None:
     worker = make_worker(nats_server)
     worker.churn(np.random.default_rng(2), 50)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     reader = make_reader(nats_server.url)
     reader.ask()
     assert converges(reader, worker)
@@ -117,7 +117,7 @@ def test_a_late_reader_asks_and_is_told(nats_server, make_reader, make_worker) -
 def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker) -> None:
     worker = make_worker(nats_server, resync_seconds=0.2)
     worker.add("a")
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert converges(make_reader(nats_server.url), worker)
     assert worker.counters.resyncs["interval"] >= 1
 
@@ -125,7 +125,7 @@ def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make
 def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker) -> None:
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, max_changes=8)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     held = threading.Event()
     worker.publisher._loop.call_soon_threadsafe(held.wait)  # the thread is busy while changes come
     for number in range(40):
@@ -140,7 +140,7 @@ def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_wor
 def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server, make_reader, make_worker) -> None:
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     held = threading.Event()
     worker.publisher._loop.call_soon_threadsafe(held.wait)
     worker.add("short-lived")
@@ -148,7 +148,7 @@ def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server
     worker.add("moved")
     worker.move("moved")
     held.set()
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert converges(reader, worker)
     kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
     assert kinds == ["provider_generation_reset", "donor_registered"]
@@ -157,9 +157,9 @@ def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server
 def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker, tmp_path) -> None:
     (tmp_path / "small.conf").write_text("max_payload: 2048")
     worker = make_worker(make_nats_server("-c", str(tmp_path / "small.conf")), heartbeat_seconds=3600.0)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     worker.add("large", length=4000)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert worker.counters.dropped == {"oversize": 1}
     assert worker.counters.sent == {"provider_generation_reset": 1, "provider_heartbeat": 1}
 
@@ -224,7 +224,7 @@ def read_back(server: Any, count: int) -> WatchedDirectory:
 def worker_of_a_stream(relay, make_worker):
     """A worker behind the relay whose stream has its reset and its first heartbeat."""
     worker = make_worker(relay, stream="DONORS", heartbeat_seconds=3600.0)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     return worker
 
 
@@ -240,7 +240,7 @@ def add_at_once(worker: Any, count: int) -> None:
 def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream) -> None:
     for number in range(20):
         worker_of_a_stream.add(f"donor-{number}")
-    assert worker_of_a_stream.publisher.settle(30)
+    assert worker_of_a_stream.publisher.flush(30)
     assert known(read_back(nats_server, 22)) == worker_of_a_stream.held
 
 
@@ -255,7 +255,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
         patch.setattr(connection, "ANSWER_SECONDS", 0.5)
         add_at_once(worker, 20)
         assert relay.wait_for_kept(lost)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert relay.repeats == lost
     assert (counters.connections["made"], counters.sent["donor_registered"]) == (1, 20)
     assert not counters.dropped
@@ -273,7 +273,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     relay.keep(20, is_to_cut=True)
     add_at_once(worker, 20)
     assert relay.wait_for_kept(20)
-    assert worker.publisher.settle(30)
+    assert worker.publisher.flush(30)
     assert counters.dropped == {"disconnected": 20}
     assert (counters.connections["made"], counters.resyncs["connected"]) == (2, 2)
     assert counters.sent["donor_registered"] == 20
@@ -289,7 +289,7 @@ def test_without_the_right_token_nothing_is_sent(make_nats_server, make_worker, 
     server = make_nats_server("--auth", "right-secret")
     worker = make_worker(server, token=token)
     worker.add("a")
-    assert not worker.publisher.settle(0.5)
+    assert not worker.publisher.flush(0.5)
     assert worker.counters.connections["made"] == 0
     assert "right-secret" not in caplog.text
 
@@ -329,7 +329,7 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
     worker, stranger = make_worker(server, **files), make_worker(server, tls_ca=certificate, generation=8)
     worker.add("a")
     assert converges(reader, worker)
-    assert not stranger.publisher.settle(0.5)
+    assert not stranger.publisher.flush(0.5)
     assert stranger.counters.connections["made"] == 0
 
 

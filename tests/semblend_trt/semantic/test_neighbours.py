@@ -103,7 +103,7 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
         made.donor_held("space", f"donor-{number}", text(number))
     made.look_up(7, "space", np.concatenate([text(50, 40), text(3)]))
     made.look_up(8, "space", text(99))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     (near,) = made.nearest(7)
     assert near.donor_id == "donor-3"
     assert 0.6 <= near.similarity <= 1.0
@@ -118,12 +118,12 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
 def test_a_donor_that_left_is_named_no_more(made):
     made.donor_held("space", "donor", text(1))
     made.look_up(1, "space", text(1))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert [near.donor_id for near in made.nearest(1)] == ["donor"]
     made.donor_gone("donor")
     assert made.nearest(1) == ()
     made.look_up(2, "space", text(1))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert made.nearest(2) == ()
     made.donor_gone("never known")
 
@@ -137,7 +137,7 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
     made.donor_gone("donor")
     made.look_up(1, "space", text(1))
     gate.let.release(5)
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert made.nearest(1) == ()
 
 
@@ -154,10 +154,10 @@ def test_a_full_queue_drops_texts_but_no_removals(records, neighbours_of):
     made.donor_gone("donor-0")
     made.donor_gone("donor-2")
     gate.let.release(100)
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     for number in range(6):
         made.look_up(number, "space", text(number))
-        assert made.settle(WAIT)
+        assert made.drain(WAIT)
     assert [len(made.nearest(number)) for number in range(6)] == [0, 1, 0, 1, 0, 0]
 
 
@@ -179,7 +179,7 @@ def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
     made.donor_held("space", "good", text(1))
     made.look_up(1, "space", text(1))
     made.look_up(2, "space", text(1, 0))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert [near.donor_id for near in made.nearest(1)] == ["good"]
     assert made.nearest(2) == ()
     assert records.events.count("failed") == 2
@@ -193,10 +193,10 @@ def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error, ne
 
     with caplog.at_level(logging.WARNING):
         made = neighbours_of(raises)
-        assert made.settle(WAIT)
+        assert made.drain(WAIT)
         for number in range(1000):
             made.donor_held("space", str(number), text(number, 5))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert made.refusal == str(error)
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
@@ -206,7 +206,7 @@ def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error, ne
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
     monkeypatch.setitem(sys.modules, "faiss", None)
     made = neighbours_of()
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
     assert caplog.messages == [expected]
 
@@ -220,24 +220,24 @@ def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
     monkeypatch.setattr(SemanticIndex, "remove", broken)
     made = neighbours_of()
     made.donor_held("space", "donor", text(1))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     made.donor_gone("donor")
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert made.refusal == "injected"
     made.donor_held("space", "another", text(2))
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert list(records.embedded) == ["donor"]
 
 
 def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
     made = neighbours_of()
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     made.close()
     made.close()
     made.donor_held("space", "donor", text(1))
     made.look_up(1, "space", text(1))
     made.donor_gone("donor")
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     assert made.nearest(1) == ()
     assert records.events == []
     assert not [thread for thread in threading.enumerate() if thread is made._worker._thread]
@@ -252,14 +252,14 @@ def test_what_opened_the_embedder_is_let_go(neighbours_of):
     gone = weakref.ref(opener)
     made = neighbours_of(opener)
     del opener
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     gc.collect()
     assert gone() is None
 
 
 def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
     made = Neighbours(static, decoder, records, min_similarity=0.6)
-    assert made.settle(WAIT)
+    assert made.drain(WAIT)
     thread, gone = made._worker._thread, weakref.ref(made)
     del made
     gc.collect()
@@ -302,7 +302,7 @@ class Scheduled:
 
     def nearest(self, request_id, tokens, key="space"):
         self.neighbourhood.look_up(TrackedRequest(request_id, key, tokens, 0))
-        assert self.neighbourhood.neighbours.settle(WAIT)
+        assert self.neighbourhood.neighbours.drain(WAIT)
         return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
 
     def events(self):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,28 +14,10 @@ from validation.benchmarks import bad_data, bad_inputs
 from validation.benchmarks.bad_data import Answer, TooLongError, spoiled_bytes, spoiled_value, within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers with the status that the path names."""
-
-    def do_GET(self) -> None:
-        self.send_response(int(self.path[1:]))
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
+    from tests.validation.benchmarks.conftest import Server
 
 
 def test_what_takes_too_long_is_ended() -> None:
@@ -64,14 +45,14 @@ def test_spoiling_is_seeded_and_leaves_the_good_one_as_it_was() -> None:
         (500, False, Answer.FAULT),
     ],
 )
-def test_statuses_are_judged(port: int, status: int, is_bad: bool, answer: Answer) -> None:
+def test_statuses_are_judged(server: Server, status: int, is_bad: bool, answer: Answer) -> None:
     sent = f"GET /{status} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-    assert bad_inputs._tried("stub", port, ("what", sent, is_bad)).answer is answer
+    assert bad_inputs._tried("stub", server.port, ("what", sent, is_bad)).answer is answer
 
 
-def test_no_answer_is_a_fault(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_a_fault(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_inputs, "PATIENCE", 0.2)
-    tried = bad_inputs._tried("stub", port, ("what", b"GET /400 HTTP/1.1\r\n", True))
+    tried = bad_inputs._tried("stub", server.port, ("what", b"GET /400 HTTP/1.1\r\n", True))
     assert (tried.answer, "no answer in time" in tried.told) == (Answer.FAULT, True)
 
 

@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.validation.benchmarks.conftest import Server
 from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import crowding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Serves short bodies alone."""
-
-    def do_GET(self) -> None:
-        self.answer(200)
-
-    def do_POST(self) -> None:
-        self.answer(200 if len(self.rfile.read(int(self.headers.get("Content-Length", 0)))) < 1024 else 429)
-
-    def answer(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-class Server:
-    """As a process of a server looks to the benchmark."""
-
-    log_bytes = 0
-
-    def __init__(self) -> None:
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_port}"
-
-    def kill(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.kill()
 
 
 def test_connections_survive_while_good_requests_are_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,461 @@
+"""Stand-ins for TensorRT-LLM's cache managers, decoder and executor, with the names and signatures of
+NVIDIA/TensorRT-LLM; each names its file there.
+
+The decoder's numbers are real: the weights are a tiny model's, and the attention is torch's over a paged pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from kernels.layout import KvGeometry, pool_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BLOCK = 8
+
+
+@dataclass
+class LlmRequest:
+    """`_torch/pyexecutor/llm_request.py`, LlmRequest (1.2 @3277953), and what it inherits from
+    `cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp`."""
+
+    py_request_id: int
+    tokens: list[int]
+    context_current_position: int = 0
+    max_new_tokens: int = 4
+    cache_salt: str | None = None
+    blocks: list[int] = field(default_factory=list)
+    _is_dummy: bool = field(default=False, init=False)
+
+    @property
+    def is_dummy_request(self) -> bool:
+        return self._is_dummy
+
+    @is_dummy_request.setter
+    def is_dummy_request(self, value: bool) -> None:
+        self._is_dummy = value
+
+    @property
+    def request_id(self) -> int:
+        return self.py_request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def context_remaining_length(self) -> int:
+        return len(self.tokens) - self.context_current_position
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self.tokens
+
+
+class CppManager:
+    """`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp` as bound by nanobind (1.2 @b35ac1b6): no attribute can be set
+    on it, no argument may be None, dummies are not stored, and `tree` holds prefixes of whole blocks."""
+
+    __slots__ = ("free", "held", "pinned", "tree")
+
+    def __init__(self, blocks: int) -> None:
+        self.free = list(range(blocks))
+        self.held: dict[int, list[int]] = {}
+        self.tree: set[tuple[int, ...]] = set()
+        self.pinned: list[int] = []
+
+    def store_context_blocks(self, request: LlmRequest) -> None:
+        self._store(request, min(request.context_current_position, len(request.tokens) - 1))
+
+    def remove_sequence(self, request_id: int, request: LlmRequest, pin_on_release: bool) -> None:
+        if not isinstance(request, LlmRequest):
+            raise TypeError("remove_sequence(): incompatible function arguments")
+        self._store(request, len(request.tokens))
+        self.free += self.held.pop(request_id)
+
+    def store_blocks_for_reuse(self, request_id: int, request: LlmRequest, pin_blocks: bool) -> int:
+        self._store(request, len(request.tokens))
+        self.pinned.append(request_id)
+        return self.held[request_id][-1]
+
+    def unpin_blocks_by_id(self, block_id: int) -> None:
+        if not isinstance(block_id, int):
+            raise TypeError("unpin_blocks_by_id(): incompatible function arguments")
+        self.pinned.pop()
+
+    def _store(self, request: LlmRequest, tokens: int) -> None:
+        if request.is_dummy_request:
+            return
+        self.tree.update(tuple(request.tokens[:end]) for end in range(BLOCK, tokens + 1, BLOCK))
+
+
+class KVCacheManager:
+    """`_torch/pyexecutor/resource_manager.py`, KVCacheManager (1.2 @3277953): the V1 manager."""
+
+    is_vswa = False
+
+    def __init__(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+        self.impl = CppManager(pool.shape[0])
+        self.layer_offsets = {index: index for index in range(geometry.num_layers)}
+        self.pool, self.geometry = pool, geometry
+        self.rewound: list[int] = []
+
+    def get_unique_primary_pool(self) -> torch.Tensor:
+        return self.pool
+
+    def add_sequence(self, request: LlmRequest) -> None:
+        needed = self.geometry.blocks_for(len(request.tokens) + request.max_new_tokens)
+        request.blocks = [self.impl.free.pop() for _ in range(needed)]
+        self.impl.held[request.py_request_id] = request.blocks
+
+    def get_batch_cache_indices(self, request_ids: list[int], layer_idx: int | None = None) -> list[list[int]]:
+        return [list(self.impl.held[request_id]) for request_id in request_ids]
+
+    def update_resources(
+        self, scheduled_batch: Any, attn_metadata: Any = None, kv_cache_dtype_byte_size: float | None = None
+    ) -> None:
+        for request in scheduled_batch.generation_requests:
+            self.rewound.append(request.py_request_id)
+        for request in scheduled_batch.context_requests:
+            self.impl.store_context_blocks(request)
+
+    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+        return self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
+
+    def store_blocks_for_reuse(self, request: LlmRequest, pin_blocks: bool = False) -> int:
+        return self.impl.store_blocks_for_reuse(request.py_request_id, request, pin_blocks)
+
+    def unpin_blocks_by_id(self, kv_cache_block_id: int) -> None:
+        self.impl.unpin_blocks_by_id(kv_cache_block_id)
+
+
+class KvCacheOfRequest:
+    """`tensorrt_llm/runtime/kv_cache_manager_v2`, _KVCache (main @035ab91c)."""
+
+    def __init__(self, tree: set[tuple[int, ...]]) -> None:
+        self.tree, self.committed, self.history, self.is_committing = tree, [], 0, True
+        self.is_active, self.is_open = True, True
+
+    @property
+    def num_committed_tokens(self) -> int:
+        return len(self.committed)
+
+    def commit(self, tokens: list[int]) -> None:
+        if not self.is_committing:
+            raise RuntimeError("Cannot commit tokens after stop_committing()")
+        self.committed += tokens
+        self.tree.update(tuple(self.committed[:end]) for end in range(BLOCK, len(self.committed) + 1, BLOCK))
+
+    def stop_committing(self) -> None:
+        self.is_committing = False
+
+    def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
+        self.history = self.history if history_length is None else history_length
+        return True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class KVCacheManagerV2:
+    """`_torch/pyexecutor/kv_cache_manager_v2.py`, KVCacheManagerV2 (main @035ab91c)."""
+
+    is_draft = False
+    enable_block_reuse = True
+
+    def __init__(self) -> None:
+        self.kv_cache_map: dict[int, KvCacheOfRequest] = {}
+        self.tree: set[tuple[int, ...]] = set()
+        self.conversation_manager: Any = None
+
+    def add(self, request: LlmRequest) -> KvCacheOfRequest:
+        self.kv_cache_map[request.py_request_id] = KvCacheOfRequest(self.tree)
+        return self.kv_cache_map[request.py_request_id]
+
+    def try_commit_blocks(self, request: LlmRequest) -> None:
+        kv_cache = self.kv_cache_map.get(request.py_request_id)
+        if kv_cache is None:
+            return
+        if request.context_current_position > kv_cache.num_committed_tokens:
+            tokens = request.get_tokens(0)
+            kv_cache.commit(tokens[kv_cache.num_committed_tokens : request.context_current_position])
+        if request.context_remaining_length == 0:
+            kv_cache.stop_committing()
+
+    def update_context_resources(self, scheduled_batch: Any) -> None:
+        for request in scheduled_batch.context_requests:
+            self.try_commit_blocks(request)
+
+    def update_resources(self, scheduled_batch: Any, attn_metadata: Any = None, size: float | None = None) -> None:
+        for request in scheduled_batch.generation_requests:
+            self.kv_cache_map[request.py_request_id].resize(None, len(request.tokens))
+
+    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+        kv_cache = self.kv_cache_map.pop(request.py_request_id, None)
+        if kv_cache is not None:
+            kv_cache.close()
+
+
+class AttentionMetadata:
+    """`_torch/attention_backend/interface.py`, AttentionMetadata (1.2 @3277953), as the engine fills it in."""
+
+    def __init__(self, manager: KVCacheManager, sequences: list[tuple[int, int, int]], num_contexts: int) -> None:
+        """`sequences`: (request id, cached tokens, tokens to compute) of each."""
+        self.kv_cache_manager, self.num_contexts, self.all_rank_num_tokens = manager, num_contexts, None
+        self.request_ids = [request_id for request_id, _, _ in sequences]
+        self.kv_cache_params = SimpleNamespace(num_cached_tokens_per_seq=[cached for _, cached, _ in sequences])
+        self.seq_lens = torch.tensor([length for _, _, length in sequences], dtype=torch.int)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.seq_lens.sum())
+
+
+class RMSNorm(nn.Module):
+    """`_torch/modules/rms_norm.py`, RMSNorm (1.2): with a residual it adds it first and returns the sum as well."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return self.norm(hidden_states)
+        return self.norm(hidden_states + residual), hidden_states + residual
+
+
+class TrtllmAttention:
+    """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`). Queries
+    are the last tokens of each sequence, and are rotated here where RoPE is fused."""
+
+    def __init__(self, layer_idx: int, rotate: Callable[..., Any] | None) -> None:
+        self.layer_idx, self._rotate = layer_idx, rotate
+
+    def forward(self, q: Any, k: Any, v: Any, metadata: AttentionMetadata, **options: Any) -> torch.Tensor:
+        manager = metadata.kv_cache_manager
+        geometry = manager.geometry
+        view = pool_view(manager.pool, geometry)[:, self.layer_idx]
+        if k is None:
+            kv_size = geometry.kv_heads * geometry.head_dim
+            q, k, v = q.split([q.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+        outputs, row = [], 0
+        for index, blocks in enumerate(manager.get_batch_cache_indices(metadata.request_ids)):
+            begin, length = metadata.kv_cache_params.num_cached_tokens_per_seq[index], int(metadata.seq_lens[index])
+            positions = torch.arange(begin, begin + length)
+            part = [each[row : row + length].unflatten(-1, (-1, geometry.head_dim)) for each in (q, k, v)]
+            if self._rotate is not None:
+                part[:2] = self._rotate(positions, *part[:2])
+            places = torch.tensor(blocks)[positions // BLOCK], positions % BLOCK
+            for kind in (0, 1):
+                view[places[0], kind, :, places[1]] = part[1 + kind]
+            stored = view[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : begin + length]
+            mask = torch.arange(begin + length)[None] <= positions[:, None]
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    part[0].transpose(0, 1)[None], stored[0][None], stored[1][None], attn_mask=mask, enable_gqa=True
+                )[0].transpose(0, 1)
+            )
+            row += length
+        return torch.cat(outputs).flatten(1)
+
+
+class Attention(nn.Module):
+    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25). TRTLLM's attention is
+    always given q, k and v in one tensor."""
+
+    def __init__(self, source: Any, layer_idx: int, rotate: Callable[..., Any], *, fused: bool, style: str) -> None:
+        super().__init__()
+        self.layer_idx, self.rope_fusion, self.head_dim, self.style = layer_idx, fused, source.head_dim, style
+        self.projections = nn.ModuleList([source.q_proj, source.k_proj, source.v_proj])
+        self.q_size, self.kv_size = source.q_proj.out_features, source.k_proj.out_features
+        self.o_proj, self.rotate = source.o_proj, rotate
+        self.q_scaling, self.attn_output_gate, self.has_quant_scale = 1.0, None, False
+        self.attn = TrtllmAttention(layer_idx, rotate if fused else None)
+        self.asks: dict[str, Any] = {}
+
+    def forward(self, position_ids: torch.Tensor, hidden_states: Any, attn_metadata: Any, **kwargs: Any) -> Any:
+        parts = [each(hidden_states) for each in self.projections]
+        if not self.rope_fusion:
+            heads = [each.unflatten(-1, (-1, self.head_dim)) for each in parts[:2]]
+            parts[:2] = (each.flatten(1) for each in self.rotate(position_ids[0], *heads))
+        qkv = torch.cat(parts, dim=-1)[: attn_metadata.num_tokens]
+        options: dict[str, Any] = {"attention_mask": "causal", "out_scale": None, "attention_window_size": None}
+        options |= self.asks
+        if self.style == "main":
+            options = {"forward_args": SimpleNamespace(**options, output=None)}
+        return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
+
+
+class DecoderLayer(nn.Module):
+    """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP is called as in `modeling_qwen3.py`,
+    with what attention data parallelism would need."""
+
+    def __init__(self, source: Any, attention: Attention) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.layer_idx = attention, source.mlp, attention.layer_idx
+        self.input_layernorm = RMSNorm(source.input_layernorm)
+        self.post_attention_layernorm = RMSNorm(source.post_attention_layernorm)
+
+    def forward(
+        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(
+            position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
+        )
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        assert attn_metadata.all_rank_num_tokens is None
+        return self.mlp(hidden_states), residual
+
+
+class FusedNormLayer(DecoderLayer):
+    """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm, the last
+    with the model's, so that only the lowest begins with a norm."""
+
+    next_layer_layernorm: RMSNorm
+
+    def forward(
+        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = self.self_attn(
+            position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
+        )
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.next_layer_layernorm(self.mlp(hidden_states), residual)
+
+
+class DecoderModel(nn.Module):
+    """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953)."""
+
+    def __init__(self, source: Any, *, fused: bool, style: str) -> None:
+        super().__init__()
+        rotary = source.rotary_emb
+
+        def rotate(positions: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+            cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None]))
+            half = cos.shape[-1] // 2
+            return [each * cos + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sin for each in parts]
+
+        self.embed_tokens, self.norm = source.embed_tokens, RMSNorm(source.norm)
+        self.has_fused_norms = source.config.model_type == "llama"
+        kind = FusedNormLayer if self.has_fused_norms else DecoderLayer
+        self.layers = nn.ModuleList(
+            kind(each, Attention(each.self_attn, index, rotate, fused=fused, style=style))
+            for index, each in enumerate(source.layers)
+        )
+        norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
+        for layer, norm in zip(self.layers, norms, strict=True):
+            layer.next_layer_layernorm = norm
+
+    def forward(
+        self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
+        spec_metadata: Any = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(
+                position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, residual=residual
+            )
+        return hidden_states if self.has_fused_norms else self.norm(hidden_states, residual)[0]
+
+
+class CausalModel(nn.Module):
+    """`_torch/models/modeling_utils.py`, DecoderModelForCausalLM (1.2 @3277953)."""
+
+    def __init__(self, source: Any, *, fused: bool, style: str) -> None:
+        super().__init__()
+        self.model, self.lm_head = DecoderModel(source.model, fused=fused, style=style), source.lm_head
+
+    def forward(self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attn_metadata=attn_metadata, position_ids=position_ids, **kwargs)
+        return self.lm_head(hidden[attn_metadata.seq_lens.cumsum(0) - 1])
+
+
+class LlmArgs:
+    """`llmapi/llm_args.py`, TorchLlmArgs (1.2 @3277953), as set for an engine that runs eagerly."""
+
+    def __init__(self, model: Path, **changes: Any) -> None:
+        self.model, self.tokenizer, self.dtype, self.attn_backend = str(model), None, "float32", "TRTLLM"
+        self.kv_cache_config = SimpleNamespace(dtype="auto", host_cache_size=None, max_attention_window=None)
+        self.tensor_parallel_size = self.pipeline_parallel_size = self.context_parallel_size = 1
+        self.torch_compile_config = self.cuda_graph_config = self.lora_config = self.speculative_config = None
+        self.sparse_attention_config, self.enable_lora, self.enable_attention_dp = None, False, False
+        vars(self).update(changes)
+
+
+class PyTorchModelEngine:
+    """`_torch/pyexecutor/model_engine.py`, PyTorchModelEngine (1.2 @3277953); with `is_main` as on main, where
+    `engine/runners/decoder/runner.py` holds the graph runners (@0ea8c1de)."""
+
+    def __init__(self, model: CausalModel, *, is_main: bool = False) -> None:
+        self.model, self._torch_compile_enabled = model, False
+        graphs = SimpleNamespace(enabled=False)
+        if is_main:
+            self.decoder_runner = SimpleNamespace(
+                cuda_graph_runner=graphs, breakable_cuda_graph_runner=None, _torch_compile_backend=None
+            )
+        else:
+            self.cuda_graph_runner = graphs
+
+
+class PyExecutor:
+    """`_torch/pyexecutor/py_executor.py`, PyExecutor (1.2 @3277953): an executor of one request after the other."""
+
+    def __init__(self, manager: Any, model_engine: Any, worker: Any, scheduler: Any = None) -> None:
+        self.kv_cache_manager, self.model_engine = manager, model_engine
+        self.kv_cache_transceiver = self.drafter = None
+        self.kv_connector_manager = SimpleNamespace(worker=worker, scheduler=scheduler)
+
+    def _maybe_init_kv_connector_manager(self) -> None:
+        kv_tensor = self.kv_cache_manager.get_unique_primary_pool()
+        self.kv_connector_manager.worker.register_kv_caches(kv_tensor)
+
+    @torch.inference_mode()
+    def forward(self, sequences: list[tuple[int, int, int]], tokens: list[int], num_contexts: int) -> torch.Tensor:
+        """`sequences` as in AttentionMetadata; returns the logits of each sequence's last token."""
+        metadata = AttentionMetadata(self.kv_cache_manager, sequences, num_contexts)
+        positions = [range(cached, cached + length) for _, cached, length in sequences]
+        return self.model_engine.model.forward(
+            attn_metadata=metadata,
+            input_ids=torch.tensor(tokens, dtype=torch.int),
+            position_ids=torch.tensor([[each for part in positions for each in part]], dtype=torch.int),
+            inputs_embeds=None,
+        )
+
+    def prefill(self, request: LlmRequest) -> torch.Tensor:
+        """One context step, from where the request stands to its end; publishes as the executor does."""
+        begin = request.context_current_position
+        logits = self.forward([(request.py_request_id, begin, len(request.tokens) - begin)], request.tokens[begin:], 1)
+        request.context_current_position = len(request.tokens)
+        self.kv_cache_manager.update_resources(SimpleNamespace(context_requests=[request], generation_requests=[]))
+        return logits[0]
+
+
+def executor_of(
+    path: Path, worker: Any, scheduler: Any = None, *, fused: bool = True, style: str = "1.2", blocks: int = 96,
+    source: Any = None,
+) -> PyExecutor:  # fmt: skip
+    """An executor over the tiny model of a folder, or over one rank's part of it (`source`). Unwritten KV is NaN."""
+    if source is None:
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = source.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    geometry = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, head_dim, BLOCK)
+    pool = torch.full((blocks, geometry.num_layers, 2, geometry.row_elements), float("nan"))
+    engine = PyTorchModelEngine(CausalModel(source, fused=fused, style=style), is_main=style == "main")
+    return PyExecutor(KVCacheManager(pool, geometry), engine, worker, scheduler)
