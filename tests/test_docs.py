@@ -54,6 +54,13 @@ def test_paths_of_the_readme_exist() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+@EVERY_PAGE
+def test_python_files_exist(page: Page) -> None:
+    named = {span for span in page.spans if span.endswith(".py") and not set(span) & set(" <>*")}
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def test_the_quick_start_prints_what_the_readme_says(tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
     done = subprocess.run(

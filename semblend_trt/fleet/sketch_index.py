@@ -75,26 +75,31 @@ class SketchIndex:
         self._uses: list[int] = [0, 0]
         self._numbers: dict[bytes, int] = {b"": _EMPTY}
         self._free: list[int] = []
+        self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
         """Enters a donor."""
         entries = np.sort(sketch.entries)
         posting = Posting(worker, sketch.level, entries[np.diff(entries, prepend=~entries[:1]) != 0])
         self._make_room(len(posting.entries))
+        self._donors_of_level[posting.level] += 1
         self._change(self._slots_of(posting.entries, takes=True), posting, 1)
         return posting
 
     def remove(self, posting: Posting) -> None:
         """Takes a donor out that was entered."""
+        self._donors_of_level[posting.level] -= 1
         self._change(self._slots_of(posting.entries), posting, -1)
 
     def search(self, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
         """The share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
-        numbers = (self._table[self._slots_of(prompt.entries)] & _NUMBER).astype(np.int64)
+        # No sketch holds what lies below its level.
+        is_asked = prompt.levels >= min((level for level, donors in self._donors_of_level.items() if donors), default=0)
+        numbers = (self._table[self._slots_of(prompt.entries[is_asked])] & _NUMBER).astype(np.int64)
         is_held = numbers > _EMPTY
         found, row = np.unique(numbers[is_held], return_inverse=True)
         # How many of the prompt's entries, of each level or a higher one, each set holds: int64 [sets, levels].
-        cells = row * (MAX_LEVEL + 1) + prompt.levels[is_held]
+        cells = row * (MAX_LEVEL + 1) + prompt.levels[is_asked][is_held]
         held = np.bincount(cells, minlength=len(found) * (MAX_LEVEL + 1)).reshape(-1, MAX_LEVEL + 1)
         held = held[:, ::-1].cumsum(axis=1)[:, ::-1]
         sets = [self._sets[number] for number in found.tolist()]
