@@ -26,13 +26,13 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch: pytest.MonkeyPatch, spans
     """Spans, tokens, layers and blocks are one table that one kernel reads."""
     triton_move = pytest.importorskip("kernels.kv_move.triton_move", reason="skipped: Triton is not installed")
     launches: list[int] = []
-    monkeypatch.setattr(triton_move, "launch", lambda table, *_: launches.append(table.num_tiles))
+    monkeypatch.setattr(triton_move, "launch", lambda _, grid, *__, **___: launches.append(grid[0]))
     geometry = KvGeometry(num_layers=28, kv_heads=1, head_dim=16, block_size=16)
     donor = ContiguousKv(torch.zeros(28, 2, 1, tokens, 16))
     blocks = -(-spans * (tokens + 5) // 16)
     target = PagedKv(torch.zeros(blocks, 28, 2, geometry.row_elements), torch.arange(blocks), geometry)
     moves = [Move(donor, 0, number * (tokens + 5), tokens, turn=37) for number in range(spans)]
-    triton_move.kv_move(moves, target, RopeRotation(tuple(0.1**power for power in range(8)), 16))
+    triton_move.prepared(moves, target, RopeRotation(tuple(0.1**power for power in range(8)), 16))(range(28))
     assert len(launches) == 1
     assert launches[0] > 0
 
