@@ -294,12 +294,12 @@ def test_embeddings_reach_readers_only_when_they_are_to(
     tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
     if is_found_on_disk:
         neighbourhood.found("a", namespace.key, tokens, "disk")
-        assert neighbourhood.neighbours.settle(60)
+        assert neighbourhood.neighbours.drain(60)
         neighbourhood.intended("b", namespace, None)
     else:
         neighbourhood.intended("a", namespace, None)
         neighbourhood.held("a", tokens, "host")
-        assert neighbourhood.neighbours.settle(60)
+        assert neighbourhood.neighbours.drain(60)
 
     def sent() -> list[str | None]:
         events = [decode(payload).data for payload in reader.payloads]
