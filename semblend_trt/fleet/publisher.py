@@ -23,7 +23,7 @@ import numpy as np
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
 from semblend_trt.fleet.events import KIND_NAMES, EventError
-from semblend_trt.fleet.sketch import sketch_key, sketches_of, warm_up
+from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, donor_digest, token_digest
 
 if TYPE_CHECKING:
@@ -405,7 +405,6 @@ class EventPublisher:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            warm_up()
             self._loop.run_until_complete(self._serve())
         except Exception:
             logger.exception("donor events are no longer sent")

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from semblend_trt.compiled import entry, inner
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array, fingerprint
+from semblend_trt.discovery.fingerprint import as_token_array, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from semblend_trt.discovery.fingerprint import TokenArray
 
 
-_Counts = npt.NDArray[np.int64]
 _Hashes = npt.NDArray[np.uint64]
 _Entries = npt.NDArray[np.uint32]
 
@@ -40,7 +37,6 @@ _START = (
 _LENGTH = np.uint64(8 << 56)
 _FINISH = np.uint64(0xFF)
 _ALL = 64
-_LOW_HALF = np.uint64(0xFFFFFFFF)
 MAX_SKETCH_BYTES = 4096
 DEFAULT_ENTRIES = 256
 MAX_LEVEL = 63
@@ -53,90 +49,63 @@ MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
 _PERSON = b"semblend-sketch1"
 
 
-@inner
-def _turned(value: np.uint64, bits: int) -> np.uint64:
-    return (value << np.uint64(bits)) | (value >> np.uint64(_ALL - bits))
+def keyed(hashes: _Hashes, low: _Hashes | np.uint64, high: _Hashes | np.uint64) -> _Hashes:
+    """SipHash-2-4 (Aumasson and Bernstein 2012) of each of `hashes` (uint64 [n]): uint64 [n].
 
-
-@inner
-def _mixed(
-    a: np.uint64, b: np.uint64, c: np.uint64, d: np.uint64, rounds: int
-) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """`rounds` SipRounds of the state."""
-    for _ in range(rounds):
-        a = a + b
-        b = _turned(b, 13) ^ a
-        a = _turned(a, 32)
-        c = c + d
-        d = _turned(d, 16) ^ c
-        a = a + d
-        d = _turned(d, 21) ^ a
-        c = c + b
-        b = _turned(b, 17) ^ c
-        c = _turned(c, 32)
-    return a, b, c, d
-
-
-@inner
-def _siphash(message: np.uint64, low: np.uint64, high: np.uint64) -> np.uint64:
-    a, b, c, d = low ^ _START[0], high ^ _START[1], low ^ _START[2], high ^ _START[3] ^ message
-    a, b, c, d = _mixed(a, b, c, d, 2)
-    a, d = a ^ message, d ^ _LENGTH
-    a, b, c, d = _mixed(a, b, c, d, 2)
-    a, c = a ^ _LENGTH, c ^ _FINISH
-    a, b, c, d = _mixed(a, b, c, d, 4)
+    `low` and `high` are the halves of the key, one for all or one for each (uint64 [n]).
+    """
+    a, b, c, d, turned = (np.empty(len(hashes), dtype=np.uint64) for _ in range(5))
+    for state, half, start in zip((a, b, c, d), (low, high, low, high), _START, strict=True):
+        np.bitwise_xor(half, start, out=state)
+    d ^= hashes
+    _mix(a, b, c, d, turned, 2)
+    a ^= hashes
+    d ^= _LENGTH
+    _mix(a, b, c, d, turned, 2)
+    a ^= _LENGTH
+    c ^= _FINISH
+    _mix(a, b, c, d, turned, 4)
     return a ^ b ^ c ^ d
 
 
-@entry
-def keyed(hashes: _Hashes, low: np.uint64, high: np.uint64) -> _Hashes:
-    """SipHash-2-4 of each of `hashes` (uint64 [n]) under the key of the halves `low` and `high`: uint64 [n]."""
-    found = np.empty(len(hashes), dtype=np.uint64)
-    for at in range(len(hashes)):
-        found[at] = _siphash(hashes[at], low, high)
-    return found
+def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds: int) -> None:
+    """`rounds` SipRounds of the states, in place; `turned` is overwritten."""
+
+    def turn(state: _Hashes, bits: int) -> None:
+        np.left_shift(state, np.uint64(bits), out=turned)
+        np.right_shift(state, np.uint64(_ALL - bits), out=state)
+        np.bitwise_or(state, turned, out=state)
+
+    for _ in range(rounds):
+        a += b
+        turn(b, 13)
+        b ^= a
+        turn(a, 32)
+        c += d
+        turn(d, 16)
+        d ^= c
+        a += d
+        turn(d, 21)
+        d ^= a
+        c += b
+        turn(b, 17)
+        b ^= c
+        turn(c, 32)
 
 
-@inner
-def _sample(hashes: _Hashes, low: np.uint64, high: np.uint64, most: int, entries: _Entries) -> tuple[int, int]:
-    """Writes to `entries` what one text's sketch holds; returns its level and how many they are."""
-    count = len(hashes)
-    values = np.empty(count, dtype=np.uint64)
-    for at in range(count):
-        values[at] = _siphash(hashes[at], low, high)
-    level = 0
-    while count > most and level < _ALL - 1:
-        level += 1
-        kept = 0
-        for at in range(count):
-            values[kept] = values[at]
-            kept += (values[at] >> np.uint64(_ALL - level)) == 0
-        count = kept
-    count = min(count, most)
-    for at in range(count):
-        entries[at] = np.uint32(values[at] & _LOW_HALF)
-    return level, count
+def _sample(values: _Hashes, most: int) -> tuple[int, _Entries]:
+    """A text's level and entries, from its anchors' keyed hashes (uint64 [n]).
 
-
-@entry
-def _sampled(hashes: _Hashes, stops: _Counts, keys: _Hashes, most: int) -> tuple[_Counts, _Counts, _Entries]:
-    """Samples of texts whose anchors' hashes stand one behind the other.
-
-    Those of text i end at `stops[i]` (int64 [texts]); it has the key whose halves are `keys[i]` (uint64 [texts, 2]). Of
-    each: its level, the lowest at which at most `most` of its anchors' keyed hashes begin with as many zero bits; where
-    its entries stop in the last array, uint32, which holds the low 32 bits of those hashes in order.
+    The level is the lowest at which at most `most` of them begin with as many zero bits; the entries are the low 32
+    bits of those, in order.
     """
-    levels, ends = np.zeros(len(stops), dtype=np.int64), np.empty(len(stops), dtype=np.int64)
-    entries = np.empty(len(stops) * most, dtype=np.uint32)
-    start, end = 0, 0
-    for at in range(len(stops)):
-        levels[at], taken = _sample(hashes[start : stops[at]], keys[at, 0], keys[at, 1], most, entries[end:])
-        end += taken
-        start, ends[at] = stops[at], end
-    return levels, ends, entries[:end]
-
-
-_warm = threading.Event()
+    level = 0
+    if len(values) > most:
+        zeros = _leading_zeros(values)
+        left = len(values) - np.bincount(zeros, minlength=MAX_LEVEL + 1).cumsum()
+        level = min(int(np.argmax(left <= most)) + 1, MAX_LEVEL)
+        values = values[zeros >= level][:most]
+    return level, values.astype("<u4")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,17 +185,15 @@ def sketches_of(
     Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises ValueError for a key that is
     not KEY_BYTES long.
     """
-    halves = np.array([_halves(key) for key in keys], dtype=np.uint64)
     anchors = fingerprint(tokens, ends=ends[:-1])
     stops = np.searchsorted(anchors.positions, ends)
-    levels, entry_stops, entries = _sampled(anchors.hashes, stops, halves, max_entries)
     counts = np.diff(stops, prepend=0)
-    written = entries.astype("<u4", copy=False).tobytes()
-    sketches, start = [], 0
-    for level, count, stop in zip(levels.tolist(), counts.tolist(), entry_stops.tolist(), strict=True):
-        header = _HEADER.pack(_MAGIC, _VERSION, level, stop - start, count)
-        sketches.append(header + written[4 * start : 4 * stop])
-        start = stop
+    halves = np.repeat(np.array([_halves(key) for key in keys], dtype=np.uint64), counts, axis=0)
+    values = keyed(anchors.hashes, halves[:, 0], halves[:, 1])
+    sketches = []
+    for stop, count in zip(stops.tolist(), counts.tolist(), strict=True):
+        level, entries = _sample(values[stop - count : stop], max_entries)
+        sketches.append(_HEADER.pack(_MAGIC, _VERSION, level, len(entries), count) + entries.tobytes())
     return sketches
 
 
@@ -260,14 +227,6 @@ def overlap(sketch: Sketch, prompt: PromptFingerprints) -> float:
         return 0.0
     asked = prompt.entries[prompt.levels >= sketch.level]
     return int(np.isin(asked, sketch.entries).sum()) / eligible
-
-
-def warm_up() -> None:
-    """Compiles what sketches run, or loads it from disk."""
-    if not _warm.is_set():
-        _warm.set()
-        sketch_of(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
-        prompt_fingerprints(np.arange(2 * GUARANTEED_RUN), bytes(KEY_BYTES))
 
 
 def _halves(key: bytes) -> tuple[int, int]:

@@ -121,7 +121,8 @@ def test_without_the_extra_the_exact_path_still_works(served, monkeypatch, caplo
     assert f"pip install 'semblend-trt[{extra}]'" in caplog.text
 
 
-def test_nothing_but_a_search_needs_the_extra():
+def test_serving_needs_no_extra():
     """In a process of its own: here, everything is imported already."""
-    code = "import sys; sys.modules['faiss'] = None; import engine_wrapper.connector, semblend_trt.cli.doctor"
+    modules = "engine_wrapper.connector, semblend_trt.cli.doctor, semblend_trt.fleet.publisher"
+    code = f"import sys; sys.modules.update(faiss=None, numba=None); import {modules}"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

@@ -46,7 +46,6 @@ from semblend_trt.fleet.routing_policy import (
     RoutingPolicy,
     RoutingRequest,
 )
-from semblend_trt.fleet.sketch import warm_up
 from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog
 
 if TYPE_CHECKING:
@@ -237,7 +236,6 @@ class Router:
             self.counters.registry.register(FleetGauges(self._replicas, self._directory))
             await self._replicas.start()
             if self._reader is not None:
-                warm_up()
                 await self._reader.start()
             yield
             if self._reader is not None:
