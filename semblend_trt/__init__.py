@@ -19,8 +19,6 @@ if (_spec := find_spec("kernels")) and _KERNELS not in (_spec.submodule_search_l
 
 def __getattr__(name: str) -> Any:
     # The connector pulls in torch and transformers; `import semblend_trt` alone stays light.
-    if name in ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"):
-        from semblend_trt import connector
-
-        return getattr(connector, name)
+    if name in __all__:
+        return getattr(import_module("semblend_trt.connector"), name)
     raise AttributeError(f"module 'semblend_trt' has no attribute {name!r}")
