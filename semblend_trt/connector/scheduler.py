@@ -99,8 +99,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
-        """Builds what lookups need once the caches are registered: it reads files and compiles, for which no request
-        shall wait. Engines of older versions do not call it; the worker has it called behind the registration."""
+        """Builds what lookups need once the caches are registered: it reads files, for which no request shall wait.
+        Engines of older versions do not call it; the worker has it called behind the registration."""
         if self._standing_refusal() is None:
             self._serve()
 
