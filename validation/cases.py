@@ -176,10 +176,7 @@ def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 class Tokeniser:
-    """The model's tokenizer. Built-in prompts lose our marks for a tokenizer that was not trained on them.
-
-    `stop_token_ids` hold the mark that ends an answer, where the tokenizer knows it.
-    """
+    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, where it knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
         """`max_tokens`: the longest answer, for which room is kept in the model's context."""
@@ -192,9 +189,8 @@ class Tokeniser:
 
     def tokenise(self, case: Case) -> TokenisedCase:
         """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
-        plain = case.workload != WORKLOAD and not self.stop_token_ids
-        donors = tuple(self._encode(donor, plain) for donor in case.donors)
-        tokens = TokenisedCase(donors, self._encode(case.prompt, plain), self._forced(case.reference))
+        donors = tuple(map(self._encode, case.donors))
+        tokens = TokenisedCase(donors, self._encode(case.prompt), self._forced(case.reference))
         self._check(case, "prompt", tokens.prompt, self._answer_room)
         for number, donor in enumerate(donors, start=1):
             self._check(case, f"donor {number}", donor, 1)
@@ -215,8 +211,8 @@ class Tokeniser:
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
 
-    def _encode(self, text: str, plain: bool) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(prompts.in_plain_text(text) if plain else text)]
+    def _encode(self, text: str) -> list[int]:
+        return list(map(int, self._tokenizer.encode(text)))
 
     def _forced(self, reference: str | None) -> tuple[int, ...] | None:
         if reference is None:

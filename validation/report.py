@@ -11,9 +11,9 @@ from rich.table import Table
 from kernels.results import Measured, Results, Row
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED
 from validation.cases import Expectation
+from validation.families.catalog import FAMILIES, Kind
 from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match, exact_match_drop, unrelated_fires
 from validation.metrics import mean, median, percentile
-from validation.workloads import HARMLESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,9 @@ FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
 MIN_SPEEDUP = 1.05
 MAX_EM_DROP = 0.02
-TIMED_SIZES = ("2k", "4k")
+# Sizes of the timed prompts as row names and as cases tell them.
+TIMED_SIZES = {"2k": "2048", "4k": "4096"}
+_HARMLESS = tuple(each.name for each in FAMILIES if each.kind is Kind.HARMLESS)
 
 _MEANS = (
     *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
@@ -193,10 +195,10 @@ def end_to_end_rows(
     kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     results = Results(measured=measured, is_shown=False)
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
-        for size in TIMED_SIZES:
-            _add_speedup(results, f"{name}_{size}_ttft_speedup", arm, size, samples)
-    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, HARMLESS, samples)
-    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*HARMLESS, HEADER_TRAP), samples)
+        for label, size in TIMED_SIZES.items():
+            _add_speedup(results, f"{name}_{label}_ttft_speedup", arm, size, samples)
+    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS, samples)
+    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP), samples)
     trap = [s for s in samples if s.workload == HEADER_TRAP]
     cold, ours = exact_match(trap, COLD), exact_match(trap, POSITION_FIX)
     if cold is not None and ours is not None:
@@ -215,7 +217,7 @@ def end_to_end_rows(
 
 
 def _add_speedup(results: Results, name: str, arm: str, size: str, samples: Sequence[Sample]) -> None:
-    shifted = [s for s in samples if s.workload in HARMLESS and s.size == size and s.timed]
+    shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
     ours = [s for s in shifted if s.arm == arm]
     speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in shifted if s.arm == COLD)
     prompt, computed = mean(s.prompt_tokens for s in ours), mean(s.computed_tokens for s in ours)

@@ -12,17 +12,17 @@ name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine_wrapper.self_check import LayoutError
+from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
@@ -45,58 +45,16 @@ _UNKNOWN_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RopeAngles:
-    """Rotates queries and keys to their positions, where the engine leaves that to its attention kernel.
-
-    `cos`, `sin`: of the rows' positions, each float32 [rows, 1, rotary_dim / 2].
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    rotation: RopeRotation
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, rotation: RopeRotation) -> RopeAngles:
-        """`positions`: int64 [rows]; the angles are taken in float64, on the positions' device."""
-        frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
-        angles = positions.double()[:, None, None] * frequencies
-        return cls(angles.cos().float(), angles.sin().float(), rotation)
-
-    def keep(self, rows: torch.Tensor) -> RopeAngles:
-        """Those of some of the rows, int64."""
-        return RopeAngles(self.cos.index_select(0, rows), self.sin.index_select(0, rows), self.rotation)
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """`heads`: [rows, heads, head_dim], not rotated; same shape and dtype, computed in float32."""
-        rotation = self.rotation
-        source = heads.float()
-        rotated = source.clone()
-        channels = slice(rotation.first_channel, rotation.end_channel)
-        first, second = _planes(source[..., channels], rotation)
-        turned_first, turned_second = _planes(rotated[..., channels], rotation)
-        turned_first.copy_(first * self.cos - second * self.sin)
-        turned_second.copy_(second * self.cos + first * self.sin)
-        return rotated.to(heads.dtype)
-
-
-def _planes(rotary: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
-    if rotation.interleaved:
-        return rotary[..., 0::2], rotary[..., 1::2]
-    half = rotation.rotary_dim // 2
-    return rotary[..., :half], rotary[..., half:]
-
-
 class CheckReached(Exception):  # noqa: N818 - an end, not an error
-    """Leaves the decoder, which has no other way out below its last layer."""
+    """Ends the decoder's forward below its last layer."""
 
 
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and checks compare them.
 
     `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    is told what each check found; the host waits for the device at checks only. With `lowest` the rows end at the
-    check, once their K and V are written there, and `found` are its deviations.
+    gets what each check found; the host waits for the device at checks only. With `lowest` the forward ends at the
+    check, once the rows' K and V are written there; `found` are the check's deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -124,7 +82,8 @@ class PlannedRows:
         self._stage: Stage = schedule.stages[0]
         self.found: torch.Tensor | None = None
         self.positions = schedule.positions
-        self._angles = RopeAngles.at(schedule.positions, rotation)
+        self._rotation = rotation
+        self._factors = rotary_factors(schedule.positions[:, None], rotation).float()
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +120,7 @@ class PlannedRows:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
         if attention.rope_fusion:
-            queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
+            queries, keys = (rotate(each, self._factors, self._rotation) for each in (queries, keys))
         check = self._schedule.check
         if check is not None and check.layer == layer:
             self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
@@ -187,7 +146,7 @@ class PlannedRows:
         keep = stage.keep
         if keep is None:
             return rows
-        self.positions, self._angles = self.positions.index_select(0, keep), self._angles.keep(keep)
+        self.positions, self._factors = self.positions.index_select(0, keep), self._factors.index_select(1, keep)
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 
@@ -202,8 +161,8 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class DecoderHooks:
-    """`forward` stands before the decoder's own, which stays callable as `stock`. Where no planned rows are met, every
-    layer and every attention does what it did."""
+    """Puts `forward` in the place of the decoder's own, which stays callable as `stock`. Layers and attentions that get
+    no planned rows do what they did before."""
 
     def __init__(self, decoder: Any, forward: Callable[..., Any]) -> None:
         self._decoder = decoder

@@ -15,7 +15,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.rope import RopeRotation, rotary_factors, rotate, rotate_keys
 from tests.kernels.builders import error_of, rotation_of, seeded
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -138,11 +138,12 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 
 @settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
-def test_rotations_compose(first: int, second: int, interleaved: bool) -> None:
-    rotation = rotation_of(32, interleaved)
-    keys = sample_keys(5)
-    twice = rotate_keys(rotate_keys(keys, first, rotation), second, rotation)
-    assert error_of(twice, rotate_keys(keys, first + second, rotation)) <= 1e-6
+def test_rotating_to_a_position_and_moving_by_shifts_are_one(first: int, second: int, interleaved: bool) -> None:
+    rotation, keys, positions = rotation_of(32, interleaved), sample_keys(5), torch.arange(5)
+    placed, expected = (
+        rotate(keys, rotary_factors(at, rotation), rotation) for at in (positions, positions + first + second)
+    )
+    assert error_of(rotate_keys(rotate_keys(placed, first, rotation), second, rotation), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

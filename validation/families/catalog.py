@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,30 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
         groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
         cases += write_family(name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data)
     return cases
+
+
+# What a timed run serves unless its user brings cases: harmless prompts, a trap, and controls.
+TIMED = (
+    FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
+    FamilyRequest(("reordered",), groups=2, questions=6, tokens=4_096),
+    FamilyRequest(("system_prompt", "cut_turns"), groups=2, questions=6, tokens=2_048),
+    FamilyRequest(("system_prompt", "cut_turns"), groups=1, questions=6, tokens=4_096),
+    FamilyRequest(("prose",), groups=2, questions=1, tokens=2_048),
+    FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048),
+    FamilyRequest(("unrelated",), groups=3, questions=1, tokens=1_024),
+    FamilyRequest(("unrelated", "repeat"), groups=2, questions=1, tokens=2_048),
+)
+
+
+def write_timed(model: ServedModel, seed: int, context: int) -> list[Case]:
+    """The cases of TIMED whose prompts fit into `context` tokens. Raises ConfigurationError when none do."""
+    fitting = [asked for asked in TIMED if asked.tokens <= context]
+    if not fitting:
+        raise ConfigurationError(
+            f"The built-in prompts have {min(asked.tokens for asked in TIMED)} tokens, but the model's context leaves "
+            f"{context} for a prompt; bring shorter cases with --prompts."
+        )
+    return [case for asked in fitting for case in write_cases(model, replace(asked, seed=seed))]
 
 
 def shortest_prompts(model: ServedModel, form: str | None) -> int:
