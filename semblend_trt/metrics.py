@@ -1,8 +1,9 @@
 """Prometheus metrics of reuse, in the registry that a host server's /metrics shows. Serving never fails by them.
 
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
-are scraped. Labels come from fixed lists; nothing that a user sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults and the audit log's losses are missing: only the engine's own process can count them.
+are scraped. Labels come from fixed lists; nothing that a user sent becomes one. Where prometheus_client collects from
+several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges, the faults and the audit log's losses are missing: only
+the engine's own process can count them.
 """
 
 from __future__ import annotations

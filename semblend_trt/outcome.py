@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from semblend_trt.semantic.neighbours import Neighbour
 
 # Every reason for which reuse is declined or cut short, in any engine, as logs, reports and metrics name it.
-REASONS = frozenset(
+_REASONS = (
     # the engine
     "disabled policy_off configuration model_unreadable caches_not_registered pool_layout layer_groups ranks_unknown "
     "metadata_version host_offload attention_window speculative_decoding model_kwargs attention_dp pipeline_parallel "
@@ -40,17 +40,18 @@ REASONS = frozenset(
     "data_parallel executor ubatching pooling encoder_decoder hybrid_model diffusion non_causal prompt_embeds "
     "routed_experts weight_transfer sequence_parallel full_cuda_graphs kv_cache_dtype kv_sharing_fast_prefill "
     "cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache streamed_prompt "
-    "resumed_with_output prompt_ids_missing".split()
+    "resumed_with_output prompt_ids_missing"
 )
 # What a reason counts as that is not among REASONS: labels of metrics stay few.
 OTHER_REASON = "other"
 # Calls of the engine that could not be answered, and what failed inside, as the metrics name it.
-FAULTS = frozenset(
+_FAULTS = (
     "wait_for_initialization get_num_new_matched_tokens update_state_after_alloc "
     "update_state_after_alloc_by_layer_group build_connector_meta request_finished request_finished_by_layer_group "
     "request_data saved_news metadata start_load_kv wait_for_save get_finished step_unreadable planned_forward "
-    "plan_not_executed self_check hook".split()
+    "plan_not_executed self_check hook"
 )
+REASONS, FAULTS = frozenset(_REASONS.split()), frozenset(_FAULTS.split())
 # Requests, those that ended last, whose reports are kept.
 MAX_REPORTS = 4096
 

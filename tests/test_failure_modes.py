@@ -1,4 +1,4 @@
-"""docs/failure-modes.md and docs/vllm.md name every reason for which the code refuses, counts or drops, and no other."""
+"""docs/failure-modes.md and docs/vllm.md name every reason for which the code refuses or drops, and no other."""
 
 from __future__ import annotations
 
