@@ -30,7 +30,7 @@ from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +69,8 @@ class Fleet:
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
             sketch = sketch_of(tokens, KEY).to_bytes()
             self.sketches.append(sketch)
-            announced = Announcement(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
-            message = writers[number % WORKERS].registered(announced)
+            writer = writers[number % WORKERS]
+            message = writer.registered(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
             self.event_us += seconds(self.directory.observe, message) / donors * 1e6
 
     def prompt(self) -> _Tokens:

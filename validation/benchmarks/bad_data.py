@@ -27,7 +27,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
 from validation.cases import read_cases
@@ -188,10 +188,9 @@ def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: i
     writer = EventWriter(Emitter(*worker, generation), form)
     tokens = np.arange(256, dtype=np.int32)
     sketch = sketch_of(tokens, sketch_key(NAMESPACE.key, None)).to_bytes()
-    donor = Announcement(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch)
     return [
         writer.reset(),
-        writer.registered(donor),
+        writer.registered(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch),
         writer.heartbeat(10.0, 1, state_digest([(_DONOR, _TIER)])),
         writer.relocated(_DONOR, "device"),
         writer.evicted(_DONOR),

@@ -12,7 +12,8 @@ from semblend_trt.discovery.planner import Planned
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from tests.semblend_trt.discovery.planning import STOCK, WRAPPER, plan_of, planner, profile, request, text
+from tests.semblend_trt.discovery.planning import STOCK, WRAPPER, plan_of, planner, profile, request
+from tests.semblend_trt.samples import text
 
 HEAD, DOCUMENT, TAIL = text(1, 70), text(2, 480), text(3, 20)
 

@@ -26,7 +26,8 @@ from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, Sp
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.semblend_trt.discovery import planning
-from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile, text
+from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
+from tests.semblend_trt.samples import text
 
 SYSTEM, DOCUMENT, OTHER, QUESTION = text(1, 100), text(2, 400), text(3, 300), text(4, 40)
 PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
