@@ -51,9 +51,11 @@ class DonorText:
     digest: bytes
 
 
+FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
+
+
 class DonorFileError(SemBlendError):
-    """A file cannot be used; `reason` is other_version, other_key, other_geometry, corrupt, unreadable or
-    unfinished."""
+    """A file cannot be used; `reason` is one of FILE_REASONS."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -234,31 +234,6 @@ def check_evidence(
     assert evidence.largest_kept == 0.0
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        # Positions 8, 9, 18, 19 are holes and 33..39 the suffix.
-        ({}, [4 + 7]),
-        ({"boundary": 2}, [32, 4 + 7]),
-        ({"boundary": NUM_LAYERS}, [32]),
-        ({"boundary": 2, "exact": {0}}, [32 - 8, 4 + 7]),
-        ({"head": 3}, [4 + 3 + 3 + 7]),
-        ({"head": 100}, [32]),
-    ],
-)
-def test_rows_of_each_stage(make_plan: PlanMaker, options: dict[str, Any], rows: list[int]) -> None:
-    plan = make_plan(tokens_of(40), [(10, 18), (20, 33)], num_computed=8, **options, **SIZES)
-    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
-    assert [stage.num_rows for stage in schedule.stages] == rows
-
-
-def test_a_plan_that_lost_its_spans_computes_the_whole_promise(make_plan: PlanMaker) -> None:
-    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, num_computed=2, **SIZES).without_spans("donor_unavailable")
-    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
-    assert len(schedule.stages) == 1
-    assert schedule.positions.tolist() == list(range(2, 30))
-
-
 def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
     piece = slice_of(plan)

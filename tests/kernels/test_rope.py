@@ -116,12 +116,6 @@ def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name
         assert error <= 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_missing_rotation_is_visible(name: str) -> None:
-    model, keys = RotaryModel(name), sample_keys()
-    assert error_of(model.keys_at(keys, 3), model.keys_at(keys, 515)) > 0.1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_shift_zero_returns_the_keys_bit_for_bit(dtype: torch.dtype) -> None:
     keys = sample_keys().to(dtype)

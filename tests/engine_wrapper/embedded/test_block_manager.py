@@ -71,16 +71,6 @@ def test_eviction_takes_the_least_recently_used_leaf_first():
     assert len(tree) == tree.num_evictable == 0
 
 
-def test_a_referenced_path_is_not_evicted():
-    tree = RadixTree(BLOCK)
-    nodes = put(tree, range(12))
-    tree.acquire(nodes[:2])
-    assert tree.num_evictable == 1
-    assert [tree.evict(), tree.evict()] == [2, None]
-    tree.release(nodes[:2])
-    assert [tree.evict(), tree.evict()] == [1, 0]
-
-
 def test_touch_saves_a_leaf_and_its_parents_until_last():
     tree = RadixTree(BLOCK)
     first = put(tree, range(8), first_block=0)
@@ -95,14 +85,6 @@ def test_a_root_without_blocks_is_forgotten():
         put(tree, range(4), key=RootKey(cache_salt=str(salt)))
         tree.evict()
     assert tree._roots == {}
-
-
-def test_walk_lists_every_node_with_its_key():
-    tree = RadixTree(BLOCK)
-    salted = RootKey(cache_salt="a")
-    put(tree, range(8), first_block=0)
-    put(tree, range(4), first_block=5, key=salted)
-    assert {(key, node.block_id) for key, node in tree.walk()} == {(KEY, 0), (KEY, 1), (salted, 5)}
 
 
 def test_common_length():
@@ -182,15 +164,6 @@ def test_the_only_block_left_is_the_source_itself():
     assert (blocks.block_ids(2), copies) == ([0], [])
 
 
-def test_the_source_of_a_copy_is_not_evicted_while_others_can_be():
-    blocks, copies = manager(num_blocks=2)
-    run(blocks, 1, [0, 1, 2, 3])
-    run(blocks, 2, [70, 71, 72, 73])
-    assert admit(blocks, 3, [0, 1, 80]) == 2
-    assert (blocks.block_ids(3), copies) == ([1], [(0, 1)])
-    assert len(blocks.match(KEY, [0, 1, 2, 3, 4]).nodes) == 1
-
-
 def test_admission_counts_what_running_requests_may_still_need():
     blocks, _ = manager(num_blocks=4)
     admit(blocks, 1, [0, 1], total=12)
@@ -223,16 +196,6 @@ def twins(num_blocks=4, total=4, **fields):
     admit(blocks, 2, FOUR, total=total)
     blocks.publish(1, FOUR)
     return blocks
-
-
-def test_an_equal_block_is_published_once():
-    blocks = twins()
-    blocks.publish(2, FOUR)
-    assert blocks.num_reusable_blocks == 1
-    blocks.release(1)
-    assert blocks.num_free_blocks == 2  # request 2 reads the published block and owns its duplicate
-    blocks.release(2)
-    assert blocks.num_free_blocks == 4
 
 
 @pytest.mark.parametrize("replaces", [True, False])

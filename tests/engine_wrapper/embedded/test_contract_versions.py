@@ -361,21 +361,6 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize("contract", FIELDS)
-def test_a_prompt_whose_forward_fails_is_not_published(make_engine, cold, contract, overlap):
-    llm, _ = make_engine(contract, None, max_num_tokens=16, disable_overlap_scheduler=not overlap)
-    stream = llm.generate_async(prompt(40), SIX)
-    llm.executor.step()
-    with fails_once(llm.executor.model_runner, "forward"):
-        llm.executor.step()
-    assert next(stream).outputs[0].finish_reason == "error"
-    assert llm.block_manager.num_reusable_blocks == 2
-    (output,) = llm.generate([prompt(40)], SIX)
-    assert output.cached_tokens == 2 * BLOCK
-    assert answers([output]) == cold([prompt(40)])
-
-
 def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
     llm, shelf = make_engine("1.1", None)
     stream = llm.generate_async(prompt(20), SIX)

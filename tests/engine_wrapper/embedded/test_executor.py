@@ -12,7 +12,6 @@ from engine_wrapper.embedded.connector_manager import ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.runtime import runtime_for
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded.conftest import (
@@ -29,12 +28,6 @@ from tests.engine_wrapper.embedded.conftest import (
 from tests.engine_wrapper.serving import token_ids
 
 # -- the order and number of calls ------------------------------------------------------------------------------------
-
-
-def test_the_pool_is_registered_whole(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    assert shelf.calls == [("register_kv_caches", (128, LAYERS, 2, 2 * BLOCK * 16)), ("wait_for_initialization",)]
-    assert runtime_for(llm.llm_args).engine is llm.executor
 
 
 @pytest.mark.parametrize("does_nothing", [False, True])

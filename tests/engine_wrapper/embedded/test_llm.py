@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from itertools import count
 
 import numpy as np
@@ -190,16 +189,6 @@ def test_an_aborted_stream_ends_with_what_it_has(make_llm):
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-def test_engines_share_weights_and_nothing_else(make_llm):
-    first, second = make_llm(), make_llm(cache={"tokens_per_block": 16})
-    assert first.executor.model_runner.model is second.executor.model_runner.model
-    (cold,) = first.generate([TEXT], FOUR)
-    (other,) = second.generate([TEXT], FOUR)
-    assert (other.cached_tokens, token_ids(other)) == (0, token_ids(cold))
-    first.executor.model_runner.plan_source = lambda request_id: None
-    assert second.executor.model_runner.plan_source is None
-
-
 def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
     with LLM(model=tiny_qwen2_path, runner=runner) as llm:
         stream = llm.generate_async(TEXT, FOUR)
@@ -207,14 +196,6 @@ def test_a_closed_engine_says_so(tiny_qwen2_path, runner):
     llm.shutdown()
     with pytest.raises(SemBlendError, match="shut down"):
         llm.generate([TEXT], FOUR)
-
-
-def test_parts_are_reachable(make_llm, make_shelf_llm):
-    plain, (shelved, _) = make_llm(), make_shelf_llm()
-    assert plain.connector_scheduler is plain.connector_worker is None
-    assert type(shelved.connector_scheduler).__name__ == "ShelfScheduler"
-    assert type(shelved.connector_worker).__name__ == "ShelfWorker"
-    plain.settle()
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -300,11 +281,6 @@ def test_configurations_refuse_unknown_fields():
         KvCacheConfig(block=1)
     with pytest.raises(ConfigurationError, match="host_cache_size: is 5, but a KV cache connector"):
         KvCacheConfig(host_cache_size=5)
-
-
-def test_arguments_can_be_referenced_weakly():
-    args = LlmArgs(model="some/model")
-    assert weakref.ref(args)() is args
 
 
 def test_the_default_pool_holds_a_full_batch_or_a_gibibyte():

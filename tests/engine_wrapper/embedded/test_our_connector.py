@@ -218,20 +218,6 @@ def test_donors_hold_their_own_kv_whoever_got_their_blocks_meanwhile(make_ours, 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("contract", FIELDS)
-def test_saves_that_end_together_leave_no_pin(make_ours, contract, module):
-    llm = make_ours(contract, None, module, max_num_tokens=512)
-    with saves_wait(llm):
-        llm.generate([prompt(100, seed) for seed in range(4)], TWO)
-        assert len(llm.executor.pending_transfers) == 4
-    llm.settle()
-    assert donors(llm) == 4
-    check_nothing_is_held(llm)
-    forget_prefixes(llm)
-    assert llm.block_manager.num_reusable_blocks == 0
-
-
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("contract", FIELDS)
 def test_a_pool_of_another_order_is_refused_by_name(make_ours, cold, contract, module):
     llm = make_ours(contract, None, module, attn_backend="FLASHINFER")
     teach(llm, [*SHARED, 1, 2, 3])

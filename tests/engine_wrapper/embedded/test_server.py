@@ -79,6 +79,8 @@ def test_a_completion_is_the_engines(tiny_qwen2_path, make_worker):
         ids = llm.tokenizer.encode(DOCUMENT)
         async with client.post("/v1/completions", json={**body, "stream": True}) as response:
             kind, stream = response.content_type, await response.read()
+        (model,) = (await (await client.get("/v1/models")).json())["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 512)
         whole = await answer_of(client, "/v1/completions", body)
         cut = await answer_of(client, "/v1/completions", {**body, "stop": whole[1]["choices"][0]["text"][2:4]})
         return whole, kind, stream, cut, await answer_of(client, "/v1/completions", {**body, "prompt": ids})
@@ -237,16 +239,6 @@ def test_what_cannot_be_an_argument_is_bad_usage(option, value, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_models_are_listed(make_worker):
-    _, worker = make_worker()
-
-    async def ask(client):
-        return await (await client.get("/v1/models")).json()
-
-    (model,) = asked(worker, ask)["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 512)
-
-
 def served(worker, ask, bounds):
     """What `ask`, which is given the worker's address, returns; clients are bounded as main() bounds them."""
 
@@ -354,12 +346,6 @@ def test_requests_together_say_what_they_say_alone(tiny_qwen2_path, engine):
     assert [stream[-1].outputs[0].token_ids for stream in streams] == expected
     assert [[len(output.outputs[0].token_ids) for output in stream] for stream in streams] == [[1, 2, 3, 4, 5, 6]] * 3
     assert engine.running == 0
-
-
-def test_without_streaming_only_the_end_is_told(engine):
-    (output,) = asyncio.run(outputs_of(engine, PROMPTS[0], streaming=False))
-    assert output.finished
-    assert len(output.outputs[0].token_ids) == 6
 
 
 def test_no_more_run_than_may(engine):
