@@ -45,3 +45,4 @@ class Background:
                 call()
             except Exception:
                 logger.exception("a call in the background failed")
+            del call  # or an idle thread would keep alive what its last call refers to

@@ -8,6 +8,8 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tokenizers import Tokenizer
 
 
@@ -23,6 +25,20 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     # Without its files Transformers makes an empty tokenizer of the model's type.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ConfigurationError(f"tokenizer {name} has no vocabulary; the folder lacks its tokenizer files")
+    return tokenizer
+
+
+def tokenizer_file(folder: Path) -> Tokenizer:
+    """The tokenizer.json of a folder, set to neither cut nor pad. Raises ConfigurationError without a readable one."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigurationError(f"the tokenizer {path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.model_tokenizer import load_tokenizer, reason_of
+from semblend_trt.model_tokenizer import load_tokenizer, reason_of, tokenizer_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +34,8 @@ def test_the_files_own_rules_hold(tiny_qwen2_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"tokenizer {tmp_path} cannot be read"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
+        tokenizer_file(tmp_path)
 
 
 @pytest.mark.parametrize(
