@@ -185,7 +185,8 @@ class DonorIndex:
             saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, saved: SavedDonor) -> None:
-        """The worker holds the donor, could not save it, or lost it on its way to the host. Only a held one is found."""
+        """The worker holds the donor, could not save it, or lost it on its way to the host. Only a held one is
+        found."""
         entry = self._saving.pop(saved.donor_id, None)
         if entry is None:
             if saved.error is not None:

@@ -168,7 +168,8 @@ class RequestTable:
 
 
 def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine has them as an array, which is faster to read than a list."""
+    """The first tokens, int32 [count]. The embedded engine has them as an array, which is faster to read than a
+    list."""
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
