@@ -405,13 +405,11 @@ def run(spoiled: int, processes: int, rows: Results) -> None:
     logger.info("%d spoiled inputs were still good ones", taken)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    counts = [
-        Count("spoiled", SPOILED, "of each kind"),
-        Count("processes", PROCESSES, "command lines that get a process of their own", 0),
-    ]
-    run_counted("bad_inputs", __doc__, counts, run, arguments)
+_COUNTS = (
+    Count("spoiled", SPOILED, "of each kind"),
+    Count("processes", PROCESSES, "command lines that get a process of their own", 0),
+)
+main = partial(run_counted, "bad_inputs", __doc__, _COUNTS, run)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.results import FOLDER, Results, parser_of
-from validation.embedded_engine import open_llm
+from semblend_trt.errors import ConfigurationError
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +68,6 @@ NEW_TOKENS = INSTRUCTION + QUESTION
 CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
 # Where rows of a card are written unless another folder is named.
 CARD_FOLDER = FOLDER / "h200"
-ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 WARM_UPS = 2
 PARTS = ("lookup", "move", "forward", "rest")
 
@@ -248,6 +247,11 @@ class Bench:
     prompts: Prompts
     sizes: tuple[int, ...]
 
+    @classmethod
+    def of(cls, runner: ModelRunner, folder: Path, repeats: int, sizes: tuple[int, ...]) -> Bench:
+        """With prompts of the runner's vocabulary."""
+        return cls(runner, folder, repeats, Prompts(int(runner.config.vocab_size)), sizes)
+
     @property
     def longest(self) -> int:
         return max(self.sizes)
@@ -255,7 +259,7 @@ class Bench:
     @contextmanager
     def engine(
         self,
-        variables: Mapping[str, str] | None = None,
+        variables: dict[str, str] | None = None,
         *,
         warm: bool = True,
         room: int = 2,
@@ -263,19 +267,15 @@ class Bench:
         max_num_tokens: int | None = None,
         contract: str = "embedded",
     ) -> Iterator[LLM]:
-        """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
+        """An engine with a pool of `room` of the longest prompts, and at most `batch` requests at once.
 
-        A prompt runs in one forward, or in chunks of `max_num_tokens`.
-
-        `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
-        measured.
+        `variables` are the settings of its connector, without SEMBLEND_; without any it has none. `warm` prepares it
+        for the sizes that are measured. A prompt runs in one forward, or in chunks of `max_num_tokens`.
         """
-        # Random weights have no revision; every engine of the run holds the same ones.
-        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **variables} if variables else None
         with open_llm(
             self.folder,
             self.runner,
-            named,
+            RANDOM_WEIGHTS | variables if variables else None,
             tensor_parallel_size=self.runner.ranks.size,
             max_num_tokens=max_num_tokens or self.longest,
             enable_chunked_prefill=max_num_tokens is not None,
@@ -348,39 +348,48 @@ class Bench:
         return found
 
 
-@contextmanager
-def model_run(
+def parser_of_model(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """The options of every benchmark that makes the model."""
+    parser = parser_of(description, CARD_FOLDER)
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
+    return parser
+
+
+def run_model(
     name: str,
     description: str | None,
-    arguments: Sequence[str] | None,
+    run: Callable[..., None],
     example: str,
     settings: Mapping[str, tuple[Any, str]],
+    arguments: Sequence[str] | None = None,
     *,
     repeats: int = 5,
     beside: int = 0,
-) -> Iterator[tuple[Bench, argparse.Namespace, Results]]:
-    """Parses the command line, makes the model and its prompts, and writes the rows when the block has ended.
+) -> None:
+    """Parses the command line, makes the model and its prompts, calls `run` with them, and writes the rows.
 
-    `settings`: defaults and help of the options that are whole numbers; `size` or `sizes` among them are tokens of the
-    prompts, with `beside` more tokens in a forward. `example`: options of a dry run, which is offered where torch sees
-    no card. The options have `refuse`, which ends the program.
+    `settings`: defaults and help of the options that are whole numbers; `run` gets them by name. `size` or `sizes`
+    among them are tokens of the prompts, with `beside` more tokens in a forward. `example`: options of a dry run, which
+    is offered where torch sees no card. A ConfigurationError of `run` is bad usage.
     """
-    parser = parser_of(description, CARD_FOLDER)
+    parser = parser_of_model(description, repeats)
     for option, (default, told) in settings.items():
         many: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
         parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=told, **many)
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
     options = parser.parse_args(arguments)
-    options.refuse = parser.error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and options.layers is None:
         parser.error(f"torch sees no CUDA device; {example} is a dry run without one")
     rows = Results(arguments, device, dry=options.layers is not None)
-    sizes = tuple(size + beside for size in (options.sizes if "sizes" in settings else [options.size]))
+    given = {name: getattr(options, name) for name in settings}
+    sizes = tuple(size + beside for size in given.get("sizes") or [given["size"]])
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), device, options.layers)
-        yield Bench(runner, Path(folder), options.repeats, Prompts(int(runner.config.vocab_size)), sizes), options, rows
+        try:
+            run(Bench.of(runner, Path(folder), options.repeats, sizes), rows, **given)
+        except ConfigurationError as error:
+            parser.error(str(error))
     rows.write(options.json, name, CARD_FOLDER)
 
 

@@ -20,6 +20,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -30,7 +31,6 @@ from kernels.results import Count, Results, run_counted
 from validation.benchmarks.server_process import fleet, key_of, worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
     from threading import Event
 
@@ -225,13 +225,11 @@ def run(connections: int, requests: int, rows: Results) -> None:
     run_noisy(requests, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    counts = [
-        Count("connections", CONNECTIONS, "half-open ones", CONNECTIONS_A_REQUEST),
-        Count("requests", REQUESTS, "small ones, each time"),
-    ]
-    run_counted("crowding", __doc__, counts, run, arguments)
+_COUNTS = (
+    Count("connections", CONNECTIONS, "half-open ones", CONNECTIONS_A_REQUEST),
+    Count("requests", REQUESTS, "small ones, each time"),
+)
+main = partial(run_counted, "crowding", __doc__, _COUNTS, run)
 
 
 if __name__ == "__main__":

@@ -28,23 +28,21 @@ from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.planner import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
-from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.embedded.request import RequestOutput
 
-HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
+HOST_BYTES, POOL_TOKENS = 1 << 30, 2048
 LOOKUP_DEADLINE_MS = 500
 DOCUMENTS, ROWS = 3, 12
 ROUNDS = 6
 _ANSWER = SamplingParams(max_tokens=8)
-_TOO_SHORT_TO_KEEP = "hello"
 STALL_SECONDS = 1.0
 _SERVE_AND_DIE = "import sys; from validation.benchmarks.faults import serve_and_die; serve_and_die(*sys.argv[1:])"
 # Nothing listens there: the port is reserved.
@@ -96,31 +94,19 @@ class FaultBench:
             **variables,
         }
         if folder is not None:
-            key = str(folder / "key")
-            settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder), "DISK_KEY_PATH": key}
+            settings |= disk_tier(folder)
         cache = KvCacheConfig(max_tokens=POOL_TOKENS)
         runner = self._runner.share()
         with open_llm(shipped_model(), runner, settings, contract=contract, kv_cache_config=cache) as llm:
-            self.serve(llm, _TOO_SHORT_TO_KEEP)
-            self.hear(llm)
+            find_donors(llm)
             yield llm
 
     def serve(self, llm: LLM, prompt: str) -> RequestOutput:
-        """Serves a prompt that the engine's own prefix cache knows nothing of, and waits for what follows from it."""
-        while evict_block(llm):
-            pass
+        """Serves a prompt without the engine's own prefix cache, and waits for its save and for transfers."""
+        evict_prefixes(llm)
         (output,) = llm.generate([prompt], _ANSWER)
-        llm.settle()
-        llm.connector_worker.saver.drain()
-        if llm.connector_worker.transfers is not None:
-            llm.connector_worker.transfers.drain()
+        drain(llm)
         return output
-
-    def hear(self, llm: LLM) -> None:
-        """Lets the scheduler hear of everything that has happened beside it, as it does with every request."""
-        self.serve(llm, _TOO_SHORT_TO_KEEP)
-        while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
-            self.serve(llm, _TOO_SHORT_TO_KEEP)
 
     def wrong_tokens(self, prompt: str, output: RequestOutput) -> int:
         """Tokens of the answer that a cold run does not give; a request that did not finish has them all wrong."""
@@ -198,7 +184,7 @@ def disk_full(trial: Trial) -> None:
     with tempfile.TemporaryDirectory() as folder, trial.bench.engine(Path(folder)) as llm:
         with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
             trial.ask(llm, trial.donor)
-            trial.bench.hear(llm)
+            find_donors(llm)
         trial.ask(llm, *trial.others)
 
 
@@ -300,7 +286,7 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
         path.write_bytes(data)
         with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
             trial.ask(llm, *trial.others)  # the first has the donor fetched
-            trial.bench.hear(llm)
+            find_donors(llm)
             trial.ask(llm, trial.donor)
 
 
@@ -343,9 +329,7 @@ def run(rounds: int, rows: Results) -> None:
     rows.add("faults_wrong_tokens", wrong, "tokens", baseline, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    run_counted("faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run, arguments)
+main = partial(run_counted, "faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,22 +161,17 @@ def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict
     return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, attacks, prints and writes."""
-    counts = [
-        Count("tries", TRIES, "plants a construction"),
-        Count("victims", VICTIMS, "of each, the strongest plants'"),
-    ]
-    target = {
-        "nargs": 2,
-        "type": Path,
-        "action": "append",
-        "default": [],
-        "metavar": ("MODEL", "PROFILE"),
-        "help": "attack the model of this folder, too, with its reuse profile",
-    }
-    seed = {"type": int, "default": SEED, "help": "seed of the plants"}
-    run_counted("hijack", __doc__, counts, run, arguments, seed=seed, target=target)
+_COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICTIMS, "of each, the strongest plants'"))
+_TARGET = {
+    "nargs": 2,
+    "type": Path,
+    "action": "append",
+    "default": [],
+    "metavar": ("MODEL", "PROFILE"),
+    "help": "attack the model of this folder, too, with its reuse profile",
+}
+_SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
+main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,7 @@ from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.benchmarks.stateful import evict_block
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import evict_prefixes, find_donors, open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ class SameName:
             more = {"PROFILE": str(self._folder / "profile.json"), "MIN_DONOR_TOKENS": str(POOL_TOKENS)}
             with self._engine(runner, model, Path(donors), **more) as llm:
                 for prompt in self._asked:
-                    _hear(llm)
+                    find_donors(llm)
+                    evict_prefixes(llm)
                     (output,) = llm.generate([prompt], _ANSWER)
                     answers.append(list(output.outputs[0].token_ids))
                     reused += output.reused_tokens
@@ -192,16 +193,6 @@ def _other(name: str, value: Any) -> Any:
     return value[:-1] if isinstance(value, list) else f"{value}x"
 
 
-def _hear(llm: LLM) -> None:
-    """Lets the scheduler hear of all donors on disk, and the engine forget its own prefixes."""
-    llm.connector_worker.transfers.drain()
-    llm.generate([[1]], SamplingParams(max_tokens=1))
-    while llm.connector_worker._runtime.disk.found:
-        llm.generate([[1]], SamplingParams(max_tokens=1))
-    while evict_block(llm):
-        pass
-
-
 def tried(bench: SameName, tensors: Sequence[str], fields: Sequence[dict[str, Any]]) -> Found:
     """Tries each change alone.
 
@@ -244,9 +235,7 @@ def run(most: int, rows: Results) -> None:
     rows.add("same_name_other_weights_wrong_tokens", found.wrong_tokens, "tokens", baseline, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, tries, prints and writes."""
-    run_counted("same_name", __doc__, [Count("most", ALL, "tensors, and as many fields")], run, arguments)
+main = partial(run_counted, "same_name", __doc__, [Count("most", ALL, "tensors, and as many fields")], run)
 
 
 if __name__ == "__main__":

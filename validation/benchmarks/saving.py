@@ -12,15 +12,15 @@ from __future__ import annotations
 import gc
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.benchmarks.bench_model import ONE_TOKEN, WARM_UPS, Bench, label, model_run, synchronize
+from validation.benchmarks.bench_model import WARM_UPS, Bench, label, run_model, synchronize
+from validation.embedded_engine import ONE_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_wrapper.embedded.llm import LLM
     from kernels.results import Results
 
@@ -82,8 +82,14 @@ class Load:
         return (perf_counter() - begin) * 1e3
 
 
-def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "embedded", kind: str = "") -> None:
-    """Measures all rows of an engine that keeps to `contract`; `kind` is part of their names."""
+def run(bench: Bench, rows: Results, size: int, steps: int) -> None:
+    """Measures all rows."""
+    measure(bench, rows, size, steps)
+    measure(bench, rows, size, steps, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
+
+
+def measure(bench: Bench, rows: Results, size: int, steps: int, contract: str = "embedded", kind: str = "") -> None:
+    """Measures the rows of an engine that keeps to `contract`; `kind` is part of their names."""
     turns = WARM_UPS + bench.repeats
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
@@ -134,17 +140,12 @@ def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Results, kind:
     rows.add(f"saving_{kind}slowdown", slowdowns[largest], "x", baseline, SAVING_SLOWDOWN)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    settings = {
-        "size": (SIZE, "tokens of the prompts that become donors"),
-        "steps": (STEPS, "decode steps that are timed in a turn"),
-    }
-    # A prompt runs at once beside the batch that decodes.
-    dry, more = "--layers 2 --size 512", {"repeats": 20, "beside": DECODING}
-    with model_run("saving", __doc__, arguments, dry, settings, **more) as (bench, options, rows):
-        run(bench, options.size, options.steps, rows)
-        run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
+_SETTINGS = {
+    "size": (SIZE, "tokens of the prompts that become donors"),
+    "steps": (STEPS, "decode steps that are timed in a turn"),
+}
+# A prompt runs at once beside the batch that decodes.
+main = partial(run_model, "saving", __doc__, run, "--layers 2 --size 512", _SETTINGS, repeats=20, beside=DECODING)
 
 
 if __name__ == "__main__":

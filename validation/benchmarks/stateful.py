@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,10 +28,10 @@ from semblend_trt.connector.contract import contract_version
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import torch
 
@@ -137,9 +138,8 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
     facts = runner.facts
     token_bytes = LAYERS * 2 * facts.kv_heads * facts.head_dim * 4
     variables = {
+        **RANDOM_WEIGHTS,
         "POLICY": "exact",
-        "MODEL_REVISION": "random",
-        "TOKENIZER_REVISION": "none",
         "MIN_SPAN": "32",
         "MIN_REUSE_RATIO": "0.1",
         "MIN_DONOR_TOKENS": "32",
@@ -151,9 +151,7 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
         variables |= {
             "POLICY": "position_fix",
             "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes),
-            "DISK_BYTES": str(DISK_BYTES),
-            "DISK_PATH": str(folder),
-            "DISK_KEY_PATH": str(folder / "key"),
+            **disk_tier(folder, DISK_BYTES),
         }
     llm = open_llm(
         folder,
@@ -378,12 +376,10 @@ class Life:
 
     def _check_donors(self) -> None:
         """What donors hold in memory is what their requests' rows held."""
-        worker = self._llm.connector_worker
-        store = worker.store
+        store = self._llm.connector_worker.store
         if store is None:
             return
-        for thread in filter(None, (worker.saver, worker.transfers)):
-            thread.drain()
+        drain(self._llm)
         for donor_id in list(store.host._slots):
             with store.host.reading(donor_id) as held:
                 self._check_donor(donor_id, held.tensor)
@@ -395,16 +391,6 @@ class Life:
     def _check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
         self._runner.check_donor(donor_id, kv)
         self.counts["donors_checked"] += 1
-
-
-def evict_block(llm: LLM) -> bool:
-    """Takes the block that was not used for longest out of the engine's own prefix cache; False when it is empty."""
-    manager = llm.block_manager
-    block = manager._tree.evict()
-    if block is None:
-        return False
-    manager._free.append(block)
-    return True
 
 
 @dataclass(slots=True)
@@ -454,11 +440,9 @@ def run(steps: int, rows: Results) -> None:
     rows.add("trtllm_habits_leaked_blocks", habits.leaked_blocks, "blocks", habitual, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    run_counted(
-        "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run, arguments
-    )
+main = partial(
+    run_counted, "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run
+)
 
 
 if __name__ == "__main__":

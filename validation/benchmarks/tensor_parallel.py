@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,22 @@ import torch
 from torch import distributed
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Results
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from validation.benchmarks.bench_model import CARD_FOLDER, Bench, Prompts, label, make_decided_runner, make_runner
+from validation.benchmarks.bench_model import (
+    CARD_FOLDER,
+    Bench,
+    Prompts,
+    label,
+    make_decided_runner,
+    make_runner,
+    parser_of_model,
+)
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm import LLM
@@ -41,21 +50,6 @@ CHECK_LAYER = 2
 DONORS = 3
 # A rank that waits longer has lost the others.
 PATIENCE = timedelta(seconds=120)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one run measures: `layers` makes it a dry run with a narrow model."""
-
-    ranks: int
-    backend: str
-    size: int
-    repeats: int
-    layers: int | None
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
 
 
 def answers(bench: Bench) -> list[Any]:
@@ -92,7 +86,7 @@ def times(bench: Bench) -> dict[str, Any]:
     return {"cold": cold, "shifted": asdict(shifted) | {"ttft": shifted.ttft}, "verified": verified.ttft}
 
 
-def live(rank: int, run: Run, folder: Path) -> None:
+def live(rank: int, run: Namespace, folder: Path) -> None:
     """The process of one rank: measures alone, joins the others, measures again, and writes `rank-N.json`."""
     if run.device == "cpu":
         torch.set_num_threads(1)
@@ -104,7 +98,7 @@ def live(rank: int, run: Run, folder: Path) -> None:
             runner, sizes = make_decided_runner(own, run.device, ranks), (ANSWERED_SIZES[-1],)
         else:
             runner, sizes = make_runner(own, run.device, run.layers, ranks=ranks), (run.size,)
-        return Bench(runner, own, run.repeats, Prompts(int(runner.config.vocab_size)), sizes)
+        return Bench.of(runner, own, run.repeats, sizes)
 
     told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
     alone = cold_of(bench(None, decided=False))
@@ -119,7 +113,7 @@ def live(rank: int, run: Run, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
+def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> None:
     """Makes the rows of what the ranks told; the times are rank 0's."""
     name, size, of_ranks = f"tp{run.ranks}", label(run.size), f"{run.ranks} ranks over {run.backend}"
     equal = _share(told[0]["alone"], told[0]["shared"])
@@ -140,7 +134,7 @@ def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
     rows.add(f"{name}_verified_over_cold_{size}", found["verified"] / cold, "x", baseline)
 
 
-def start(run: Run, folder: Path) -> list[dict[str, Any]]:
+def start(run: Namespace, folder: Path) -> list[dict[str, Any]]:
     """Runs the ranks to their end; returns what each told. Ends the program when one of them fails."""
     context = _context(run)
     processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
@@ -167,7 +161,7 @@ def _one_card(rank: int) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def _context(run: Run) -> Any:
+def _context(run: Namespace) -> Any:
     """How processes are started: on a card each one anew, because a fork cannot use CUDA once its parent has."""
     if run.device == "cuda":
         return multiprocessing.get_context("spawn")
@@ -207,26 +201,23 @@ def _rounded(answer: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__, CARD_FOLDER)
+    parser = parser_of_model(__doc__)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes that share the model")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="nccl on cards, gloo on the CPU")
     parser.add_argument("--size", type=int, default=8_192, help="tokens of the prompts")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that count for a median")
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    options = parser.parse_args(arguments)
-    if options.backend == "nccl" and torch.cuda.device_count() < options.ranks:
+    run = parser.parse_args(arguments)
+    run.device = "cuda" if run.backend == "nccl" else "cpu"
+    if run.device == "cuda" and torch.cuda.device_count() < run.ranks:
         parser.error(
             f"torch sees {torch.cuda.device_count()} CUDA devices; --backend gloo --layers 2 --size 512 is a dry run "
             "without any"
         )
-    names = ("ranks", "backend", "size", "repeats", "layers")
-    run = Run(**{name: getattr(options, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
         told = start(run, Path(folder))
     rows = Results(arguments, run.device, dry=run.layers is not None)
     rows.measured.machine["gpus"] = run.ranks if run.device == "cuda" else 0
     add_rows(run, told, rows)
-    rows.write(options.json, "tensor_parallel", CARD_FOLDER)
+    rows.write(run.json, "tensor_parallel", CARD_FOLDER)
 
 
 if __name__ == "__main__":
