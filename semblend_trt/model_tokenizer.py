@@ -43,7 +43,7 @@ def tokenizer_file(folder: Path) -> Tokenizer:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of a library's message: the others are advice to its own users."""
+    """The first line of another package's message: the others are advice to its own users."""
     return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
