@@ -1,6 +1,6 @@
-"""Settings: one object, read from the environment, with every variable named, documented and range-checked.
+"""Settings: one object, read from the environment; every variable has a name, a description and bounds.
 
-A setting is looked for as TRTLLM_SEMBLEND_X, then SEMBLEND_X, then under the name that the SemBlend package gave it;
+A setting is read as TRTLLM_SEMBLEND_X, then as SEMBLEND_X, then under the name that the SemBlend package gave it.
 TensorRT-LLM hands only TRTLLM* variables on to its workers. An empty variable counts as unset.
 """
 
@@ -39,7 +39,7 @@ MASK = "********"
 _PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
 
 PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
-# What a value should have been whose error has a type that begins so.
+# The beginnings of pydantic's error types, and what the value should have been.
 _KINDS = (("int_", "whole number"), ("float_", "number"))
 _warned: set[str] = set()
 _warned_lock = threading.Lock()

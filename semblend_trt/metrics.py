@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCounts:
-    """A Prometheus collector that adds up what engines have counted, and what ended ones had; `label` says what the
-    names of their counts are."""
+    """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
+    names."""
 
     def __init__(self, name: str, documentation: str, label: str) -> None:
         self._name, self._documentation, self._label = name, documentation, label
@@ -47,7 +47,7 @@ class EngineCounts:
             self._running.append(counts)
 
     def end(self, counts: Counter[str]) -> None:
-        """Keeps what `counts` holds now, so that the sum never falls, and lets it go."""
+        """Adds the last values of `counts` to the ended engines', so that the sum never falls."""
         with self._lock:
             # By identity: engines with equal counts are two.
             self._running = [each for each in self._running if each is not counts]
@@ -80,7 +80,7 @@ _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1
 
 @dataclass(frozen=True, slots=True)
 class HeldDonors:
-    """Donors that can be found, and the bytes taken in each tier, those reserved by running saves among them."""
+    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved."""
 
     donors: int = 0
     host_bytes: int = 0
@@ -89,7 +89,7 @@ class HeldDonors:
 
 
 class Metrics:
-    """One engine's view of the series; without any, nothing is counted. Thread safe, and raises nothing."""
+    """Counts for one engine; with `series` None it counts nothing. Thread safe, and raises nothing."""
 
     def __init__(self, series: Series | None) -> None:
         self._series = series

@@ -1,4 +1,4 @@
-"""How requests end: the six outcomes, the report of one request, and the ledger that holds every request's."""
+"""How requests end: the six outcomes, all reasons, the report of one request, and the ledger of all."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Prompt tokens by what became of them; `outcome` is an Outcome's value.
+    """What became of one request's prompt tokens. `outcome` is the value of an Outcome.
 
     `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
     compared with their donor's KV; `largest_kept` is the largest deviation among those that are reused all the same,

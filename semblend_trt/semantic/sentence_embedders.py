@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.semantic.sentence_model import (
     BATCH_WINDOWS,
     WINDOW_TOKENS,
     missing_extra,
     pooled,
     sentence_model,
-    window_tokenizer,
 )
 from semblend_trt.transformers_version import imported
 
@@ -52,7 +52,7 @@ class MiniLmEmbedder:
             self._model = kind(str(files.folder), device="cpu", local_files_only=True)
         except Exception as error:
             raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
-        self._tokenizer = window_tokenizer(files.folder)
+        self._tokenizer = tokenizer_file(files.folder)
         self.identity = files.identity
         self.dim = int(self._model.encode(["a"], show_progress_bar=False).shape[1])
 
@@ -85,10 +85,10 @@ class OnnxEmbedder:
         if provider not in onnxruntime.get_available_providers():
             missing_extra(name, f"onnxruntime with {provider}", extra)
         files = sentence_model(model, name, extra)
-        self._tokenizer = window_tokenizer(files.folder)
+        self._tokenizer = tokenizer_file(files.folder)
         self._tokenizer.enable_truncation(WINDOW_TOKENS)
         self._tokenizer.enable_padding()
-        self._cutter = window_tokenizer(files.folder)
+        self._cutter = tokenizer_file(files.folder)
         graph = files.folder / GRAPH_FILE
         if not graph.is_file():
             graph = cache_folder() / f"{files.digest}.onnx"

@@ -74,20 +74,6 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
     return found
 
 
-def window_tokenizer(folder: Path) -> Tokenizer:
-    """The model's tokenizer, which neither cuts nor pads. Raises ConfigurationError without a readable one."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ConfigurationError(f"the embedder's tokenizer {path} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
     """Parts of `text` of at most 254 tokens each, cut between words; the next begins 64 tokens before one ends.
 

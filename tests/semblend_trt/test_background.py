@@ -1,4 +1,4 @@
-"""One thread, in order, whatever a call raises."""
+"""Calls run in order on one thread, also behind one that raises."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_addresses_of_nats(url: str) -> None:
 
 
 def test_no_traceback_shows_a_secret() -> None:
-    token = "".join(("hunter", "2")) * 1000  # in two pieces, because a traceback shows this line
+    token = "".join(("hunter", "2")) * 1000  # in two parts, because a traceback shows this line
     with pytest.raises(ConfigurationError) as refused:
         load_settings(nats_token=token)
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))
@@ -336,5 +336,5 @@ def test_an_address_without_a_user_is_no_secret(address: str) -> None:
         "nats://broker, alice:12@other",
     ],
 )
-def test_whatever_may_hold_a_password_is_masked(secret: str) -> None:
+def test_what_may_hold_a_password_is_masked(secret: str) -> None:
     assert masked(secret) == MASK

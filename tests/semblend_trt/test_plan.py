@@ -200,8 +200,8 @@ def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
 def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
     spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     covered = [range(span.target_start, span.target_end) for span in spans]
-    pieces = sorted([*valid.holes, *covered], key=lambda piece: piece.start)
-    assert [position for piece in pieces for position in piece] == list(
+    ranges = sorted([*valid.holes, *covered], key=lambda each: each.start)
+    assert [position for each in ranges for position in each] == list(
         range(valid.num_computed_tokens, valid.prefix_end)
     )
 

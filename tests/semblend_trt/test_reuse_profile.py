@@ -137,7 +137,7 @@ def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
     assert "runs what is not known." in sentence
 
 
-def test_a_compute_dtype_that_nobody_tells_differs() -> None:
+def test_a_compute_dtype_that_is_not_told_differs() -> None:
     (sentence,) = profile().differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)
     assert sentence == "The profile was made for compute dtype bfloat16; this engine runs what is not known."
 

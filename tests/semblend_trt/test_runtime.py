@@ -237,7 +237,7 @@ def test_on_the_cpu_nothing_is_ever_on_its_way():
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.data())
-def test_whoever_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
+def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
     readiness, stream = expecting(*ends), RecordingStream()
     for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
         readiness.wait(layer, stream)

@@ -57,7 +57,8 @@ def _found_in_memory(runner: ModelRunner, folder: Path, embedder: str, texts: Se
     with _engine(runner, folder, embedder, MIN_DONOR_TOKENS=str(POOL_TOKENS)) as llm:
         find_donors(llm)
         neighbours = llm.connector_scheduler._neighbourhood.neighbours
-        assert neighbours is None or neighbours.drain(60.0)
+        if neighbours is not None:
+            neighbours.drain()
         for seed, text in enumerate(texts):
             (first,) = llm.generate([_reworded(text, seed)], _ANSWER)
             assert not first.reused_tokens, "similarity alone has reused KV"

@@ -275,8 +275,8 @@ def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
     assert torch.equal(worker.loader._pool, pool())
 
 
-def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
-    """The catalog keeps a lifted donor where it is, and its room on the card taken, until it hears of it."""
+def test_a_load_that_raises_leaves_no_promotion_untold(two_tiers, args):
+    """The catalog keeps a promoted donor where it is, and its room on the card taken, until it hears of it."""
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
     two_tiers.saver.drain()
@@ -320,7 +320,7 @@ def test_intents_name_the_tier(two_tiers, args):
     assert [each.error for each in runtime_for(args).saved] == [None, None]
 
 
-def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
+def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
         two_tiers,
@@ -340,7 +340,7 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
     assert len(held_in(two_tiers.store)) == 1
 
 
-def test_what_is_dropped_is_not_demoted(two_tiers):
+def test_what_is_dropped_is_not_offloaded(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.saver.drain()

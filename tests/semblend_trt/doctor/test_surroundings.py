@@ -68,7 +68,7 @@ def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path) -> None:
     assert (failed.status, "SEMBLEND_NATS_TLS_CA" in failed.text) == (Status.FAILED, True)
 
 
-def test_without_an_address_nobody_is_asked() -> None:
+def test_without_an_address_no_server_is_asked() -> None:
     assert list(nats(load_settings())) == []
 
 

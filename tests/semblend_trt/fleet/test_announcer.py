@@ -263,12 +263,12 @@ def test_embeddings_reach_readers_only_when_they_are_to(
     tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
     if is_found_on_disk:
         neighbourhood.found("a", NAMESPACE.key, tokens, "disk")
-        assert neighbourhood.neighbours.drain(60)
+        neighbourhood.neighbours.drain()
         neighbourhood.intended("b", NAMESPACE, None)
     else:
         neighbourhood.intended("a", NAMESPACE, None)
         neighbourhood.held("a", tokens, "host")
-        assert neighbourhood.neighbours.drain(60)
+        neighbourhood.neighbours.drain()
 
     def sent() -> list[str | None]:
         events = [decode(payload).data for payload in reader.payloads]
