@@ -235,7 +235,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
 
 
 def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str, ...]:
-    """The arms of the run; those that gates and comparisons read are always among them."""
+    """The arms of the run, always with those that gates and comparisons read."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
     names = default_names(choices) if asked is None else names_of(asked)

@@ -1,4 +1,4 @@
-"""The timed run: serves every case in every arm, one prompt at a time, and turns the answers into samples."""
+"""The timed run: every case in every arm, one prompt at a time, as samples."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """`arms`: cold, cold_again and exact_prefix are among them, each once. `max_tokens` an answer; `min_span` tokens
-    for the connector; `repeats` with new engines each time."""
+    """`arms` include cold, cold_again and exact_prefix, each once. `max_tokens`: of an answer; `min_span`: the
+    connector's, in tokens; `repeats`: each with new engines."""
 
     model: str
     arms: tuple[Arm, ...]
@@ -49,8 +49,8 @@ class Measured:
 
 @dataclass(slots=True)
 class _Round:
-    """What the arms of one repeat served: the requests of each group's donors by group and arm, answers by case and
-    arm, what the audit log tells of each request by arm, and the events."""
+    """One repeat: `donors` are request numbers by group and arm; `answers` by case and arm; `reuse`, from the audit
+    log, by arm and request."""
 
     donors: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Round:
 
 
 class Measurement:
-    """All arms over one model's weights: side by side where engines share them, else one arm after the other.
+    """All arms over one model: with their engines side by side where they share weights, else one after the other.
 
     Raises ConfigurationError when a case does not fit the model's context, before anything is served.
     """
@@ -68,7 +68,7 @@ class Measurement:
         self._engines, self._settings, self._cases = engines, settings, cases
         self._tokeniser = Tokeniser(engines, settings.max_tokens)
         self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
-        # Others' answers are compared with cold's, so that it comes first where arms take turns.
+        # cold comes first: the other arms' answers are compared with its own.
         cold_first = sorted(settings.arms, key=lambda arm: arm.name != COLD)
         self._turns = [(arm,) for arm in cold_first] if engines.starts_slowly else [settings.arms]
 
@@ -103,7 +103,7 @@ class Measurement:
             servers = [stack.enter_context(served(self._engines, arm, settings, self._tokeniser)) for arm in arms]
             warm_up = [self._warm_up(server) for server in servers]
             for index, group in enumerate(groups(self._cases)):
-                # Alternating the order keeps a machine that slows down over time from favouring one arm.
+                # The order alternates, so that a machine that slows down over time favours no arm.
                 turn = (index + repeat) % len(servers)
                 self._serve_group(servers[turn:] + servers[:turn], group, repeat, found, on_step)
         for server, requests in zip(servers, warm_up, strict=True):
@@ -130,7 +130,7 @@ class Measurement:
         )
 
     def _warm_up(self, server: ArmServer) -> frozenset[int]:
-        """Serves a shifted text under a salt of its own, so that no case pays for first calls; the request ids."""
+        """Serves a shifted text under a salt of its own, before anything is timed; returns the request ids."""
         donor = self.longest_prompt[:WARM_UP_TOKENS]
         donors = server.serve_donors([donor], WARM_UP_SALT)
         [answer] = server.answers([donor[-1:] + donor], [WARM_UP_SALT], [None])
@@ -152,7 +152,7 @@ class Measurement:
             target = tokens.forced or answers[COLD].tokens
             for server in servers:
                 ours = answers[server.arm.name]
-                # What was generated is not run again where it begins with the text that is scored.
+                # An answer that begins with the scored text need not be run again.
                 if ours.tokens[: len(target)] == target:
                     loss: float | None = metrics.loss(ours.logits, target)
                 else:
@@ -182,7 +182,7 @@ class Measurement:
 
 
 def _check_cold(case: Case, answers: dict[str, Answer]) -> None:
-    """Raises SemBlendError when a cold arm found KV for the timed case of a group: nothing could be compared then."""
+    """Raises SemBlendError when a cold arm found KV for the timed case of a group."""
     for name in (COLD, COLD_AGAIN):
         if case.is_timed and name in answers and answers[name].reuse.cached:
             raise SemBlendError(

@@ -228,7 +228,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def noise_floor(lines: Sequence[Line]) -> tuple[float, float] | None:
-    """Exact match that differs from cold's by no more than a second cold run does, or by the margin."""
+    """The range of exact match around cold's: as wide as the difference of a second cold run, or as the margin."""
     scores = {line.arm: line.exact_match for line in lines}
     cold, again = scores.get(COLD), scores.get(COLD_AGAIN)
     if cold is None:
@@ -261,7 +261,7 @@ def draw(kind_lines: Sequence[Line], title: str) -> bytes:
 
 
 def quality_rows(report: QualityReport) -> list[Row]:
-    """Rows of the run; what it did not measure gets no row."""
+    """Rows of the figures that the run measured."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
     for line in lines:
@@ -290,7 +290,7 @@ def _add_verified(results: Results, line: Line) -> None:
         return
     cold = line.exact_match - bound.difference
     if cold < MIN_COLD_SCORE:
-        return  # what the model cannot answer cold shows nothing by not getting worse
+        return  # a family that the model cannot answer cold shows nothing
     reused = (
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )

@@ -1,4 +1,4 @@
-"""What an arm's engine answers, prompt by prompt, with what its connector's audit log tells of each request."""
+"""Answers of an arm's engine, and what its connector's audit log tells of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD_AGAIN
-from validation.audit_log import settled
+from validation.audit_log import ended_requests
 from validation.cases import MAX_FORCED_TOKENS, Tokeniser, groups
 from validation.engines import EngineSettings, opened
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[str], None]
 
-# What a request's last block and the next one may take beyond its tokens.
+# Tokens that a request's last block and the next one may take beyond its own.
 BLOCK_ROOM = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Prompt tokens by where they came from, and what the connector says about it.
+    """Where a prompt's tokens came from, in tokens, and how the request ended for the connector.
 
-    `cached` are the engine's own exact prefix, `offered` those of the plan's spans, `checked` those compared with their
-    donor's KV, `reused` those whose KV stayed the donor's, `recomputed` the offered ones that did not.
-    `largest_kept`: largest deviation of a checked token that is reused.
+    `cached`: the engine's own exact prefix; `offered`: the plan's spans; `checked`: compared with the donor's KV;
+    `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`: largest deviation of a
+    checked token that is reused.
     """
 
     cached: int = 0
@@ -51,7 +51,7 @@ class Reuse:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Reuse:
-        """What the audit log's event `request_settled` tells; what is not known of a check counts as nothing."""
+        """From the audit event `request_settled`; what is not known of a check counts as 0."""
         return cls(
             cached=event["exact_prefix_tokens"],
             offered=event["offered_tokens"],
@@ -66,11 +66,11 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an arm's engine answered to one prompt.
+    """An answer to one prompt.
 
-    `tokens` and `text` are the greedy answer, or, where an answer was forced, the likeliest token at each of its
-    positions; `logits` [tokens, vocabulary] are those that chose them. `loss`: mean negative log-likelihood of a forced
-    answer in nats a token, None without one. `ttft_s`: seconds to the first token, None where the engine does not tell.
+    `tokens` and `text`: the greedy answer, or the likeliest token at each position of a forced answer. `logits`
+    [tokens, vocabulary] are those behind `tokens`. `loss`: mean negative log-likelihood of a forced answer, nats a
+    token. `ttft_s`: seconds to the first token, None where it is not known.
     """
 
     request_id: int
@@ -87,13 +87,13 @@ class Answer:
         return self.prompt_tokens - self.reuse.cached - self.reuse.reused
 
     def with_first_row(self) -> Answer:
-        """Without the logits of all tokens but the first, which are kept on the host."""
+        """The answer with the logits of its first token only, on the host."""
         return replace(self, logits=self.logits[:1].float().cpu().clone())
 
 
 @dataclass(slots=True)
 class ArmServer:
-    """One arm's engine at work. After each call everything that it leaves behind can be found by the next."""
+    """One arm's running engine. Each call waits until what it served can be found by the next."""
 
     arm: Arm
     engine: ArmEngine
@@ -101,7 +101,7 @@ class ArmServer:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
-        """Serves all donors together, none under an arm without any; the numbers of their requests."""
+        """Serves all donors together, where the arm serves any; the numbers of their requests."""
         if not (self.arm.serves_donors and donors):
             return []
         outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salt)
@@ -121,13 +121,13 @@ class ArmServer:
         return [self._answer(output, target) for output, target in zip(outputs, forced, strict=True)]
 
     def reuse(self, asked: int = 0) -> dict[int, Reuse]:
-        """What the audit log tells of each request by its number, of `asked` at least; nothing without a connector.
+        """The reuse of each request by its number, once the engine has ended; empty without a connector.
 
-        It is complete once the engine has ended. Raises SemBlendError when it misses a request.
+        Raises SemBlendError when the audit log tells of fewer than `asked` requests.
         """
         if self.arm.variables is None:
             return {}
-        return {number: Reuse.of(event) for number, event in enumerate(settled(self.events, asked), start=1)}
+        return {number: Reuse.of(event) for number, event in enumerate(ended_requests(self.events, asked), start=1)}
 
     def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs
@@ -149,14 +149,14 @@ class ArmServer:
 
 @contextmanager
 def served(engines: Engines, arm: Arm, settings: EngineSettings, tokeniser: Tokeniser) -> Iterator[ArmServer]:
-    """The arm's engine for as long as the context lasts; then its audit log is read."""
+    """Opens the arm's engine; its audit log is read at the end."""
     with opened(engines, arm, settings) as (engine, events):
         yield ArmServer(arm, engine, tokeniser, events)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """`groups` are served together, `batch_size` requests at once; `host_bytes` hold at least their donors."""
+    """`groups` groups are served together, at most `batch_size` requests at once; `host_bytes` is a minimum."""
 
     model: str
     max_tokens: int = 16
@@ -188,7 +188,7 @@ class BatchServer:
         One engine serves them all. Raises SemBlendError.
         """
         order = groups(self._cases if cases is None else cases)
-        # A second cold run meets the prompts in other batches, so that it shows what batching alone changes.
+        # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
         found: dict[str, Answer] = {}
         with served(self._engines, arm, self._engine_settings(order), self._tokeniser) as server:
@@ -197,7 +197,7 @@ class BatchServer:
                     found[case_id] = answer.with_first_row()
                     on_step(case_id)
         reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
-        # A batch's times say nothing of one prompt.
+        # The times of batched prompts are not those of one prompt.
         return {
             name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
             for name, each in found.items()
@@ -206,14 +206,14 @@ class BatchServer:
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         """Each case's id and answer."""
         server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
-        # One question of every group at a time: in a cold arm the next ones find the first one's KV.
+        # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
             tokens = [self._tokens[case.id] for case in cases]
             answers = server.answers(
                 [each.prompt for each in tokens],
                 [case.group if server.arm.isolated else None for case in cases],
-                # The reference of a text without one right answer is scored, not answered.
+                # Without one right answer, the reference is scored.
                 [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
             )
             yield from zip((case.id for case in cases), answers, strict=True)
@@ -226,7 +226,7 @@ class BatchServer:
         kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
         return EngineSettings(
             model=settings.model,
-            # Twice: for those that run, and for what the groups' first prompts leave to their further questions.
+            # Twice: for running requests, and for the KV that a group's first prompt leaves to the next questions.
             pool_tokens=2 * min(settings.groups, len(order)) * longest,
             host_bytes=max(settings.host_bytes, 2 * kept * settings.groups * self._engines.token_bytes),
             min_span=settings.min_span,

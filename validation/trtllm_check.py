@@ -28,7 +28,7 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable
 from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.audit_log import read_events, settled
+from validation.audit_log import ended_requests, read_events
 from validation.documents import Document, Question, stock_list
 from validation.prompts import PLAIN
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
@@ -92,9 +92,9 @@ class Served:
     texts: tuple[str, ...]
     events: tuple[dict[str, Any], ...]
 
-    def settled(self) -> list[dict[str, Any]]:
+    def ended_requests(self) -> list[dict[str, Any]]:
         """How every request ended, in the order in which they were asked."""
-        return settled(self.events)
+        return ended_requests(self.events)
 
 
 def serve(
@@ -278,7 +278,7 @@ def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
 def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
     """What is reused under the profile is as often right as cold, and the engine takes the profile."""
     right = {"stock": _exact_matches(asked, stock), "verified": _exact_matches(asked, verified)}
-    ended = verified.settled()
+    ended = verified.ended_requests()
     refused = sorted({str(event["reason"]) for event in ended if event["reason"] in _PROFILE_REFUSALS})
     reused = sum(int(event["reused_tokens"]) for event in ended)
     what = f"share of right answers {right}; {reused} tokens reused; the profile was refused: {refused}"
@@ -312,7 +312,7 @@ def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
     """Every prompt is answered, and every connector has seen every request."""
     prompts = len(asked.prompts)
     silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
-    unseen = [arm for arm, each in served.items() if arm != STOCK and len(each.settled()) < prompts]
+    unseen = [arm for arm, each in served.items() if arm != STOCK and len(each.ended_requests()) < prompts]
     refused = {
         str(event["refusal"])
         for each in served.values()
@@ -338,7 +338,7 @@ def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
     """Text at other places was offered: the wrapper is attached to the decoder, and its self-check has passed."""
     start, end = len(asked.donors), len(asked.donors) + len(asked.targets)
     offered = {
-        arm: sum(int(event.get("offered_tokens") or 0) for event in served[arm].settled()[start:end])
+        arm: sum(int(event.get("offered_tokens") or 0) for event in served[arm].ended_requests()[start:end])
         for arm in (RECOMPUTED, REUSED)
     }
     segmented = {arm: any(_is_segmented(event) for event in served[arm].events) for arm in offered}
@@ -351,7 +351,7 @@ def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
     grown = []
     for arm in (RECOMPUTED, REUSED):
         exact = _exact_parts(served[arm].events)
-        first, second = _twice(asked, served[arm].settled())
+        first, second = _twice(asked, served[arm].ended_requests())
         for before, after in zip(first, second, strict=True):
             limit = max(before["exact_prefix_tokens"], exact.get(before["request_id"], after["exact_prefix_tokens"]))
             grown += [arm] if after["exact_prefix_tokens"] > limit else []

@@ -45,11 +45,11 @@ Options = dict[str, Any]
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
-    """The batch of a call of the decoder's forward. Raises LayoutError when it cannot be read, or asks for more."""
+    """The batch of a call of the decoder's forward. Raises LayoutError if it is unreadable or not supported."""
     for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
         value = options.get(name)
         if value is not None and value != {}:
-            raise LayoutError("model_call", f"the model was called with {name}, which plans cannot follow")
+            raise LayoutError("model_call", f"the model was called with {name}, which plans do not support")
     metadata, input_ids = options.get("attn_metadata"), options.get("input_ids")
     try:
         lengths = tuple(map(int, metadata.seq_lens.tolist()))  # type: ignore[union-attr]
@@ -59,9 +59,9 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
     except (AttributeError, TypeError, ValueError) as error:
         raise LayoutError("model_call", f"the attention metadata cannot be read: {error}") from error
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 1 or len(input_ids) != sum(lengths):
-        raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata speaks of")
+        raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata names")
     if not len(ids) == len(begins) == len(lengths) or contexts > len(ids):
-        raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
+        raise LayoutError("model_call", "the fields of the metadata name different numbers of sequences")
     return Batch(ids, begins, lengths, contexts, input_ids)
 
 

@@ -1,8 +1,8 @@
-"""The active rows of a forward through TensorRT-LLM's own layers, given to them in the place of attention metadata.
+"""The active rows of a forward through TensorRT-LLM's own layers, handed to them in place of attention metadata.
 
-The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
-these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.sparse_forward`, over other layers.
+The layers read only numbers of tokens from their metadata and pass it on to the attention backend. If it is these rows,
+their K and V are written to the pool and the queries attend to their whole sequence in the pool, as in
+`engine_wrapper.sparse_forward`.
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks
 
-# Options of a call that change its result and are not known here; each stands alone or in `forward_args`.
+# Options of an attention call that change its result and are not supported; given alone or in `forward_args`.
 _UNKNOWN_OPTIONS = (
     "attention_mask_data",
     "attention_sinks",
@@ -87,11 +87,11 @@ class PlannedRows:
 
     @property
     def num_tokens(self) -> int:
-        """Active rows: as many as the attention module takes of what it is given."""
+        """Active rows; the attention module takes so many of the rows that it is given."""
         return self._stage.num_rows
 
     def begin(self, layer: int, *rows: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Before `layer`: each of `rows`, [active rows, ...] or None, without those that are not computed in it."""
+        """Before `layer`: each of `rows`, [active rows, ...] or None, cut to the rows that the layer computes."""
         kept = list(rows)
         if self.found is not None:
             self._decide()
@@ -101,7 +101,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Behind the last layer: of `hidden`, [active rows, ...], the rows that the engine scheduled, in its order."""
+        """Behind the last layer: the rows of `hidden`, [active rows, ...], that the engine scheduled, in its order."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
@@ -112,8 +112,8 @@ class PlannedRows:
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
         """The attention of `layer`, [rows, heads * head_dim].
 
-        `attention` is TensorRT-LLM's module; `q` [rows, (heads + 2 kv_heads) * head_dim] alone, or q, k and v. They
-        are rotated here when the module leaves that to its kernel. Raises LayoutError when the call asks for more.
+        `attention` is TensorRT-LLM's module; `q` alone, [rows, (heads + 2 kv_heads) * head_dim], or q, k and v. Queries
+        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported options.
         """
         _check_options(options)
         if k is None:
@@ -154,10 +154,12 @@ def _check_options(options: dict[str, Any]) -> None:
     asked = options.get("forward_args")
     for name in _UNKNOWN_OPTIONS:
         if options.get(name) is not None or getattr(asked, name, None) is not None:
-            raise LayoutError("attention_call", f"the attention was called with {name}, which is not known here")
+            raise LayoutError("attention_call", f"the attention was called with {name}, which is not supported here")
     for mask in (options.get("attention_mask"), getattr(asked, "attention_mask", None)):
         if mask is not None and str(getattr(mask, "value", mask)) != "causal":
-            raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; causal is known here")
+            raise LayoutError(
+                "attention_call", f"the attention was called with mask {mask!r}; only causal is supported"
+            )
 
 
 class DecoderHooks:
@@ -171,7 +173,7 @@ class DecoderHooks:
         self.stock: Callable[..., Any] = decoder.forward
 
     def install(self) -> None:
-        """Sets all of them, or none when one cannot be set, which is raised."""
+        """Sets all hooks. When one cannot be set, removes the others and raises."""
         try:
             for index, layer in enumerate(self._decoder.layers):
                 handle = layer.register_forward_pre_hook(partial(_begin, index), with_kwargs=True)
@@ -198,7 +200,7 @@ def _begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[st
     rows = options.get("attn_metadata")
     if not isinstance(rows, PlannedRows):
         if any(isinstance(each, PlannedRows) for each in arguments):
-            raise LayoutError("layer_call", f"layer {index} is called with its metadata by place, not by name")
+            raise LayoutError("layer_call", f"layer {index} gets its metadata by position, not by name")
         return None
     hidden, residual = rows.begin(index, options["hidden_states"], options.get("residual"))
     positions = rows.positions.to(options["position_ids"].dtype)[None]
@@ -213,6 +215,6 @@ def _attend(
         return stock(q, k, v, metadata, *arguments, **options)
     if arguments:
         raise LayoutError(
-            "attention_call", f"the attention of layer {index} is called with more by place than is known"
+            "attention_call", f"the attention of layer {index} gets more positional arguments than are supported"
         )
     return metadata.attend(attention, index, q, k, v, options)

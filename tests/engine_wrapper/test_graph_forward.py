@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine_wrapper.fused_layers import FusedRows
+from engine_wrapper.fused_layers import BegunLayer, FusedRows
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
@@ -135,7 +135,9 @@ def test_what_a_check_leaves_at_fixed_addresses_equals_the_eager_forward(
     shape = shape_of(rest, bench.decoder)
     inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
     with torch.inference_mode():
-        room = begun.room_for(shape.rows)
+        room = BegunLayer(
+            check_layer, *(each.new_zeros(shape.rows, *each.shape[1:]) for each in (begun.residual, begun.heads))
+        )
         room.fill(begun)
         inputs.upload(rest)
         assert_close(run_rest(bench.decoder, shape, inputs, room)[: len(wanted)], wanted)

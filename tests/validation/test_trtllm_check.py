@@ -69,7 +69,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     assert fails(reused=replace(reused, events=())) == ["smoke", "execution"]
     grown = [
         event | {"exact_prefix_tokens": 500 if index == len(asked.prompts) - 1 else event["exact_prefix_tokens"]}
-        for index, event in enumerate(reused.settled())
+        for index, event in enumerate(reused.ended_requests())
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
     assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]

@@ -1,8 +1,7 @@
-"""A model that several cards share: its answers against those of one card, and its times to the first token.
+"""Tensor parallelism: answers of a model that several cards share against one card's, and times to the first token.
 
-`python -m validation.benchmarks.tensor_parallel --ranks 2` starts one process for each rank, makes the models on the
-spot, prints a table and writes its rows. `--backend gloo --layers 2 --size 512` is a dry run with a narrow model, which
-needs no card.
+`python -m validation.benchmarks.tensor_parallel --ranks 2` starts one process for each rank and makes random models.
+`--backend gloo --layers 2 --size 512` is a dry run with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 EIGHT_TOKENS = SamplingParams(max_tokens=8, ignore_eos=True)
 ANSWERED_SIZES = (300, 700, 1_000)
-# A random model's KV deviates by about this much where its context changes: some tokens are kept, some are not.
+# About the deviation of a random model's KV in another context: some tokens are kept, some are not.
 SOME_KEPT = 1.0
 CHECK_LAYER = 2
 DONORS = 3
@@ -53,7 +52,7 @@ PATIENCE = timedelta(seconds=120)
 
 
 def answers(bench: Bench) -> list[Any]:
-    """What the engines of one model answer: tokens of cold and of shifted prompts, and what their checks found."""
+    """Answers of one model's engines: tokens of cold and of shifted prompts, and the evidence of their checks."""
     prompts = Prompts(int(bench.runner.config.vocab_size), seed=1)
     with bench.engine(warm=False) as llm:
         found: list[Any] = [_tokens(llm, prompts.fresh(min(size, bench.longest))) for size in ANSWERED_SIZES]
@@ -87,7 +86,7 @@ def times(bench: Bench) -> dict[str, Any]:
 
 
 def live(rank: int, run: Namespace, folder: Path) -> None:
-    """The process of one rank: measures alone, joins the others, measures again, and writes `rank-N.json`."""
+    """One rank's process: measures alone, joins the others, measures again, and writes `rank-N.json`."""
     if run.device == "cpu":
         torch.set_num_threads(1)
     own = folder / f"rank-{rank}"
@@ -114,7 +113,7 @@ def live(rank: int, run: Namespace, folder: Path) -> None:
 
 
 def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> None:
-    """Makes the rows of what the ranks told; the times are rank 0's."""
+    """Adds the rows of what the ranks wrote; the times are rank 0's."""
     name, size, of_ranks = f"tp{run.ranks}", label(run.size), f"{run.ranks} ranks over {run.backend}"
     equal = _share(told[0]["alone"], told[0]["shared"])
     baseline = f"one rank: tokens and checks of {len(told[0]['alone'])} answers, a float32 model, {of_ranks}"
@@ -135,7 +134,7 @@ def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> N
 
 
 def start(run: Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs the ranks to their end; returns what each told. Ends the program when one of them fails."""
+    """Runs the ranks; returns what each wrote. Ends the program when one of them fails."""
     context = _context(run)
     processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
     for rank, process in enumerate(processes):
@@ -150,7 +149,7 @@ def start(run: Namespace, folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _one_card(rank: int) -> Iterator[None]:
-    """A process that is started meanwhile sees one card. Set before it starts: what it imports may look for cards."""
+    """A process that is started meanwhile sees one card, already while it imports."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if visible is None else visible.split(",")[rank]
     try:
@@ -162,7 +161,7 @@ def _one_card(rank: int) -> Iterator[None]:
 
 
 def _context(run: Namespace) -> Any:
-    """How processes are started: on a card each one anew, because a fork cannot use CUDA once its parent has."""
+    """How processes are started; with CUDA by spawning, since a fork cannot use CUDA once its parent has."""
     if run.device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -175,7 +174,7 @@ def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
 
 
 def _evidence(llm: LLM) -> list[CheckEvidence]:
-    """From now on, what this rank's checks find."""
+    """A list that the evidence of this rank's checks is added to."""
     found: list[CheckEvidence] = []
     runner = llm.executor.model_runner
     sink = runner.evidence_sink
@@ -190,7 +189,7 @@ def _evidence(llm: LLM) -> list[CheckEvidence]:
 
 
 def _share(ours: list[Any], theirs: list[Any]) -> float:
-    """Of two lists of answers, the share that is equal; deviations may differ in their last digits."""
+    """Share of equal answers in two lists; deviations may differ in their last digits."""
     alike: list[bool] = [_rounded(our) == _rounded(their) for our, their in zip(ours, theirs, strict=True)]
     return sum(alike) / len(alike)
 

@@ -1,7 +1,7 @@
 """Time to first token: Transformers cold, the engine cold, without a donor, and behind shifted documents.
 
-`python -m validation.benchmarks.ttft` makes the model on the spot, measures everything in one run, prints a table and
-writes its rows. `--layers` is a dry run with a narrow model, which needs no card.
+`python -m validation.benchmarks.ttft` makes a random model and measures everything in one run. `--layers` is a dry run
+with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOUNDARY_LAYER = 3
 
 
 def run(bench: Bench, rows: Results, sizes: Sequence[int]) -> None:
-    """Measures all rows. The baselines come first, while the model's projections are still its own."""
+    """Measures all rows. Transformers comes first, as the engines fuse the model's projections."""
     link_gbps = _ceilings(rows)
     plain = {size: bench.transformers_cold(size) for size in sizes}
     for size, milliseconds in plain.items():

@@ -1,7 +1,7 @@
 """Time to first token of a checked plan in which nothing deviates, against a cold prefill, and where it goes.
 
-`python -m validation.benchmarks.verified` makes the model on the spot, measures in one run, prints a table and writes
-its rows. `--layers` is a dry run with a narrow model, which needs no card.
+`python -m validation.benchmarks.verified` makes a random model and measures everything in one run. `--layers` is a dry
+run with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
 
 
 def check_every_plan(llm: LLM, check: SpanCheck) -> None:
-    """Gives plans a check that no reuse profile may justify: random weights cannot be calibrated."""
+    """Gives every plan a check without a reuse profile, as random weights cannot be calibrated."""
     runner = llm.executor.model_runner
     take = runner.plan_source
     assert take is not None

@@ -1,8 +1,8 @@
-"""Serves families under a candidate, beside cold, until one of them is inferior.
+"""Serves families under a candidate, and cold, until one family is inferior.
 
-Of the family `planted` a candidate is served the plants that it misses most of. The planter is a white box: it has the
-model and its reuse profile, and reads of every plant what the check would. What is nearer to the victim's own KV
-changes no answer, so it wants what is kept and yet deviates.
+Of the family `planted` a candidate is served the plants that its check misses most. The planter has the model and its
+reuse profile, and computes what the check would see. It wants tokens that are kept and yet deviate: KV close to the
+victim's own changes no answer.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
     from validation.samples import Line, Sample
     from validation.serving import Answer, BatchSettings
 
-# The family that is written by a planter: of so many plants one is served, the one that a policy misses most of.
+# The planter's family, and how many plants one is chosen from.
 PLANTED = "planted"
 TRIES = 16
 
 
 def write_plants(model: ServedModel, asked: FamilyRequest, names: Iterable[str], plants: int) -> list[Case]:
-    """So many plants of each of the families, as short as can be, so that all that is reused is planted."""
+    """`plants` prompts of each of the families, as short as possible, so that all that is reused is planted."""
     short = shortest_prompts(model, asked.form)
     return write_cases(model, replace(asked, names=tuple(names), groups=plants, questions=1, tokens=short))
 
 
 class Planter:
-    """Searches one set of plants, whose ids differ. `collector` reads what a check would see of them."""
+    """Ranks plants by what a policy misses; their ids must differ."""
 
     def __init__(self, collector: DeviationCollector, tokens_of: Callable[[Case], TokenisedCase]) -> None:
         self._collector, self._tokens_of = collector, tokens_of
         self._deviations: dict[str, list[PromptDeviations]] = {}
 
     def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
-        """The `count` plants of which the profile's policy misses most."""
+        """The `count` plants that the profile's policy misses most."""
         return sorted(plants, key=lambda plant: -self.missed(plant, profile))[:count]
 
     def missed(self, plant: Case, profile: ReuseProfile) -> float:
-        """The deviations of all tokens that the policy keeps, summed up over the layers that it does not compute."""
+        """Sum of the deviations of all tokens that the policy keeps, over the layers that it does not compute."""
         terms, found = profile.terms, self.deviations_of(plant)
         if terms is None or not found:
             return 0.0
@@ -65,7 +65,7 @@ class Planter:
         return float(np.nansum(prompt.values[full_layers_of(profile) :, kept], dtype=np.float64))
 
     def deviations_of(self, plant: Case) -> list[PromptDeviations]:
-        """Its deviations; empty where nothing is found to check."""
+        """Its deviations; empty where there is nothing to check."""
         if plant.id not in self._deviations:
             self._deviations[plant.id] = self._collector.collect([plant], self._tokens_of)
         return self._deviations[plant.id]
@@ -73,7 +73,7 @@ class Planter:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`lines`: the families that were served, the last of them the inferior one where `holds` is False."""
+    """`lines`: the families that were served; where `holds` is False, the last one is inferior."""
 
     holds: bool
     lines: tuple[Line, ...]
@@ -84,17 +84,16 @@ class Verdict:
         return None if self.holds else self.lines[-1].family
 
     def difference(self) -> str:
-        """In words: how the family that ended the trial compares with cold; the widest bound without one."""
+        """The lowest bound in words: of the family that ended the trial, otherwise of all."""
         lines = self.lines if self.holds else self.lines[-1:]
         lowest = min((bound for line in lines for bound in line.bounds), key=lambda bound: bound.lower, default=None)
         return "nothing was compared" if lowest is None else lowest.sentence()
 
 
 class Trials:
-    """One set of prompts by family, with cold's answers, which are served once.
+    """One set of prompts by family, and cold's answers to them, which are served once.
 
-    Families come in the order in which a candidate is likely to fail them. An engine that starts slowly serves all of
-    them before the first is judged. Of the plants a candidate is served those that it misses most of.
+    An engine that starts slowly serves all families before the first is judged.
     """
 
     def __init__(
@@ -112,13 +111,13 @@ class Trials:
         self._cold: dict[str, Answer] = {}
 
     def deviations(self, family: str) -> list[PromptDeviations]:
-        """Those of the first prompt of each group."""
+        """Deviations of the first prompt of each group."""
         if family == PLANTED:
             return [found for plant in self._cases[family] for found in self._planter.deviations_of(plant)]
         return self._collector.collect(self._cases[family], self._server.tokens_of)
 
     def known(self, families: Iterable[str], tell: Callable[[str], None]) -> list[str]:
-        """The families that the model can answer cold, or that are scored otherwise; the others show nothing."""
+        """The families that the model can answer cold, or that are scored by perplexity; the others show nothing."""
         known = []
         for family in families:
             cold = self._cold_samples(family)
@@ -130,11 +129,10 @@ class Trials:
         return known
 
     def judge(self, path: Path, families: Sequence[str], *, strict: bool) -> Verdict:
-        """Serves the families under policy verified with the profile of `path` until one is inferior.
+        """Serves the families under policy verified with the profile of `path` until one fails.
 
-        With `strict` a family must be non-inferior, as the plants always must be; without, it must only have lost no
-        more than the margin, which few prompts can show. Raises SemBlendError when the engine does not take the
-        profile.
+        With `strict`, and for plants, a family must be non-inferior; otherwise it may lose the margin, as few prompts
+        bound little. Raises SemBlendError when the engine refuses the profile.
         """
         profile, num_layers = ReuseProfile.read(path), self._engines.facts.num_layers
         choices = ArmChoices(num_layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))

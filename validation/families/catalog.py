@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Kind(str, Enum):
-    """What a correct system does: reuse freely; see that meaning hangs on other text; nothing; the exact prefix."""
+    """What a correct system does with a family: reuse; check, since meaning hangs on other text; nothing; keep the
+    exact prefix."""
 
     HARMLESS = "harmless"
     TRAP = "trap"
@@ -89,7 +90,7 @@ def write_family(
 ) -> list[Case]:
     """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
 
-    Equal arguments write equal cases, and a group does not change when more are asked for. `eval_data`: the folder of
+    Equal arguments write equal cases, and more groups leave the first ones as they are. `eval_data`: the folder of
     evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data that is
     missing, cannot be read or holds too little.
     """
@@ -104,7 +105,7 @@ def write_family(
     return cases
 
 
-# A wrong fire is rare, and an unrelated prompt is cheap: so many more groups of them.
+# Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
 _UNRELATED_GROUPS = 2.5
 
 

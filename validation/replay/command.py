@@ -74,7 +74,7 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_replay(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything, which is all that can be asked of it. Raises SemBlendError and OSError."""
+    """Runs and writes everything; always True. Raises SemBlendError and OSError."""
     policies = _policies(options.policies)
     _check_options(options)
     paths = [options.output / name for name in FILE_NAMES]
@@ -132,7 +132,7 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _latency_model(trace: Trace, profile: Path | None) -> LatencyModel:
-    """Fitted to the rows that were named, else to the trace where it suffices, else to the rows of a checkout."""
+    """Fitted to the named rows, else to the trace where it has enough times, else to a checkout's rows."""
     if profile is None and len(trace.observations) >= MIN_OF_A_TRACE:
         return LatencyModel.fitted(trace.observations, "the trace itself")
     if profile is None and not LATENCY_PROFILE.is_file():
@@ -152,7 +152,7 @@ def _capacities(trace: Trace) -> list[int]:
 def _outcomes(
     trace: Trace, rules: Sequence[ReuseRule], policies: Sequence[str], capacities: Sequence[int]
 ) -> tuple[list[Outcome], dict[str, float]]:
-    """All outcomes, and for each rule the share of tokens that is reused where nothing has to go."""
+    """All outcomes, and the share of tokens that each rule reuses in an unlimited cache."""
     runs = [(rule, policy, n) for rule in rules for n in dict.fromkeys(capacities) for policy in policies]
     outcomes, unlimited = [], {}
     with progress("Replaying", len(runs) + len(rules)) as on_step:
@@ -218,8 +218,8 @@ class Interval:
 def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
     """Sum of `numerators` over sum of `denominators`, numbers [requests] in order; None with fewer than 4 requests.
 
-    A request leaves its blocks to the next ones, so runs of about sqrt(requests) successive requests are drawn with
-    replacement, whole (Carlstein 1986); percentiles of RESAMPLES draws. Equal seeds give equal bounds.
+    A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive requests are resampled, since
+    requests reuse the blocks of earlier ones. Percentiles of RESAMPLES draws; equal seeds give equal bounds.
     """
     above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if len(above) < 4:
@@ -237,10 +237,10 @@ BASELINE = Eviction.LRU.value
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`hit_share` and `saved_tokens` are of all prompts' tokens; the TTFT in ms is predicted by the model.
+    """`hit_share` and `saved_tokens` are of all prompts' tokens; TTFT in ms is predicted by the model.
 
-    `extrapolated_share` of the requests lie outside of what the model was fitted to. The differences are the policy's
-    minus those of lru with the same rule and capacity, of the hit share and of the mean TTFT in ms.
+    `extrapolated_share` of the requests lie outside of the model's observations. `*_over_lru`: the policy's figure
+    minus that of lru with the same rule and capacity.
     """
 
     rule: str
@@ -352,10 +352,8 @@ exclude 0.
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """Everything that a replay found. `facts` are sentences about the trace.
-
-    `unlimited_share` is the share of tokens that each rule reuses where nothing has to go.
-    """
+    """A replay's findings. `facts`: sentences about the trace; `unlimited_share`: share of tokens that each rule reuses
+    in an unlimited cache."""
 
     source: str
     facts: Sequence[str]
@@ -372,7 +370,7 @@ class ReplayReport:
         return {"schema": SCHEMA, "times": "predicted by the model, ms", **told, **told.pop("measured")}
 
     def csv(self) -> str:
-        """One row a line of the report, with a head; an interval takes three columns."""
+        """A CSV table with a row for each line; an interval takes three columns."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         plain = [each.name for each in fields(Line) if each.name not in _INTERVALS]

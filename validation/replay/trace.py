@@ -32,10 +32,9 @@ class Observation:
 
     @classmethod
     def of(cls, line: TraceLine) -> Observation | None:
-        """None where the request does not say enough, failed, or had its first token with its last.
+        """None where the request tells too little, failed, or had its first token with its last.
 
-        What was neither computed nor in the exact prefix cache came from donors: the rest of the prompt's tokens, where
-        a router wrote down how many the replica counted.
+        Prompt tokens that were not computed were reused; without their number, those of the exact prefix cache were.
         """
         ttft, computed = line.observed_ttft_ms, line.observed_prefill_tokens
         if (
@@ -56,7 +55,7 @@ NONE = -1
 
 
 class Blocks:
-    """`tokens` and `parents` of each block; a block without a parent, or one that is not shared, has NONE."""
+    """`tokens` and `parents` of each block by number; NONE is the parent of a block without one."""
 
     def __init__(self) -> None:
         self.tokens, self.parents = array("q"), array("q")
@@ -64,7 +63,7 @@ class Blocks:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, name: Hashable, tokens: int, kind: BlockKind, parent: int = NONE) -> int:
-        """The number of the block of this name; the kind that it came with first stays."""
+        """The number of the block of this name, which keeps the kind of its first use."""
         found = self._numbers.setdefault(name, len(self.tokens))
         if found == len(self.tokens):
             self.tokens.append(tokens)
@@ -84,12 +83,11 @@ MAX_BLOCK_USES = 4_000_000
 
 
 class Trace:
-    """Requests in the order of their times. Memory grows with requests and blocks; texts and metadata are not kept.
+    """Requests in the order of their times, without texts and metadata.
 
-    `spans` tells blocks apart by tenant, model, content and length, `prefixes` by everything before them as well; there
-    a block's parent is the one before it. A block without content_hash and text is not shared. `empty` counts
-    requests without tokens, which are not replayed, and `skipped` lines that are no requests; `first_skipped` says what
-    was wrong with the first.
+    Blocks of `spans` differ by tenant, model, content and length; blocks of `prefixes` also by all blocks before them,
+    the last of which is their parent. A block without content_hash and text is not shared. `empty` counts requests
+    without tokens, which are not replayed; `skipped` counts lines that are no requests, `first_skipped` tells of one.
     """
 
     def __init__(self) -> None:
@@ -103,7 +101,7 @@ class Trace:
         self._observed_tokens = self._counted_tokens = 0
 
     def add(self, line: TraceLine) -> None:
-        """Takes a request in, without blocks that have no tokens. Raises ConfigurationError when there are too many."""
+        """Adds a request, without its empty blocks. Raises ConfigurationError when there are too many."""
         blocks = [block for block in line.blocks if block.token_count]
         if not blocks:
             self.empty += 1
@@ -150,7 +148,7 @@ class Trace:
 
     @property
     def observed_over_counted(self) -> float:
-        """Tokens that engines say they had for each token of the blocks; 1 where they say nothing."""
+        """Tokens that engines counted over tokens of the blocks; 1 where none counted."""
         return self._observed_tokens / self._counted_tokens if self._counted_tokens else 1.0
 
     @property
@@ -165,7 +163,7 @@ class Trace:
 
 
 def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
-    """Takes all lines in. Raises ConfigurationError when none of them has a token."""
+    """The trace of all lines. Raises ConfigurationError when none of them has a token."""
     trace = Trace() if trace is None else trace
     for line in lines:
         trace.add(line)
@@ -190,7 +188,7 @@ def trace_file(path: Path, *, skip_bad: bool) -> Trace:
 
 
 def _bounded(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long no more than shows that it is."""
+    """The lines of a file, cut right behind MAX_LINE_BYTES."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
         while line and not line.endswith(b"\n"):
@@ -219,11 +217,12 @@ _CODE, _CONTEXT, _LEGAL, _TOOL = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A prompt is template, system prompt, documents in any order, the session's turns so far, tool outputs, question.
+    """A built-in trace. A prompt is template, system prompt, documents in any order, the session's turns so far, tool
+    outputs, question.
 
-    Numbers with `tokens` in their names are tokens. Each prompt draws `documents_each` of `documents` by Zipf's law
-    with the exponent `skew`; sessions have `turns` requests each. From the middle on, `shifts_to` takes the place of
-    `kind`, and other documents that of the first. Tenants have the same texts and share nothing.
+    Each prompt draws `documents_each` of `documents` by Zipf's law with the exponent `skew`; sessions have `turns`
+    requests each. In the second half, documents are others, of the kind `shifts_to`. Tenants have the same texts and
+    share nothing.
     """
 
     system_prompts: int = 1
