@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import SecretStr, ValidationError
 
 from semblend_trt import config
 from semblend_trt.config import (
     MASK,
     PREFIXES,
     SettingInUse,
-    SettingRow,
     Settings,
-    SettingsGroup,
     load_settings,
     masked,
     settings_in_use,
@@ -93,22 +91,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_warned", set())
 
 
-def test_defaults() -> None:
-    settings = load_settings()
-    assert settings.enabled
-    assert settings.policy is ReusePolicy.VERIFIED
-    assert (settings.recompute_boundary_layer, settings.min_span_tokens, settings.min_reuse_ratio) == (0, 64, 0.5)
-    assert (settings.host_bytes, settings.max_donors, settings.min_donor_tokens) == (4 * 1024**3, 10_000, 64)
-    assert not settings.discovery_only
-    assert not settings.fuzzy_chunks
-    assert not settings.strict_prefix_boundary
-    assert not settings.exact_materialization_only
-    assert (settings.fuzzy_margin_tokens, settings.lookup_deadline_ms) == (4, 5.0)
-    assert (settings.epic_tokens, settings.cacheblend_share, settings.metrics) == (16, 0.15, True)
-    assert settings.profile_path is None
-    assert settings.audit_path is settings.donor_tenant is settings.model_revision is None
-
-
 def test_every_setting_has_a_sample_a_description_and_bounds() -> None:
     assert {row.name for row in settings_table()} == set(SAMPLES) == set(Settings.model_fields)
     for row in settings_table():
@@ -116,18 +98,6 @@ def test_every_setting_has_a_sample_a_description_and_bounds() -> None:
         assert row.allowed
         assert row.variables[:2] == (f"TRTLLM_{row.variables[1]}", row.variables[1])
         assert row.variables[1].startswith("SEMBLEND_")
-
-
-def test_names_that_users_know() -> None:
-    variables = {row.name: row.variables for row in settings_table()}
-    assert variables["min_span_tokens"] == (
-        "TRTLLM_SEMBLEND_MIN_SPAN",
-        "SEMBLEND_MIN_SPAN",
-        "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH",
-    )
-    assert variables["recompute_boundary_layer"][2] == "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER"
-    assert variables["audit_path"][1:] == ("SEMBLEND_AUDIT_PATH", "SEMBLEND_TRTLLM_AUDIT_PATH")
-    assert len({variable for _, variable in VARIABLES}) == len(VARIABLES)
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
@@ -257,28 +227,6 @@ def test_every_setting_is_read_by_the_product() -> None:
     sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
     text = "\n".join(path.read_text() for path in sources)
     assert [name for name in SAMPLES if not re.search(rf"settings\.{name}\b", text)] == []
-
-
-class Everything(SettingsGroup):
-    on: bool = Field(True, description="A switch.")
-    count: int = Field(2, ge=1, le=9)
-    share: float = Field(0.5, ge=0.0, le=1.0)
-    path: Path | None = Field(None)
-    name: str | None = Field(None, min_length=1, max_length=20)
-    policy: ReusePolicy = Field(ReusePolicy.EXACT)
-
-
-def test_every_kind_of_setting_has_its_words() -> None:
-    rows = settings_table(Everything)
-    assert [(row.name, row.default, row.allowed) for row in rows] == [
-        ("on", "1", "0 or 1"),
-        ("count", "2", "1..9"),
-        ("share", "0.5", "0.0..1.0"),
-        ("path", "unset", "a path"),
-        ("name", "unset", "a text of 1..20 characters"),
-        ("policy", "exact", ", ".join(policy.value for policy in ReusePolicy)),
-    ]
-    assert rows[0] == SettingRow("on", ("TRTLLM_SEMBLEND_ON", "SEMBLEND_ON"), "1", "0 or 1", "A switch.")
 
 
 def in_use() -> dict[str, SettingInUse]:
