@@ -15,9 +15,10 @@ import torch
 class RopeRotation:
     """The planes in which a model rotates its keys.
 
-    `inverse_frequencies`: radians a position, one a plane, `rotary_dim / 2` of them. `rotary_dim` channels of the head
-    rotate, from `first_channel` on (0, but behind the latent in MLA); the others pass. Planes are, counted from there,
-    channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`, which no model that the connector serves is today.
+    `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `rotary_dim` channels of a
+    head rotate, from `first_channel` on (0, or the end of the latent in MLA); the others stay. Counted from there, a
+    plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. The connector serves no interleaved model
+    today.
     """
 
     inverse_frequencies: tuple[float, ...]

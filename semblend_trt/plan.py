@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -206,14 +206,8 @@ class SemanticKvPlan:
         """Ranges below `prefix_end` that no span covers: the wrapper computes them."""
         if self.kind is PlanKind.DISCOVERY_ONLY:
             return ()
-        holes, position = [], self.num_computed_tokens
-        for span in self.spans:
-            if span.target_start > position:
-                holes.append(range(position, span.target_start))
-            position = span.target_end
-        if position < self.prefix_end:
-            holes.append(range(position, self.prefix_end))
-        return tuple(holes)
+        taken = ((span.target_start, span.target_end) for span in self.spans)
+        return tuple(gaps(taken, self.num_computed_tokens, self.prefix_end))
 
     def with_target_blocks(self, block_ids: tuple[int, ...]) -> SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
@@ -224,6 +218,14 @@ class SemanticKvPlan:
         Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them.
         """
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
+
+
+def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:
+    """The ranges of [begin, end) that the ranges `taken` (start and end of each, sorted and disjoint) leave free."""
+    for start, stop in (*taken, (end, end)):
+        if begin < min(start, end):
+            yield range(begin, min(start, end))
+        begin = max(begin, stop)
 
 
 # Each yields the invariants that a plan breaks, with a sentence.

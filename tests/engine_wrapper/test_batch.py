@@ -159,16 +159,16 @@ def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
     return none if work.pending is None else work.positions[work.pending.checked]
 
 
-def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
+def slice_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
     """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
     tokens = tuple(range(begin + length))
     blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
-    piece = SequenceSlice(request_id, begin, tokens[begin:], blocks)
+    slice_ = SequenceSlice(request_id, begin, tokens[begin:], blocks)
     if begin < 12:
-        return piece
+        return slice_
     spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
     options = {**SIZES, **TERMS[terms]}
-    return replace(piece, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
+    return replace(slice_, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -181,8 +181,8 @@ def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, leng
 def test_every_row_runs_once_in_order_within_the_bound(
     make_plan: PlanMaker, parts: list[tuple[str, int, int]], slack: int
 ) -> None:
-    pieces = [piece_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
-    works = works_of(pieces, NUM_LAYERS)
+    slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
+    works = works_of(slices, NUM_LAYERS)
     # What must stay together, and one row behind it.
     max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
     found = micro_batches(works, NUM_LAYERS, max_rows)
@@ -209,5 +209,5 @@ def test_every_row_runs_once_in_order_within_the_bound(
 
 def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: PlanMaker) -> None:
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
-    works = works_of([piece_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
+    works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
     assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55

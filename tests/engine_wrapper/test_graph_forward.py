@@ -162,7 +162,7 @@ def test_inputs_without_writes_leave_the_pool_alone(tiny_qwen2_path: Path, inter
         assert not torch.equal(bench.pool, before)
 
 
-def test_pieces_cover_every_reach(interpret: Callable[[], None]) -> None:
+def test_a_shape_has_no_piece_beyond_its_reach(interpret: Callable[[], None]) -> None:
     interpret()
     from kernels.sparse_prefill.captured import MIN_PIECE, launch_shape
 

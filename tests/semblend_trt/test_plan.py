@@ -18,6 +18,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
     SpanCheck,
+    gaps,
 )
 
 NUM_LAYERS = 4
@@ -194,6 +195,13 @@ def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
     again = pickle.loads(pickle.dumps(valid))
     assert again == valid
     assert again.prompt_token_ids.tolist() == valid.prompt_token_ids.tolist()
+
+
+def test_gaps_are_before_between_and_after_what_is_taken() -> None:
+    assert list(gaps([(2, 5), (5, 7), (9, 20)], 0, 30)) == [range(2), range(7, 9), range(20, 30)]
+    assert list(gaps([(2, 5), (9, 20)], 4, 10)) == [range(5, 9)]
+    assert list(gaps([(2, 5)], 5, 5)) == list(gaps([(40, 50)], 8, 3)) == []
+    assert list(gaps([(40, 50)], 3, 8)) == [range(3, 8)]
 
 
 @given(plans())

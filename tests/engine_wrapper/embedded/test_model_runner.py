@@ -71,10 +71,10 @@ def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMak
     runner.plan_source = plans.take
     rows: list[int] = []
     handle = runner.model.model.layers[-1].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    piece = SequenceSlice(1, 24, tokens[24:], block_ids)
-    torch.testing.assert_close(runner.forward([piece]), whole, atol=TOLERANCE, rtol=0)
+    slice_ = SequenceSlice(1, 24, tokens[24:], block_ids)
+    torch.testing.assert_close(runner.forward([slice_]), whole, atol=TOLERANCE, rtol=0)
     assert len(plans) == 0
-    runner.forward([piece])
+    runner.forward([slice_])
     handle.remove()
     assert rows == [4 + 16, 16]
 
@@ -187,8 +187,8 @@ def test_unknown_settings_are_refused(tiny_qwen2_path: Path, settings: dict[str,
 def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path: Path, runner: ModelRunner) -> None:
     adopted = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(tiny_qwen2_path), tiny_qwen2_path)
     attach_pool(adopted)
-    piece = SequenceSlice(1, 0, tokens_of(19), (4, 1, 2))
-    assert torch.equal(adopted.forward([piece]), runner.forward([piece]))
+    slice_ = SequenceSlice(1, 0, tokens_of(19), (4, 1, 2))
+    assert torch.equal(adopted.forward([slice_]), runner.forward([slice_]))
     assert adopted.eos_token_ids == frozenset({256})
 
 
