@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.host_tier import HostKv
     from semblend_trt.donors.offload import DiskTransfers
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
@@ -38,20 +37,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TIMINGS_KEPT = 256
 # What a rank reports in place of tokens: a save or offload is still running, or an offload has lost nothing.
 _RUNS, _NOTHING_LOST = -1, 1
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTiming:
-    """One transfer that succeeded. `seconds` count to its last byte, from its start in the background or, for a save,
-    in the engine's thread."""
-
-    donor_id: str
-    what: str
-    tokens: int
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -75,7 +62,8 @@ class DonorSaver:
 
     The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
     change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy that was queued
-    before any later forward. `timings` are those of the last transfers.
+    before any later forward. `save_seconds` are the times of the last saves, each
+    from its start to its last byte.
     """
 
     def __init__(
@@ -107,7 +95,7 @@ class DonorSaver:
         self._newest: Future[Any] = self._thread.submit(int)
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._offloads: deque[Future[SavedDonor]] = deque()
-        self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
+        self.save_seconds: deque[float] = deque(maxlen=256)
 
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
         """Begins to save the first `tokens` positions of `block_ids`. With snapshots it saves as many as these have
@@ -211,8 +199,7 @@ class DonorSaver:
         except Exception as error:
             logger.exception("saving donor %s failed", intent.donor_id)
             return SavedDonor(intent.donor_id, 0, f"{type(error).__name__}: {error}")
-        seconds = time.perf_counter() - save.began
-        self.timings.append(TransferTiming(intent.donor_id, f"save_{intent.tier.value}", save.tokens, seconds))
+        self.save_seconds.append(time.perf_counter() - save.began)
         if intent.is_written:
             self._write(intent.donor_id)
         return SavedDonor(intent.donor_id, save.tokens)
@@ -259,46 +246,29 @@ class DonorSaver:
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:
-        began, moved = time.perf_counter(), 0
-
-        def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
-            nonlocal moved
-            self._writer.copy(source, tokens, held)
-            moved = tokens
-
         try:
             with self._queueing():
-                offloaded = self._store.offload(donor_id, copy)
+                self._store.offload(donor_id, self._writer.copy)
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
             if is_written:
                 self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
-        if offloaded:
-            self.timings.append(TransferTiming(donor_id, "offload", moved, time.perf_counter() - began))
         if is_written:
             self._write(donor_id)
         return SavedDonor(donor_id, _NOTHING_LOST)
 
     def _promote(self, donor_id: str, loaded: Event | None) -> None:
-        began, moved = time.perf_counter(), 0
-
-        def copy(held: HostKv, target: PagedKv) -> None:
-            nonlocal moved
-            self._writer.copy_up(held, target)
-            moved = held.capacity
-
         try:
             wait(self._stream, [loaded])
             with self._queueing():
-                self._store.promote(donor_id, copy)
+                self._store.promote(donor_id, self._writer.copy_up)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
             self._events.append(
                 OffloadEvent(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
             )
             return
-        self.timings.append(TransferTiming(donor_id, "promote", moved, time.perf_counter() - began))
         self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
 
     def _write(self, donor_id: str) -> None:

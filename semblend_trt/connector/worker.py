@@ -70,7 +70,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     """When `start_load_kv` returns, loads are ordered before what follows on the given stream, unless the engine
     wrapper waits layer by layer. The layer hooks do nothing, because CUDA-graph replay skips them.
 
-    `store` holds the donors, `saver` tells how long their transfers took; both exist once the caches are registered.
+    `store` holds the donors, `saver` tells how long saves took; both exist once the caches are registered.
     """
 
     def __init__(self, llm_args: Any) -> None:

@@ -43,13 +43,6 @@ def test_submitting_waits_for_nothing(thread):
     assert ran == [1]
 
 
-def test_close_runs_what_was_submitted():
-    thread, ran = Background("semblend-test"), []
-    thread.submit(lambda: ran.append(1))
-    assert thread.close(60)
-    assert ran == [1]
-
-
 def test_close_gives_a_call_up_that_never_ends():
     thread, gate = Background("semblend-test"), threading.Event()
     thread.submit(gate.wait)

@@ -106,11 +106,11 @@ def measure(bench: Bench, rows: Results, size: int, steps: int, contract: str = 
             order = loads if index % 2 else loads[::-1]
             found = {id(load): load.turn() for load in order}
             pairs.append([found[id(load)] for load in loads])
-        saved = [timing for timing in kept.connector_worker.saver.timings if timing.what == "save_host"]
-        assert not dropped.connector_worker.saver.timings, "the engine without saving has saved"
+        saved = list(kept.connector_worker.saver.save_seconds)
+        assert not dropped.connector_worker.saver.save_seconds, "the engine without saving has saved"
     assert len(saved) >= 2 * turns, f"{len(saved)} donors were saved in {turns} turns of two"
     rows_of(pairs[WARM_UPS:], size, steps, rows, kind)
-    seconds = statistics.median(timing.seconds for timing in saved[-2 * bench.repeats :])
+    seconds = statistics.median(saved[-2 * bench.repeats :])
     rows.add(
         f"saving_{kind}{label(size)}_ms", seconds * 1e3, "ms", "from the end of a request to its donor in host memory"
     )

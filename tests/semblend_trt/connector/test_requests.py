@@ -54,15 +54,6 @@ def test_oldest_request_makes_room():
     assert len(table) == 2
 
 
-def test_adding_again_keeps_one_entry():
-    table = RequestTable(limit=2)
-    table.add(tracked(1))
-    table.add(tracked(1))
-    assert len(table) == 1
-    assert table.pop(1).request_id == 1
-    assert table.pop(1) is None
-
-
 def promised(request_id):
     return tracked(request_id, plan=SimpleNamespace(matched_tokens=2))
 

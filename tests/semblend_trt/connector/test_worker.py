@@ -71,11 +71,6 @@ def reuse(mode=EngineMode.WRAPPER):
     return plan_of(span, request_id=7, prompt=30, computed=4, blocks=(20, 21, 22, 23), mode=mode)
 
 
-def test_block_size_comes_from_the_pool_not_the_arguments(args, worker):
-    assert args.kv_cache_config.tokens_per_block != BLOCK
-    assert runtime_for(args).pool.geometry.block_size == BLOCK
-
-
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     "unknown",
@@ -240,13 +235,6 @@ def test_a_second_pool_is_refused(worker, args):
     assert not held_in(worker.store)
 
 
-def test_drops_free_the_donor(worker):
-    follow(worker, 1, (3,), 8)
-    saved(worker, 1)
-    step(worker, commands=OffloadCommands(drops=["donor-1", "donor-unknown"]))
-    assert not held_in(worker.store)
-
-
 def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
     follow(worker, 1, (3, 5), 16)
     saved(worker, 1)
@@ -360,12 +348,3 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     assert (told.donor_id, told.tokens) == ("donor-1", 0)
     assert "CapacityError" in told.error
     worker.close()
-
-
-def test_loads_read_either_tier_alike(two_tiers, worker):
-    keep_on_device(two_tiers, 1, (3, 5), 16)
-    follow(worker, 1, (3, 5), 16)
-    saved(worker, 1)
-    for each in (two_tiers, worker):
-        step(each, plans=(reuse(),))
-    assert torch.equal(two_tiers.loader._pool, worker.loader._pool)

@@ -42,11 +42,6 @@ def test_what_is_switched_off_is_refused(settings, reason: str | None) -> None:
     ]
 
 
-def test_settings_that_cannot_be_read() -> None:
-    (failed,) = variables(None, "SEMBLEND_POLICY: policy 'x' is not known")
-    assert (failed.status, failed.text) == (Status.FAILED, "SEMBLEND_POLICY: policy 'x' is not known")
-
-
 def test_nats_answers(nats_server) -> None:
     (answer,) = nats(load_settings(nats_url=nats_server.url, nats_stream="donors"))
     assert answer.status is Status.OK

@@ -122,7 +122,6 @@ def test_offloaded_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
     assert ("a" in rank.store.host, "a" in rank.store.device) == (True, False)
     assert torch.equal(rank.read("a", 21), pattern(1, 21))
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
-    assert [timing.what for timing in rank.saver.timings] == ["save_device", "offload", "save_device"]
 
 
 def test_offload_that_does_not_fit_says_that_the_donor_is_lost():
