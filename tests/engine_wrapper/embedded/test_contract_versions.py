@@ -497,7 +497,7 @@ def test_cuda_graphs_are_refused_where_the_version_does(make_engine):
     assert shelf.count("register_kv_caches") == 1
 
 
-def test_older_versions_take_v1_whatever_was_asked_for(make_engine):
+def test_older_versions_take_v1_even_if_v2_was_asked_for(make_engine):
     _, shelf = make_engine("1.3rc", ())
     assert shelf.count("register_kv_caches") == 1
     with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.3rc"):

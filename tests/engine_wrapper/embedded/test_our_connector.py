@@ -186,19 +186,6 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("contract", FIELDS)
-def test_a_forward_that_fails_while_it_answers_makes_no_donor(make_ours, cold, contract):
-    llm = make_ours(contract, None)
-    stream = llm.generate_async(SHARED + prompt(40, 1), SIX)
-    next(stream)
-    with fails_once(llm.connector_worker, "wait_for_save"):
-        llm.executor.step()
-    assert list(stream)[-1].outputs[0].finish_reason == "error"
-    llm.settle()
-    check_answers(llm, cold, SHARED, reused=0)
-    assert llm.connector_scheduler.outcomes.reasons()["forward_failed"] == 1
-
-
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("contract", FIELDS)
 def test_donors_hold_their_own_kv_when_others_got_their_blocks_meanwhile(make_ours, cold, contract, module):
