@@ -153,7 +153,7 @@ class WatchedDirectory(Directory):
         await asyncio.wait_for(holds(), 60)
 
     def equals(self, workers) -> bool:
-        synced = {state.worker for state in self.workers() if state.is_synced}
+        synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
         return all(worker in synced and self.donors_of(worker) == held.held for worker, held in workers.items())
 
 
@@ -375,7 +375,7 @@ def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_s
             await forger.publish(f"{SUBJECT}.4", own.reset())
             await forger.flush()
         await forger.close()
-        assert [state.worker for state in directory.workers()] == [(4, 0)]
+        assert list(directory.workers()) == [(4, 0)]
         assert directory.counts["wrong_subject"] >= 1
         assert set(directory.counts) <= {"reset", "refused", "wrong_subject"}
         await reader.stop()

@@ -280,7 +280,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     assert counters.sent["donor_registered"] == 20
     assert relay.repeats == 0
     directory = read_back(nats_server, 44)
-    assert directory.state(STREAM).events["provider_generation_reset"] == 2
+    assert directory.workers()[STREAM].events["provider_generation_reset"] == 2
     assert directory.is_synced(STREAM)
     assert known(directory) == worker.held
 
