@@ -13,9 +13,9 @@ from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
+from validation.measurement import ServingSettings
 from validation.models import shipped_model
 from validation.prompts import FORMS
-from validation.serving import BatchSettings
 
 PROGRAM = "python -m validation"
 # The highest seed that every generator of random numbers takes, together with the seeds that follow it.
@@ -120,17 +120,12 @@ def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str,
     return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
-def batch_settings(options: argparse.Namespace) -> BatchSettings:
+def serving_settings(options: argparse.Namespace) -> ServingSettings:
     """How prompts are served. Raises ConfigurationError for a number that is out of its range."""
     counts = ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens")
     check_integers(options, seed=0, **dict.fromkeys(counts, 1))
-    return BatchSettings(
-        model=str(options.model or shipped_model()),
-        max_tokens=options.max_tokens,
-        min_span=options.min_match_length,
-        groups=options.batch,
-        batch_size=options.batch,
-    )
+    model = str(options.model or shipped_model())
+    return ServingSettings(model, options.max_tokens, options.min_match_length, options.batch)
 
 
 def family_request(options: argparse.Namespace) -> FamilyRequest:

@@ -8,7 +8,7 @@ of the tokens that deviate most (CacheBlend, arXiv 2405.16444).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
@@ -71,6 +71,9 @@ class ArmChoices:
     profile_layers: int = 0
 
 
+COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
+
+
 def is_reusing(name: str) -> bool:
     """True for the name of an arm that may place donors' KV."""
     return name not in REFERENCE_NAMES
@@ -104,7 +107,7 @@ def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
 
 def _arm(name: str, choices: ArmChoices) -> Arm:
     if name in (COLD, COLD_AGAIN):
-        return Arm(name, serves_donors=False, isolated=True)
+        return replace(COLD_ARM, name=name)
     if name == WRAPPER_WITHOUT_PLAN:
         return Arm(name, {"SEMBLEND_POLICY": "exact"}, serves_donors=False, isolated=True)
     if name == EXACT_PREFIX:

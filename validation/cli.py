@@ -38,7 +38,7 @@ from validation.exactness import plain_difference, stock_difference
 from validation.families.catalog import write_timed
 from validation.gates import COUNTED, GateBounds, gates_of
 from validation.judge import Judge, Scorer, judged, scored
-from validation.measurement import Measurement, MeasurementSettings
+from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import complain, progress, say, show, write_json, write_text
 from validation.quality import parse_quality, run_quality
@@ -206,14 +206,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
     cases = own_cases or write_timed(engines, options.seed, context)
     choices = models.choices_of(engines, options.boundary, profile)
-    settings = MeasurementSettings(
-        model=str(options.model or shipped_model()),
-        arms=arms_of(_arm_names(options.arms, policy, choices), choices),
-        max_tokens=options.max_tokens,
-        min_span=options.min_match_length,
-        repeats=options.repeat,
-    )
-    measured, exactness = _measure(engines, options.engine, cases, settings)
+    settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
+    arms = arms_of(_arm_names(options.arms, policy, choices), choices)
+    measurement = Measurement(engines, cases, settings, arms, options.repeat)
+    measured, exactness = _measure(engines, options.engine, measurement, settings)
     samples = _scores(measured, cases, scorer, asked_judge)
     report = Report(
         model=settings.model,
@@ -243,11 +239,10 @@ def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str
 
 
 def _measure(
-    engines: Engines, name: str, cases: Sequence[Case], settings: MeasurementSettings
+    engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
 ) -> tuple[Measured, Exactness | None]:
     """All samples, and how exact the wrapper is; in the embedded engine where the weights are float32."""
-    measurement, exactness = Measurement(engines, cases, settings), None
-    prompt = measurement.longest_prompt
+    prompt, exactness = measurement.longest_prompt, None
     if not isinstance(engines, EmbeddedEngines):
         exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
     elif engines.runner.dtype is torch.float32:

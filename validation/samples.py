@@ -130,13 +130,6 @@ def sample_of(
     )
 
 
-def samples_of(
-    arm: Arm, cases: Iterable[Case], answers: Mapping[str, Answer], cold: Mapping[str, Answer], num_layers: int
-) -> list[Sample]:
-    """The arm's answers, each beside cold's, both by case id."""
-    return [sample_of(arm, case, answers[case.id], cold[case.id], num_layers) for case in cases]
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     """One family under one arm: means over samples, and sums of tokens.

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
-from validation.arms import COLD_AGAIN
 from validation.audit_log import ended_requests
-from validation.cases import MAX_FORCED_TOKENS, Tokeniser, groups
-from validation.engines import EngineSettings, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from validation.arms import Arm
-    from validation.cases import Case, TokenisedCase
-    from validation.engines import ArmEngine, Engines
-
-OnStep = Callable[[str], None]
-
-# Tokens that a request's last block and the next one may take beyond its own.
-BLOCK_ROOM = 128
+    from validation.cases import Tokeniser
+    from validation.engines import ArmEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,91 +133,4 @@ class ArmServer:
             loss=None if forced is None else metrics.loss(logits, forced),
             ttft_s=output.time_to_first_token,
             reuse=Reuse(cached=output.cached_tokens),
-        )
-
-
-@contextmanager
-def served(engines: Engines, arm: Arm, settings: EngineSettings, tokeniser: Tokeniser) -> Iterator[ArmServer]:
-    """Opens the arm's engine; its audit log is read at the end."""
-    with opened(engines, arm, settings) as (engine, events):
-        yield ArmServer(arm, engine, tokeniser, events)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """`groups` groups are served together, at most `batch_size` requests at once; `host_bytes` is a minimum."""
-
-    model: str
-    max_tokens: int = 16
-    min_span: int = 64
-    groups: int = 32
-    batch_size: int = 32
-    host_bytes: int = 4 << 30
-
-
-class BatchServer:
-    """Cases of one model, served in batches under any arm: donors of many groups first, then their prompts together.
-
-    Raises ConfigurationError when a case does not fit the model's context, before anything is served.
-    """
-
-    def __init__(self, engines: Engines, cases: Sequence[Case], settings: BatchSettings) -> None:
-        self._engines, self._settings, self._cases = engines, settings, cases
-        self._tokeniser = Tokeniser(engines, settings.max_tokens)
-        self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
-
-    def tokens_of(self, case: Case) -> TokenisedCase:
-        return self._tokens[case.id]
-
-    def answers(
-        self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
-    ) -> dict[str, Answer]:
-        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
-
-        One engine serves them all. Raises SemBlendError.
-        """
-        order = groups(self._cases if cases is None else cases)
-        # A second cold run has other batches, so that it shows what batching alone changes.
-        order = order[::-1] if arm.name == COLD_AGAIN else order
-        found: dict[str, Answer] = {}
-        with served(self._engines, arm, self._engine_settings(order), self._tokeniser) as server:
-            for first in range(0, len(order), self._settings.groups):
-                for case_id, answer in self._chunk(server, order[first : first + self._settings.groups]):
-                    found[case_id] = answer.with_first_row()
-                    on_step(case_id)
-        reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
-        # The times of batched prompts are not those of one prompt.
-        return {
-            name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
-            for name, each in found.items()
-        }
-
-    def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
-        """Each case's id and answer."""
-        server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
-        # One question of every group at a time: in a cold arm the next questions find the first one's KV.
-        for together in zip_longest(*chunk):
-            cases = [case for case in together if case is not None]
-            tokens = [self._tokens[case.id] for case in cases]
-            answers = server.answers(
-                [each.prompt for each in tokens],
-                [case.group if server.arm.isolated else None for case in cases],
-                # Without one right answer, the reference is scored.
-                [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
-            )
-            yield from zip((case.id for case in cases), answers, strict=True)
-
-    def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
-        settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]
-        room = max(settings.max_tokens, MAX_FORCED_TOKENS) + BLOCK_ROOM
-        longest = room + max(len(text) for group in tokens for each in group for text in (each.prompt, *each.donors))
-        # A group's donors, and its prompts, which are kept too.
-        kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
-        return EngineSettings(
-            model=settings.model,
-            # Twice: for running requests, and for the KV that a group's first prompt leaves to the next questions.
-            pool_tokens=2 * min(settings.groups, len(order)) * longest,
-            host_bytes=max(settings.host_bytes, 2 * kept * settings.groups * self._engines.token_bytes),
-            min_span=settings.min_span,
-            batch_size=settings.batch_size,
         )

@@ -24,8 +24,8 @@ from validation.calibration.trials import PLANTED, Planter, write_plants
 from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
+from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import exact_match
-from validation.serving import BatchServer, BatchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +156,7 @@ def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tup
 def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
     choices = models.choices_of(runner, None, target.profile)
     model = str(target.folder or models.shipped_model())
-    settings = BatchSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, groups=_TOGETHER)
+    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
     return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
 

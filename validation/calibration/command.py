@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.engines import Engines
     from validation.families.catalog import FamilyRequest
+    from validation.measurement import ServingSettings
     from validation.metrics import NonInferiority
     from validation.samples import Line
-    from validation.serving import BatchSettings
 
 _CALIBRATE = f"""
 Finds the cheapest policy that is non-inferior to cold for one model in one dtype (margin {MARGIN:g} of the score,
@@ -119,7 +119,7 @@ class _Prepared:
     def __init__(self, options: argparse.Namespace, dtype: str) -> None:
         self._options, self._dtype = options, dtype
         arguments.check_integers(options, plants=1)
-        self.settings = arguments.batch_settings(options)
+        self.settings = arguments.serving_settings(options)
         self.asked = _bound_families(arguments.family_request(options))
         self.own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
         torch.manual_seed(options.seed)
@@ -158,7 +158,7 @@ def _bound_families(asked: FamilyRequest) -> FamilyRequest:
     return replace(asked, names=tuple(names))
 
 
-def identity_of(engines: Engines, settings: BatchSettings) -> tuple[CacheNamespace, KvGeometry]:
+def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
     """Namespace and geometry of an engine, from its audit log, as the connector may be in another process.
 
     Raises ConfigurationError with the reason when the connector refuses the engine, and SemBlendError.

@@ -17,10 +17,10 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
 from validation.families.catalog import shortest_prompts, write_cases
+from validation.measurement import BatchServer
 from validation.metrics import MARGIN
 from validation.models import full_layers_of
-from validation.samples import MIN_COLD_SCORE, line_of, samples_of
-from validation.serving import BatchServer
+from validation.samples import MIN_COLD_SCORE, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from validation.cases import Case, TokenisedCase
     from validation.engines import Engines, ServedModel
     from validation.families.catalog import FamilyRequest
+    from validation.measurement import ServingSettings
     from validation.samples import Line, Sample
-    from validation.serving import Answer, BatchSettings
 
 # The planter's family, and how many plants one is chosen from.
 PLANTED = "planted"
@@ -97,18 +97,20 @@ class Trials:
     """
 
     def __init__(
-        self, engines: Engines, cases: Sequence[Case], settings: BatchSettings, seed: int, collector: DeviationCollector
+        self,
+        engines: Engines,
+        cases: Sequence[Case],
+        settings: ServingSettings,
+        seed: int,
+        collector: DeviationCollector,
     ) -> None:
         self._engines, self._seed = engines, seed
         self._cases: dict[str, list[Case]] = {}
         for case in cases:
             self._cases.setdefault(case.workload, []).append(case)
-        self._all = list(itertools.chain(*self._cases.values()))
-        self._server = BatchServer(engines, self._all, settings)
+        self._server = BatchServer(engines, list(itertools.chain(*self._cases.values())), settings)
         self._planter = Planter(collector, self._server.tokens_of)
         self._collector = collector
-        [self._cold_arm] = arms_of([COLD], ArmChoices(engines.facts.num_layers, boundary=1))
-        self._cold: dict[str, Answer] = {}
 
     def deviations(self, family: str) -> list[PromptDeviations]:
         """Deviations of the first prompt of each group."""
@@ -120,7 +122,7 @@ class Trials:
         """The families that the model can answer cold, or that are scored by perplexity; the others show nothing."""
         known = []
         for family in families:
-            cold = self._cold_samples(family)
+            cold = self._server.cold(self._cases[family])
             line = line_of(family, COLD, list(cold.values()), cold, self._seed)
             is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
             score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
@@ -134,38 +136,25 @@ class Trials:
         With `strict`, and for plants, a family must be non-inferior; otherwise it may lose the margin, as few prompts
         bound little. Raises SemBlendError when the engine refuses the profile.
         """
-        profile, num_layers = ReuseProfile.read(path), self._engines.facts.num_layers
-        choices = ArmChoices(num_layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
+        profile, layers = ReuseProfile.read(path), self._engines.facts.num_layers
+        choices = ArmChoices(layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
         [arm] = arms_of([VERIFIED], choices)
         lines: list[Line] = []
-        answers: dict[str, Answer] = {}
         chosen = {family: self._chosen(family, profile) for family in families}
-        for family, cases in chosen.items():
-            if cases[0].id not in answers:
-                asked = itertools.chain(*chosen.values()) if self._engines.starts_slowly else cases
-                answers |= self._server.answers(arm, list(asked))
-            samples = samples_of(arm, cases, answers, self._cold_answers(family), num_layers)
+        for together in [list(chosen)] if self._engines.starts_slowly else [[family] for family in chosen]:
+            samples = self._server.samples(arm, [case for family in together for case in chosen[family]])
             _check_profile_was_used(samples)
-            lines.append(line_of(family, VERIFIED, samples, self._cold_samples(family), self._seed))
-            has_lost_little = all(bound.difference >= -MARGIN for bound in lines[-1].bounds)
-            if not (lines[-1].holds if strict or family == PLANTED else has_lost_little):
-                return Verdict(False, tuple(lines))
+            for family in together:
+                ours = [sample for sample in samples if sample.workload == family]
+                lines.append(line_of(family, VERIFIED, ours, self._server.cold(chosen[family]), self._seed))
+                has_lost_little = all(bound.difference >= -MARGIN for bound in lines[-1].bounds)
+                if not (lines[-1].holds if strict or family == PLANTED else has_lost_little):
+                    return Verdict(False, tuple(lines))
         return Verdict(True, tuple(lines))
 
     def _chosen(self, family: str, profile: ReuseProfile) -> list[Case]:
         cases = self._cases[family]
         return cases if family != PLANTED else self._planter.hardest(cases, profile, -(-len(cases) // TRIES))
-
-    def _cold_answers(self, family: str) -> dict[str, Answer]:
-        if self._cases[family][0].id not in self._cold:
-            asked = self._all if self._engines.starts_slowly else self._cases[family]
-            self._cold |= self._server.answers(self._cold_arm, asked)
-        return self._cold
-
-    def _cold_samples(self, family: str) -> dict[str, Sample]:
-        answers = self._cold_answers(family)
-        samples = samples_of(self._cold_arm, self._cases[family], answers, answers, self._engines.facts.num_layers)
-        return {sample.case_id: sample for sample in samples}
 
 
 def _check_profile_was_used(samples: Sequence[Sample]) -> None:
