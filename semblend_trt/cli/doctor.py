@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args, arguments.engine))
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
-        told = {"version": __version__, "problems": problems, "findings": [_fields(finding) for finding in findings]}
+        told = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
         sys.stdout.write(json.dumps(told, indent=2, default=str) + "\n")
     else:
         sys.stdout.write(_shown(findings))
@@ -120,16 +121,6 @@ def _settings() -> tuple[Settings | None, str | None]:
         return load_settings(), None
     except ConfigurationError as error:
         return None, str(error)
-
-
-def _fields(finding: Finding) -> dict[str, object]:
-    return {
-        "area": finding.area,
-        "status": finding.status.value,
-        "reason": finding.reason,
-        "text": finding.text,
-        "details": finding.details,
-    }
 
 
 def _shown(findings: list[Finding]) -> str:

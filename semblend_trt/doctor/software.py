@@ -29,7 +29,7 @@ _chapter = Chapter("software")
 
 
 def software(settings: Settings | None) -> Iterator[Finding]:
-    """Python, our own packages' needs and each extra; an extra that the settings need has to be complete."""
+    """Python, our own requirements and each extra; an extra that the settings need must be complete."""
     yield _chapter.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     try:
         ours = metadata.distribution(DISTRIBUTION)
@@ -43,7 +43,7 @@ def software(settings: Settings | None) -> Iterator[Finding]:
 
 
 def embedder(settings: Settings) -> Iterator[Finding]:
-    """Whether semantic neighbours are reported, and whether the sentence model is here that the settings name."""
+    """Whether semantic neighbours are reported, and whether the sentence model of the settings is here."""
     if settings.embedder is EmbedderKind.OFF:
         yield _chapter.ok("SEMBLEND_EMBEDDER=off: no semantic neighbours are reported")
     extra = _EXTRA_OF_EMBEDDER.get(settings.embedder)
@@ -99,13 +99,13 @@ def _applies(need: Requirement, extra: str) -> bool:
 
 
 def _versions(needs: list[Requirement]) -> dict[str, str]:
-    return {need.name: found for need in needs if (found := _installed(need.name)) is not None}
+    return {need.name: found for need in needs if (found := installed(need.name)) is not None}
 
 
 def _missing(needs: list[Requirement]) -> list[str]:
     told = []
     for need in needs:
-        found = _installed(need.name)
+        found = installed(need.name)
         if found is None:
             told.append(f"{need.name}{need.specifier} is missing")
         elif not need.specifier.contains(found, prereleases=True):
@@ -113,7 +113,8 @@ def _missing(needs: list[Requirement]) -> list[str]:
     return told
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a distribution; None without it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
