@@ -35,7 +35,7 @@ class Finding:
         return self.status in (Status.REFUSED, Status.FAILED)
 
 
-class Chapter:
+class Area:
     """Findings of one area, in the words of their status."""
 
     def __init__(self, area: str) -> None:
@@ -53,7 +53,7 @@ class Chapter:
     def failed(self, text: str, **details: Any) -> Finding:
         return Finding(self.area, Status.FAILED, text, details=details)
 
-    def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+    def collect(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """`findings`, and an error that ends them as a finding that failed: one broken package must not end the other
         checks."""
         try:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
     from semblend_trt.doctor.model import KnownModel
 
-_chapter = Chapter("machine")
+_area = Area("machine")
 _GIB = 1 << 30
 # Of control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -30,11 +30,11 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
     cards = _cards()
     for index, card in enumerate(cards):
         told = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
-        yield _chapter.ok(f"CUDA device {index}: {told}", device=index, name=card.name, memory=card.total_memory)
+        yield _area.ok(f"CUDA device {index}: {told}", device=index, name=card.name, memory=card.total_memory)
     if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield _chapter.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
+        yield _area.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
     elif not cards:
-        yield _chapter.note("no CUDA device; models and kernels run on the CPU")
+        yield _area.note("no CUDA device; models and kernels run on the CPU")
     yield _kernels(bool(cards))
     if settings is not None:
         yield from _memory(settings)
@@ -43,14 +43,14 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
 def _kernels(has_card: bool) -> Finding:
     has_triton = find_spec("triton") is not None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return _chapter.note("TRITON_INTERPRET is 1: Triton kernels are interpreted, which is for tests alone")
+        return _area.note("TRITON_INTERPRET is 1: Triton kernels are interpreted, which is for tests alone")
     if has_card and has_triton:
-        return _chapter.ok("kernels run as Triton kernels", kernels="triton")
+        return _area.ok("kernels run as Triton kernels", kernels="triton")
     if has_card:
-        return _chapter.note(
+        return _area.note(
             "Triton is not installed: kernels run as PyTorch, much slower; install semblend-trt[gpu]", kernels="torch"
         )
-    return _chapter.ok("kernels run as PyTorch", kernels="torch")
+    return _area.ok("kernels run as PyTorch", kernels="torch")
 
 
 def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
@@ -60,14 +60,14 @@ def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
     if tokens is None or known.dtype is None or not isinstance(ranks, int):
         return
     if not isinstance(tokens, int) or tokens < 1:
-        yield _chapter.failed(f"kv_cache_config.max_tokens is {tokens!r}; give a whole number from 1 on")
+        yield _area.failed(f"kv_cache_config.max_tokens is {tokens!r}; give a whole number from 1 on")
         return
     size, cards = tokens * known.geometry(ranks).bytes_per_token(known.dtype), _cards()
     memory = min((card.total_memory for card in cards), default=_host_memory())
     if size > memory:
         place = "a card here" if cards else "this machine"
         told = f"kv_cache_config.max_tokens {tokens} are {size} bytes of KV a rank, and {place} has {memory}; lower it"
-        yield _chapter.failed(told) if cards else _chapter.note(told)
+        yield _area.failed(told) if cards else _area.note(told)
 
 
 def _memory(settings: Settings) -> Iterator[Finding]:
@@ -81,11 +81,11 @@ def _memory(settings: Settings) -> Iterator[Finding]:
             on_card | {"STAGING_BYTES": settings.staging_bytes},
             min(card.total_memory for card in cards),
             "a card here",
-            _chapter.failed,
+            _area.failed,
         )
-        yield from _too_much(on_host, memory, "this machine", _chapter.failed)
+        yield from _too_much(on_host, memory, "this machine", _area.failed)
     else:
-        yield from _too_much(on_host | on_card, memory, "this machine", _chapter.note)
+        yield from _too_much(on_host | on_card, memory, "this machine", _area.note)
 
 
 def _too_much(sizes: dict[str, int], memory: int, place: str, told: Callable[[str], Finding]) -> Iterator[Finding]:

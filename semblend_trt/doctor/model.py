@@ -12,7 +12,7 @@ from kernels.layout import SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEFT_OPEN = "dtypes other than the KV cache's, and the parallel layout, are compared when the engine starts"
-_model, _profile = Chapter("model"), Chapter("profile")
+_model, _profile = Area("model"), Area("profile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.doctor.software import installed
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.transformers_version import embedded_engine_refusal
@@ -39,7 +39,7 @@ MAX_BYTES = 1 << 20
 # YAML aliases count each time: a small file can stand for more values than memory holds.
 MAX_VALUES = 100_000
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-_engine, _options = Chapter("engine"), Chapter("options")
+_engine, _options = Area("engine"), Area("options")
 
 
 def engine() -> Iterator[Finding]:

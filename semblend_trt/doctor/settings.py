@@ -10,7 +10,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.connection import ConnectionOptions
 
 NATS_SECONDS = 3.0
-_settings, _fleet, _files = Chapter("settings"), Chapter("fleet"), Chapter("files")
+_settings, _fleet, _files = Area("settings"), Area("fleet"), Area("files")
 
 
 def variables(settings: Settings | None, problem: str | None) -> Iterator[Finding]:
