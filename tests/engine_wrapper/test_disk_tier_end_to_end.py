@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -162,43 +161,6 @@ def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path)
     assert serve(llm, SECOND).reused_tokens > 500
     assert counts == {"write_failed": 1}
     assert donor_files(tmp_path) == []
-
-
-def test_refused_files_are_counted(engine, kept, tmp_path):
-    donor_files(tmp_path)[0].write_bytes(b"nothing")
-    restarted = engine()
-    restarted.connector_worker.transfers.drain()
-    assert [news.kind.value for news in restarted.connector_worker._runtime.disk.found] == [
-        "file_refused",
-        "files_read",
-    ]
-
-
-def test_full_disk_is_counted_and_leaves_no_file(engine, tmp_path, monkeypatch):
-    def full(descriptor, offset, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    llm = ready(engine())
-    monkeypatch.setattr(donor_file.os, "posix_fallocate", full)
-    counts = events(llm)
-    assert serve(llm, FIRST).reused_tokens == 0
-    assert serve(llm, SECOND).reused_tokens > 500  # from memory
-    assert counts == {"write_failed": 1}
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
-    assert llm.connector_scheduler.donor_index.catalog.stats().disk_bytes_used == 0
-
-
-def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
-    first, restarted = ready(engine()), engine()
-    assert (first.connector_worker.transfers is None, restarted.connector_worker.transfers is None) == (False, True)
-    assert serve(restarted, FIRST).reused_tokens == 0
-    assert serve(restarted, SECOND).reused_tokens > 500
-    assert donor_files(tmp_path) == []
-
-
-def test_bytes_without_a_path_stop_the_engine_with_a_sentence(engine):
-    with pytest.raises(Exception, match="set SEMBLEND_DISK_PATH"):
-        engine(DISK_PATH="")
 
 
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):

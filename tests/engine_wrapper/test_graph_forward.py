@@ -256,7 +256,7 @@ def test_no_more_graphs_than_there_is_room_for(tiny_qwen2_path: Path, monkeypatc
 
 
 @needs_cuda
-def test_an_engine_that_is_dropped_meanwhile_does_not_end_a_capture(
+def test_a_capture_survives_that_another_engine_is_dropped(
     tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine_wrapper import graph_forward

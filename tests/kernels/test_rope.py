@@ -151,12 +151,6 @@ def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved: bo
     assert torch.equal(keys, copy)
 
 
-def test_strided_keys_rotate_as_contiguous_ones() -> None:
-    rotation = RopeRotation((1.0, 0.1), 4)
-    keys = torch.randn(3, 7, 8)[:, ::2, 1:7]
-    assert torch.equal(rotate_keys(keys, -3, rotation), rotate_keys(keys.contiguous(), -3, rotation))
-
-
 @pytest.mark.parametrize(("frequencies", "rotary_dim"), [((1.0,), 4), ((), 0), ((1.0, 0.5), 3)])
 def test_frequencies_and_rotary_dim_must_agree(frequencies: tuple[float, ...], rotary_dim: int) -> None:
     with pytest.raises(ValueError, match=f"rotary_dim {rotary_dim}"):

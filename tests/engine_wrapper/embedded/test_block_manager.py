@@ -107,19 +107,6 @@ def run(blocks, request_id, tokens, key=KEY):
     return matched
 
 
-class Limit:
-    """Publishes the leading `tokens` of each request, and remembers whose blocks were let go of."""
-
-    def __init__(self, tokens):
-        self.tokens, self.gone = tokens, []
-
-    def publishable(self, request_id, tokens):
-        return min(self.tokens, tokens)
-
-    def released(self, request_id):
-        self.gone.append(request_id)
-
-
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
@@ -216,37 +203,6 @@ def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
     admit(blocks, 3, [70])
     blocks.publish(2, FOUR)
     assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
-
-
-def test_pins_hold_what_the_tree_has_and_nothing_else():
-    blocks, _ = manager(num_blocks=6)
-    blocks.publication = guard = Limit(8)
-    tokens = list(range(10))
-    for step in (admit, BlockManager.publish):
-        for request_id in (1, 2):
-            step(blocks, request_id, tokens)
-    own = blocks.block_ids(2)
-    blocks.release(1)
-    blocks.pin(2)
-    assert guard.gone == [1, 2]
-    assert set(own) <= set(blocks._free)
-    assert (blocks.num_free_blocks, blocks.num_reusable_blocks) == (4, 2)
-    assert blocks._tree.evict() is None
-    blocks.unpin(2)
-    assert blocks.num_free_blocks == 6
-    blocks.unpin(2)  # has none any more
-
-
-def test_the_guard_limits_publication_and_hears_of_the_release():
-    blocks, _ = manager()
-    blocks.publication = guard = Limit(6)
-    tokens = list(range(12))
-    admit(blocks, 1, tokens)
-    blocks.publish(1, tokens)
-    assert (blocks.num_reusable_blocks, guard.gone) == (1, [])
-    blocks.release(1)
-    assert guard.gone == [1]
-    assert len(blocks.match(KEY, tokens).nodes) == 1
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

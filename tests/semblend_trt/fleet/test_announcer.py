@@ -24,14 +24,14 @@ from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, DonorPublisher, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
-from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
 from semblend_trt.fleet.wire import Emitter, decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.runtime import PoolFacts, SavedDonor
 from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
-from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)

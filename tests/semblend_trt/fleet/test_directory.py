@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, LONGEST_INTERVAL, Directory, Holder, Verdict
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
-from semblend_trt.fleet.sketch import overlap, prompt_fingerprints, sketch_key, sketch_of
+from semblend_trt.fleet.sketch import overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from tests.semblend_trt.fleet.conftest import Teller
-from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_told_with_its_name() -> None:
     speaks.reset()
     feed(directory, [speaks.evicted("a"), *said("reset", generation=1)])
     assert [reason for reason, _ in told] == ["duplicate", "malformed", "unknown_donor", "wrong_state", "gap", "stale"]
-    assert told[0][1] == "worker 3.0, event 1: was seen, or comes too late"
+    assert told[0][1] == "worker 3.0, event 1: was seen already, or comes too late"
     assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
 
 

@@ -15,11 +15,11 @@ from semblend_trt.fleet.sketch import (
     Sketch,
     keyed,
     overlap,
-    prompt_fingerprints,
     sketch_key,
     sketch_of,
     sketches_of,
 )
+from tests.semblend_trt.samples import prompt_fingerprints
 from tests.semblend_trt.samples import text as random_tokens
 
 KEY = sketch_key("namespace", "salt")

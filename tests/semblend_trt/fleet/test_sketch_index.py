@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_of
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_of
 from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, KnownNamespaces, SketchIndex
 from semblend_trt.namespace import content_value
-from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints
 
 KEY = bytes(range(16))
 WORKERS = 3
