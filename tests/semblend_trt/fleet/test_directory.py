@@ -1,4 +1,4 @@
-"""The directory: what workers told, in whatever order and however incompletely it came."""
+"""The directory: donors from events in any order, incomplete or forged."""
 
 from __future__ import annotations
 
@@ -53,8 +53,14 @@ def changed(payload: bytes, **data) -> bytes:
     return json.dumps(message).encode()
 
 
+def with_sketch(registered: bytes, sketch: bytes) -> bytes:
+    message = json.loads(registered)
+    message["data"]["segments"][0]["provider_metadata"] = list(sketch)
+    return json.dumps(message).encode()
+
+
 def said(*deeds: str, generation: int = 7) -> list[bytes]:
-    """What a worker says: a `reset`, or that a donor of another name is gone."""
+    """A worker's messages: a `reset`, or else the eviction of the named donor."""
     writer = EventWriter(Emitter(*WORKER, generation), EventFormat.JSON)
     return [writer.reset() if deed == "reset" else writer.evicted(deed) for deed in deeds]
 
@@ -171,12 +177,9 @@ def test_donors_that_are_gone_are_not_found(directory) -> None:
 def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory) -> None:
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    *messages, registered = teller.messages()
+    feed(directory, teller.messages())
     teller.remove("a")
-    (evicted,) = teller.messages()
-    message = json.loads(evicted)
-    message["data"]["segments"] = [0]
-    feed(directory, [*messages, registered, json.dumps(message).encode()])
+    feed(directory, [changed(*teller.messages(), segments=[0])])
     assert directory.holders(document) == ()
     assert directory.donors_of(WORKER) == {"a": "device"}
 
@@ -201,14 +204,12 @@ def test_tenants_and_models_never_meet(directory) -> None:
 
 
 def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory) -> None:
-    """Whoever repeats a tenant's namespace, which stands on the subject, cannot draw that tenant's requests."""
+    """A forger who copies a tenant's namespace from the subject cannot attract that tenant's requests."""
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document, "acme")
     reset, registered = teller.messages()
     guess = sketch_of(document, sketch_key(BASE_NAMESPACE.for_request("acme", None).key, None)).to_bytes()
-    message = json.loads(registered)
-    message["data"]["segments"][0]["provider_metadata"] = list(guess)
-    feed(directory, [reset, json.dumps(message).encode()])
+    feed(directory, [reset, with_sketch(registered, guess)])
     assert directory.donors_of(WORKER) == {"a": "device"}
     assert directory.holders(document, tenant_salt="acme") == ()
 
@@ -500,7 +501,6 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
     reset, registered = teller.messages()
-    message = json.loads(registered)
     bad = []
     for change in ("namespace", "tenant", "nested", "sketch", "kind"):
         copy = json.loads(registered)
@@ -517,7 +517,7 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
         else:
             data["kind"] = "donor_praised"
         bad.append(json.dumps(copy).encode())
-    assert feed(directory, [reset, json.dumps(message).encode(), *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 6
+    assert feed(directory, [reset, registered, *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 6
     counted = {name: directory.counts[name] for name in ("bad_namespace", "no_sketch", "unknown_kind")}
     assert counted == {"bad_namespace": 3, "no_sketch": 1, "unknown_kind": 1}
     assert directory.holders(text(1, 1000)) == (Holder(WORKER, 1000),)
@@ -544,9 +544,7 @@ def test_sketches_beyond_the_index_are_left_out() -> None:
     teller.add("b", text(2, 2000))
     reset, first, second = teller.messages()
     large = sketch_of(text(1, 6000), bytes(16), 500).to_bytes()
-    forged = json.loads(first)
-    forged["data"]["segments"][0]["provider_metadata"] = list(large)
-    feed(directory, [reset, json.dumps(forged).encode(), second])
+    feed(directory, [reset, with_sketch(first, large), second])
     assert directory.counts["index_full"] == 1
     assert directory.donors_of(WORKER) == teller.held
     feed(directory, [teller.messages(heartbeat=True)[0]])
@@ -566,7 +564,7 @@ def test_a_purge_takes_all_of_a_worker(directory) -> None:
 
 @st.composite
 def histories(draw):
-    """What three workers do and what becomes of each message: (worker, deed, donor, fate)."""
+    """Steps of three workers and the fate of their messages: (worker, deed, donor, fate)."""
     deeds = st.sampled_from(["add", "add", "salted", "move", "remove", "restart", "resync", "beat"])
     fates = st.sampled_from(["arrive", "arrive", "drop", "twice", "late"])
     return draw(st.lists(st.tuples(st.integers(0, 2), deeds, st.integers(0, 5), fates), max_size=40))

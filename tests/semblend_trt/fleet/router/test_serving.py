@@ -101,7 +101,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", HALF, GOOD.replace(b"close", b"keep-alive")])
 @server(header_seconds=0.1)
-async def test_who_sends_no_header_is_left(served: Served, sent: bytes) -> None:
+async def test_a_client_without_a_header_is_closed(served: Served, sent: bytes) -> None:
     reader = await served.open(sent)
     assert await reader.read() == b"" or sent.endswith(b"{}")
     while len(served.connections):
@@ -109,7 +109,7 @@ async def test_who_sends_no_header_is_left(served: Served, sent: bytes) -> None:
 
 
 @server(header_seconds=0.2)
-async def test_who_sends_a_header_byte_by_byte_is_left(served: Served) -> None:
+async def test_a_client_with_a_slow_header_is_closed(served: Served) -> None:
     host, port = served.address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     while not reader.at_eof():
@@ -120,12 +120,12 @@ async def test_who_sends_a_header_byte_by_byte_is_left(served: Served) -> None:
 
 
 @server(header_seconds=0.1, body_seconds=0.1)
-async def test_who_sends_no_body_is_told(served: Served) -> None:
+async def test_a_client_without_a_body_is_told(served: Served) -> None:
     assert error_of(await answered(served.address, WITHOUT_BODY)) == (408, "body_timeout")
 
 
 @server(header_seconds=3600, body_seconds=0.5)
-async def test_who_takes_no_answer_is_left(served: Served) -> None:
+async def test_a_client_that_takes_no_answer_is_closed(served: Served) -> None:
     reader = await served.open(STAY)
     await served.left.wait()
     assert reader is not None
@@ -142,7 +142,7 @@ def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.Lo
             assert await ended(reader)
         assert not any(reader.at_eof() for reader in readers[10:])
         assert set(served.dropped) == {"made_room"}
-        # Who is being served never makes room.
+        # A connection that is served never makes room.
         assert await streams[0].readexactly(4096)
 
     run_within(running(header_seconds=3600, body_seconds=3600, max_connections=4), test)
@@ -160,7 +160,7 @@ async def test_a_peer_makes_room_for_itself_alone(served: Served) -> None:
 
 
 @server(header_seconds=3600, body_seconds=3600, max_connections=2)
-async def test_where_all_are_served_nobody_else_is(served: Served) -> None:
+async def test_where_all_are_served_a_new_connection_is_closed(served: Served) -> None:
     streams = [await served.open(STAY) for _ in range(2)]
     for stream in streams:
         await stream.readuntil(b"\r\n\r\n")
