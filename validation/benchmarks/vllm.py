@@ -1,10 +1,10 @@
 """vLLM with our connector against stock vLLM: times to the first token, retrieval prompts, decoding beside prefills.
 
 `python -m validation.benchmarks.vllm --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
-and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. Each process
-writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of those that are there.
-So a run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, which
-needs no card.
+and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
+writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
+run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, for which
+no card is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kernels.results import Measured, Results, command, parser_of, write_rows
 from validation.benchmarks.bench_model import label
@@ -55,8 +57,8 @@ VLLM_RAG_P95_RATIO = 0.25
 
 # The arena of donors on the card lies beside what vLLM takes.
 _OURS = {"gpu_memory_utilization": 0.8}
-# Three engines on one card, each with room for four of the longest prompts.
-_SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 6 << 30}
+# Three engines on one card, each with room for seven of the longest prompts.
+_SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 
 
@@ -66,13 +68,12 @@ def measure_arm(options: argparse.Namespace) -> None:
     Raises SystemExit where nothing is reused.
     """
     name: str = options.arm
-    own = _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
-    if options.small:
-        own = _SMALL | own
-    elif options.turns is not None:
-        own = _SHARING | own
-    elif name != STOCK:
-        own = _OURS | own
+    own = dict(_SMALL) if options.small else {}
+    if options.turns is not None:
+        own |= _SHARING if torch.cuda.is_available() else {}
+    elif name != STOCK and not options.small:
+        own |= _OURS
+    own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
     turn = {} if options.turns is None else {"turn": Turns(options.turns)}
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)

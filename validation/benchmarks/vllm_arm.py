@@ -35,7 +35,6 @@ ARMS = (STOCK, POSITION_FIX, VERIFIED)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
 IN_TURNS = ("ttft", "miss")
-WARM_UPS = 2
 # Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
 SERVED_SHARE = 0.9
 # Requests at 80 % of what stock vLLM sustains.
@@ -70,7 +69,9 @@ class Sizes:
     alone: int = 64
     prefills: int = 10
     repeats: int = 15
-    misses: int = 6
+    turns: int = 6
+    in_turn: int = 4
+    misses: int = 8
     donor_device_bytes: int = 4 << 30
     donor_host_bytes: int = 8 << 30
 
@@ -95,6 +96,8 @@ SMALL = Sizes(
     alone=4,
     prefills=2,
     repeats=2,
+    turns=2,
+    in_turn=2,
     misses=2,
     donor_device_bytes=1 << 26,
     donor_host_bytes=1 << 28,
@@ -347,7 +350,7 @@ class VllmArm:
             self.settle()
         with self.watched() as served:
             times = self._times({"shifted_ms": lambda: self.prompts.shifted(document)})
-        problem = served.problem(len(document) * (WARM_UPS + self.sizes.repeats))
+        problem = served.problem(len(document) * self.sizes.turns * (1 + self.sizes.in_turn))
         return {"tokens": size, **times, "served": served.told, "problem": problem}
 
     def miss(self) -> dict[str, Any]:
@@ -357,7 +360,7 @@ class VllmArm:
         """
         found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": []}
         with self.watched() as served:
-            for _ in range(self.sizes.repeats):
+            for _ in range(2 * self.sizes.turns):
                 gc.collect()
                 prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + self.sizes.misses)]
                 with self._turn():
@@ -462,16 +465,18 @@ class VllmArm:
     # -- parts of them ---------------------------------------------------------------------------------------------
 
     def _times(self, makers: Mapping[str, Callable[[], list[int]]]) -> dict[str, list[float]]:
-        """Milliseconds of the prompts that each of `makers` makes, one of each in a turn, behind some that warm up."""
+        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, behind one that warms up."""
         times: dict[str, list[float]] = {name: [] for name in makers}
-        for _ in range(WARM_UPS + self.sizes.repeats):
-            prompts = {name: make() for name, make in makers.items()}
+        for _ in range(self.sizes.turns):
+            prompts = {name: [make() for _ in range(1 + self.sizes.in_turn)] for name, make in makers.items()}
             gc.collect()
             with self._turn():
-                for name, prompt in prompts.items():
-                    times[name].append(self.ttft_ms(prompt))
-                    self.settle()
-        return {name: found[WARM_UPS:] for name, found in times.items()}
+                for name, own in prompts.items():
+                    for prompt in own:
+                        times[name].append(self.ttft_ms(prompt))
+                        self.settle()
+                    del times[name][-len(own)]
+        return times
 
     def _warm_rag(self) -> None:
         """Has every document served once, in prompts of their own, and then some prompts in random order. The same
