@@ -1,7 +1,7 @@
 """The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
 
-With it attached, blocks that hold approximate KV are never published, and where the engine's decoder can be hooked it
-computes only holes and suffix. Where nothing can be attached, the connector stays as it is on a stock engine.
+Once it is attached, blocks that hold approximate KV are never published. If the engine's decoder can be hooked, it
+computes only holes and suffix. If nothing can be attached, the connector does what it does on a stock engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
 def attach_to_embedded(runtime: Runtime) -> None:
     """Attaches plan execution and the publication guard to the embedded engine, unless the worker refused its caches.
 
-    Its runner waits for loads layer by layer, and tells what its checks found.
+    The engine's runner then waits for loads layer by layer and reports what its checks find.
     """
     if runtime.pool is None:
         return
@@ -44,10 +44,10 @@ def attach_to_embedded(runtime: Runtime) -> None:
 
 
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
-    """The stock scheduler, which on TensorRT-LLM saves nothing of a request that holds approximate KV.
+    """The stock scheduler. On TensorRT-LLM it saves no request that holds approximate KV.
 
-    Its executor stores the blocks of a request that is being saved in the reuse tree and holds them by that alone; a
-    guarded request is not stored.
+    TensorRT-LLM holds the blocks of a saved request through the reuse tree only, and the guard keeps approximate KV out
+    of that tree.
     """
 
     @never_raises(lambda: False)
@@ -62,12 +62,12 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
 
 
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
-    """The stock worker, which attaches to its engine once the caches are registered.
+    """The stock worker. It attaches to its engine once the caches are registered.
 
-    `attachment` says what was attached to TensorRT-LLM's executor; it is None with the embedded engine.
+    `attachment`: what was attached to TensorRT-LLM's executor; None with the embedded engine.
     """
 
-    # They do nothing, so an engine may replay CUDA graphs, which cannot call them.
+    # Its layer hooks do nothing, so the engine may replay CUDA graphs, which cannot call hooks.
     uses_layer_hooks = False
 
     def __init__(self, llm_args: Any) -> None:
@@ -83,7 +83,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Ends this iteration's loads.
 
-        Raises SemBlendError when TensorRT-LLM has run a forward past a plan: it skipped what the plan would compute.
+        Raises SemBlendError when TensorRT-LLM ran a forward without asking for its plans: holes were not computed.
         """
         forward = None if self.attachment is None else self.attachment.forward
         if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
@@ -94,7 +94,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         raise SemBlendError("the engine ran a forward without asking for its plans; nothing is reused from now on")
 
     def close(self) -> None:
-        """As the stock worker; the engine is left as it was found."""
+        """As the stock worker's. Leaves the engine as it was found."""
         if self.attachment is not None:
             self.attachment.remove()
             self.attachment = None

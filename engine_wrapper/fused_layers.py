@@ -1,15 +1,15 @@
-"""Decoder layers of four known families with few launches, and the active rows of a forward through them.
+"""Decoder layers of four known families with few kernel launches, and the active rows of a forward through them.
 
-Joined projections, and one pass between two products: a layer is six launches beside its attention. They are norm, QKV
-product, rotation and pool write, output product, norm, gate and up product, SwiGLU, down product. Whatever is not
-recognised keeps Transformers' own layers.
+Projections of one input are joined, and one pass does what stands between two products. Beside its attention a layer
+has eight launches: norm, QKV product, rotation and pool write, output product, norm, gate and up product, SwiGLU, down
+product. Layers of other families stay Transformers' own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,9 +40,9 @@ SMALLEST_BUCKET = 64
 
 
 class SharedLinear(nn.Linear):
-    """This rank's inputs of a linear layer; what the ranks get for theirs is added up, so that all have the outputs.
+    """This rank's part of a linear layer's inputs. The ranks' results are added up: each has the layer's outputs.
 
-    The bias stays on rank 0.
+    Rank 0 alone adds the bias.
     """
 
     def __init__(self, linear: nn.Linear, inputs: slice, ranks: Ranks) -> None:
@@ -59,8 +59,10 @@ class SharedLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear layers of one input joined into one: `weight` [outputs, inputs], `bias` [outputs] or None. Where `ranks`
-    share the inputs, their outputs are added up."""
+    """Linear layers of one input joined into one: `weight` [outputs, inputs], `bias` [outputs] or None.
+
+    Ranks that share the inputs add up their outputs.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -85,21 +87,12 @@ class FusedLayer:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class RowTables:
-    """Rotation and place of each row: `cos`, `sin` float32 [rows, head_dim / 2], `slots` int64 [rows]."""
+class RowTables(NamedTuple):
+    """Rotation and slot of each row: `cos`, `sin` float32 [rows, head_dim / 2], `slots` int64 [rows], -1 for none."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     slots: torch.Tensor
-
-    def keep(self, rows: torch.Tensor) -> RowTables:
-        """The tables of some of the rows."""
-        return RowTables(*(table.index_select(0, rows) for table in (self.cos, self.sin, self.slots)))
-
-    def without_slots(self) -> RowTables:
-        """The same tables, of rows whose K and V stay out of the pool."""
-        return replace(self, slots=torch.full_like(self.slots, -1))
 
 
 def bucket_rows(rows: int) -> int:
@@ -112,10 +105,10 @@ def bucket_rows(rows: int) -> int:
 class WholeAttention:
     """Causal attention of whole prompts to their own fresh K and V, through torch's SDPA.
 
-    On Hopper torch takes cuDNN, the fastest there is, which builds a plan for every length it has not seen: about a
-    third of a second, more than many a prefill. So lengths are padded to buckets, and only prepared buckets are served;
-    the kernel over the paged pool, which is a little slower, takes all others. Rows are [rows, heads + 2 * kv_heads,
-    head_dim]: query heads, then key and value heads.
+    On Hopper torch takes cuDNN, which is the fastest. cuDNN builds a plan for every new length, for about a third of a
+    second: longer than many a prefill. So lengths are padded to buckets, and only prepared buckets are served here. The
+    kernel over the paged pool, which is a little slower, serves the rest. Rows are [rows, heads + 2 * kv_heads,
+    head_dim]: query heads, then key heads, then value heads.
     """
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
@@ -125,7 +118,7 @@ class WholeAttention:
         self._prepared: set[int] = set()
 
     def prepare(self, lengths: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Has plans built for prompts of these lengths. The library keeps them for the calling thread only."""
+        """Has cuDNN build plans for prompts of these lengths. It keeps them for the calling thread only."""
         for bucket in sorted({bucket_rows(length) for length in lengths} - self._prepared):
             self._attend(torch.zeros((bucket, *self._shape), dtype=dtype, device=device))
             self._prepared.add(bucket)
@@ -138,7 +131,7 @@ class WholeAttention:
         """`heads`: [rows, heads + 2 * kv_heads, head_dim], rotated; returns [rows, heads, head_dim]."""
         rows = heads.shape[0]
         if heads.is_cuda and bucket_rows(rows) > rows:
-            # Padded rows stand behind all others, which therefore do not see them.
+            # Padded rows stand behind all others, so that no row attends to them.
             return self._attend(pad(heads, (0, 0, 0, 0, 0, bucket_rows(rows) - rows)))[:rows]
         return self._attend(heads)
 
@@ -168,7 +161,7 @@ class FusedDecoder:
         return rows
 
     def tables(self, positions: torch.Tensor, slots: torch.Tensor) -> RowTables:
-        """`positions`: int64 [rows]. The model's own rotation, in float32 whatever the model's dtype."""
+        """`positions`: int64 [rows]. The model's own rotation, always in float32."""
         wide = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self._model.model.rotary_emb(wide, position_ids=positions[None])
         half = self.geometry.head_dim // 2
@@ -177,24 +170,22 @@ class FusedDecoder:
     def project(
         self, index: int, delta: torch.Tensor | None, residual: torch.Tensor, tables: RowTables
     ) -> torch.Tensor:
-        """The layer up to its attention: rotated rows [rows, heads + 2 * kv_heads, head_dim], whose K and V are in the
-        pool wherever `tables` names a slot. The hidden rows are `residual + delta`, which is None before the first
-        layer; it is added to `residual`."""
+        """Runs the layer up to its attention; returns rotated rows, [rows, heads + 2 * kv_heads, head_dim].
+
+        Writes K and V of the rows that have a slot in `tables` into the pool. The hidden rows are `residual + delta`;
+        `delta`, None before the first layer, is added to `residual`.
+        """
         weights = self._layers[index]
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
         rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.pool, index, self.geometry, weights.head_norms)
         return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
 
     def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The layer from its attention's output [rows, heads, head_dim] on; writes `residual`, returns a delta."""
+        """Runs the layer behind its attention; `attended`: [rows, heads, head_dim]. Writes `residual`, returns a
+        delta."""
         weights = self._layers[index]
         normed = _normed(weights.output(attended.flatten(1)), residual, weights.post_norm, weights.eps)
         return weights.down(silu_mul(weights.gate_up(normed)))
-
-    def keys_and_values(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parts of projected rows that belong in the pool, each a view [rows, kv_heads, head_dim]."""
-        _, keys, values = heads.split([self.num_heads, self.geometry.kv_heads, self.geometry.kv_heads], 1)
-        return keys, values
 
     def finish(self, delta: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, [len(rows), hidden]."""
@@ -208,7 +199,7 @@ class FusedDecoder:
 
 
 class PagedAttend:
-    """Attention of one stage's rows: to their fresh K and V where all sequences are whole, else to the pool."""
+    """Attention of one stage's rows: to their fresh K and V if all sequences are whole prompts, else to the pool."""
 
     def __init__(self, decoder: FusedDecoder, sequences: tuple[SequenceRows, ...]) -> None:
         self._decoder = decoder
@@ -217,10 +208,6 @@ class PagedAttend:
             each.first_position == 0 and each.contiguous and decoder.whole.serves(each.count, decoder.pool.device)
             for each in sequences
         )
-
-    def slots(self) -> torch.Tensor:
-        """Where the rows lie in the pool, int64 [rows]."""
-        return slots_of(self._sequences, self._decoder.geometry.block_size)
 
     def __call__(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
         decoder = self._decoder
@@ -233,30 +220,15 @@ class PagedAttend:
 
 @dataclass(frozen=True, slots=True)
 class BegunLayer:
-    """Rows within a layer, before its attention: `residual` [rows, hidden] and `heads`, the projected rows
-    [rows, heads + 2 * kv_heads, head_dim], whose K and V are in the pool."""
+    """Rows before the attention of a layer: `residual` [rows, hidden] and the projected `heads`, [rows, heads +
+    2 * kv_heads, head_dim], whose K and V are in the pool."""
 
     layer: int
     residual: torch.Tensor
     heads: torch.Tensor
 
-    def keep(self, rows: torch.Tensor | None) -> BegunLayer:
-        """Some of the rows, int64 on the host or on their device; None keeps all."""
-        if rows is None:
-            return self
-        rows = to_device(rows, self.residual.device)
-        return BegunLayer(self.layer, self.residual.index_select(0, rows), self.heads.index_select(0, rows))
-
-    def room_for(self, rows: int) -> BegunLayer:
-        """Zeros in the shape of so many of these rows."""
-        return BegunLayer(
-            self.layer,
-            self.residual.new_zeros(rows, *self.residual.shape[1:]),
-            self.heads.new_zeros(rows, *self.heads.shape[1:]),
-        )
-
     def fill(self, rows: BegunLayer) -> None:
-        """Copies rows to the beginning."""
+        """Copies `rows` over the first ones."""
         self.residual[: len(rows.residual)] = rows.residual
         self.heads[: len(rows.heads)] = rows.heads
 
@@ -264,8 +236,7 @@ class BegunLayer:
 class FusedRows:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
-    A check's layer goes no further than the projections before the check has decided, so that dropped rows never attend
-    there.
+    In a check's layer, rows stop behind the projections until the check has decided: dropped rows never attend there.
     """
 
     def __init__(self, decoder: FusedDecoder, schedule: LayerSchedule) -> None:
@@ -281,10 +252,11 @@ class FusedRows:
         self._stage = stage
         self._attend = PagedAttend(self._decoder, stage.sequences)
         if self._tables is None:
-            self._tables = self._decoder.tables(self._positions, self._attend.slots())
+            slots = slots_of(stage.sequences, self._decoder.geometry.block_size)
+            self._tables = self._decoder.tables(self._positions, slots)
         if stage.keep is None:
             return
-        self._tables = self._tables.keep(stage.keep)
+        self._tables = RowTables(*(table.index_select(0, stage.keep) for table in self._tables))
         self._residual = self._residual.index_select(0, stage.keep)
         self._delta = None if self._delta is None else self._delta.index_select(0, stage.keep)
         self._heads = None if self._heads is None else self._heads.index_select(0, stage.keep)
@@ -298,18 +270,23 @@ class FusedRows:
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         assert self._tables is not None
-        decoder, layer = self._decoder, check.layer
-        self._heads = decoder.project(layer, self._delta, self._residual, self._tables.without_slots())
+        decoder, geometry = self._decoder, self._decoder.geometry
+        # The donor's K and V have to stay in the pool until they are compared.
+        unwritten = self._tables._replace(slots=torch.full_like(self._tables.slots, -1))
+        self._heads = decoder.project(check.layer, self._delta, self._residual, unwritten)
         self._delta = None
-        keys, values = decoder.keys_and_values(self._heads)
-        deviations = check.deviations(keys, values, decoder.pool, decoder.geometry, ranks)
-        write_rows(keys, values, decoder.pool, layer, self._stage.sequences, decoder.geometry)
+        _, keys, values = self._heads.split([decoder.num_heads, geometry.kv_heads, geometry.kv_heads], 1)
+        deviations = check.deviations(keys, values, decoder.pool, geometry, ranks)
+        write_rows(keys, values, decoder.pool, check.layer, self._stage.sequences, geometry)
         return deviations
 
     def begun(self, layer: int, keep: torch.Tensor | None) -> BegunLayer:
-        """Some of the rows, or all, behind `compare` at `layer`."""
+        """The rows `keep`, int64 on the host, or all of them, behind `compare` at `layer`."""
         assert self._heads is not None
-        return BegunLayer(layer, self._residual, self._heads).keep(keep)
+        if keep is None:
+            return BegunLayer(layer, self._residual, self._heads)
+        rows = to_device(keep, self._residual.device)
+        return BegunLayer(layer, self._residual.index_select(0, rows), self._heads.index_select(0, rows))
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._delta is not None
@@ -319,8 +296,8 @@ class FusedRows:
 def fuse(model: Any, pool: torch.Tensor, geometry: KvGeometry) -> FusedDecoder | None:
     """The model's layers fused, or None when one of them is not known.
 
-    The weights of joined projections are copied once into one tensor, of which the model's own parameters become
-    views; a second call finds them joined.
+    The weights of joined projections are copied into one tensor, and the model's own parameters become views of it. A
+    second call copies nothing.
     """
     if not all(_is_known(layer) for layer in model.model.layers):
         return None

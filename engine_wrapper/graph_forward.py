@@ -1,8 +1,7 @@
 """Short iterations as CUDA graphs: the suffix behind reused KV, what a check leaves to compute, and decode steps.
 
-A graph holds the whole forward, or its layers from a check's on, for a bucket of rows and sequences. What differs
-between two iterations lies in one buffer on the device, filled by one copy from pinned memory; nothing waits for the
-device.
+A graph holds the whole forward, or the layers from a check's on, for a bucket of rows and sequences. The inputs lie in
+one buffer on the device, which one copy from pinned memory fills; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
 
 MAX_ROWS = 256
-# Captures beyond these run eagerly: each takes time once, and host memory for good.
+# Further schedules run eagerly: each graph takes time once, and host memory for good.
 MAX_GRAPHS = 128
-# Block ids that a graph's buffer has room for beside those of the pool: sequences may share blocks.
+# Sequences may share blocks: a graph's buffer has room for so many block ids beside those of the pool.
 SHARED_BLOCKS = 4096
-# Rows of the graphs that are captured ahead: a decode step, and the usual questions behind a document.
+# Rows of the graphs that are captured ahead: of a decode step, and of the usual questions behind a document.
 PREPARED_ROWS = (1, 16, 32, 64, 128, 256)
 
 
@@ -53,10 +52,9 @@ def bucket(count: int) -> int:
 class StaticInputs:
     """The inputs of a captured forward, at fixed addresses: one buffer on the device, one like it on the host.
 
-    They are token ids, positions and slots [rows], output rows [sequences], launch tables and block ids.
-
-    Rows beyond those of a batch hold token 0 at position 0 and write no slot. `block_room` is the most block ids of all
-    sequences together. On a card the host's buffer is pinned and a copy out of it does not wait.
+    They are token ids, positions and slots [rows], output rows [sequences], launch tables and block ids. Spare rows
+    hold token 0 at position 0 and write no slot. `block_room` is the most block ids of all sequences together. On a
+    card the host's buffer is pinned, and a copy out of it does not wait.
     """
 
     def __init__(self, shape: LaunchShape, block_room: int, pool: torch.Tensor, geometry: KvGeometry) -> None:
@@ -74,13 +72,13 @@ class StaticInputs:
         )
 
     def upload(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
-        """Fills the buffer on the device, in the order of its current stream, from a schedule on the host.
+        """Fills the buffer on the device from a schedule on the host, in the order of the current stream.
 
-        Without `writes` the rows write no slot, as a warm-up needs it. Raises ValueError, before anything is copied,
-        when the schedule does not fit the shape or the pool.
+        Without `writes` no row has a slot, as a warm-up needs it. Raises ValueError, before anything is copied, when
+        the schedule does not fit the shape or the pool.
         """
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before has long ended; the buffer may not change under it
+            self._copied.synchronize()  # the last copy out of the host's buffer, which ended long ago
         sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
         check_rows({}, 0, self._pool, 0, sequences, self._geometry)
         tokens, positions, slots, outputs, items, tiles, block_ids = self._host.split(self._sizes)
@@ -116,8 +114,8 @@ def _table(words: torch.Tensor, count: int, fields: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, what it reads and what it writes: logits, float32 [sequences, vocabulary], or normed hidden rows,
-    [sequences, hidden], where it begins within a layer."""
+    """A graph, its inputs and its output: logits, float32 [sequences, vocabulary]. With rows `begun` in a layer, it is
+    normed hidden rows, [sequences, hidden]."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StaticInputs
@@ -128,8 +126,8 @@ class _Captured:
 class GraphForward:
     """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
 
-    The first iteration of a bucket captures its graph, which takes some hundredths of a second, unless `prepare` has.
-    All graphs share one memory pool: their outputs are copied before the next one runs.
+    Unless `prepare` has, the first iteration of a bucket captures its graph, in some hundredths of a second. All graphs
+    share one memory pool: an output is copied before the next graph runs.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -142,8 +140,10 @@ class GraphForward:
         return len(self._graphs)
 
     def fits(self, schedule: LayerSchedule, layer: int | None = None) -> bool:
-        """True when the schedule, which begins within `layer` or at the lowest, has one output row a sequence and a
-        graph, or there is room for one."""
+        """True when the schedule has one output row a sequence, and has a graph or room for one.
+
+        `layer`: the one within which the schedule begins; None for the lowest.
+        """
         is_whole = len(schedule.stages) == 1 and schedule.check is None
         if not is_whole or schedule.stages[0].num_rows > MAX_ROWS:
             return False
@@ -163,7 +163,7 @@ class GraphForward:
 
     @torch.inference_mode()
     def rest(self, schedule: LayerSchedule, begun: BegunLayer) -> torch.Tensor:
-        """Runs what is left of a forward: a schedule that fits, its tensors on the host, of rows within a layer.
+        """Runs the rest of a forward, from rows within a layer on, by a schedule that fits, its tensors on the host.
 
         Returns the normed hidden rows, [sequences, hidden]. Raises as a call does.
         """
@@ -171,10 +171,10 @@ class GraphForward:
 
     @torch.inference_mode()
     def prepare(self, reaches: Iterable[int], check_layers: Iterable[int] = ()) -> None:
-        """Captures the graphs of one sequence of PREPARED_ROWS rows whose last one sees so many tokens; also of rows
-        that a check in one of `check_layers` leaves. Nothing is written into the pool.
+        """Captures graphs of one sequence: of PREPARED_ROWS rows, the last of which attends to so many tokens; also of
+        rows that a check in one of `check_layers` leaves.
 
-        At least half of the room for graphs stays free.
+        Nothing is written into the pool. At least half of the room for graphs stays free.
         """
         geometry = self._decoder.geometry
         layers = (None, *check_layers)
@@ -183,41 +183,33 @@ class GraphForward:
                 blocks = (0,) * geometry.blocks_for(reach)
                 sequence = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
                 schedule = build_schedule([sequence], geometry.num_layers).last_rows([rows])
-                shape = shape_of(schedule, self._decoder)
                 for layer in layers:
                     if len(self._graphs) < MAX_GRAPHS // 2 and self.fits(schedule, layer):
-                        begun = None if layer is None else self._zeros(layer)
-                        self._captured(shape, schedule, begun, writes=False)
+                        self._captured(schedule, layer, writes=False)
 
     @property
     def _block_room(self) -> int:
         return int(self._decoder.pool.shape[0]) + SHARED_BLOCKS
 
-    def _zeros(self, layer: int) -> BegunLayer:
-        decoder, geometry = self._decoder, self._decoder.geometry
-        residual = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.pool.device))
-        heads = decoder.num_heads + 2 * geometry.kv_heads
-        return BegunLayer(layer, residual, residual.new_zeros(1, heads, geometry.head_dim))
-
     def _replay(self, schedule: LayerSchedule, begun: BegunLayer | None) -> torch.Tensor:
-        captured = self._captured(shape_of(schedule, self._decoder), schedule, begun, writes=True)
+        captured = self._captured(schedule, None if begun is None else begun.layer, writes=True)
         captured.inputs.upload(schedule)
         if captured.begun is not None and begun is not None:
             captured.begun.fill(begun)
         captured.graph.replay()
         return captured.output[: len(schedule.output_rows)].clone()
 
-    def _captured(
-        self, shape: LaunchShape, schedule: LayerSchedule, begun: BegunLayer | None, *, writes: bool
-    ) -> _Captured:
-        key = shape, None if begun is None else begun.layer
+    def _captured(self, schedule: LayerSchedule, layer: int | None, *, writes: bool) -> _Captured:
+        decoder, geometry, shape = self._decoder, self._decoder.geometry, shape_of(schedule, self._decoder)
+        key = shape, layer
         if key not in self._graphs:
-            inputs = StaticInputs(shape, self._block_room, self._decoder.pool, self._decoder.geometry)
+            inputs, begun = StaticInputs(shape, self._block_room, decoder.pool, geometry), None
             inputs.upload(schedule, writes=writes)
-            room = None if begun is None else begun.room_for(shape.rows)
-            if room is not None and begun is not None:
-                room.fill(begun)
-            self._graphs[key] = self._capture(shape, inputs, room)
+            if layer is not None:
+                residual = decoder.embed(inputs.token_ids)
+                heads = decoder.num_heads + 2 * geometry.kv_heads
+                begun = BegunLayer(layer, residual, residual.new_zeros(shape.rows, heads, geometry.head_dim))
+            self._graphs[key] = self._capture(shape, inputs, begun)
         return self._graphs[key]
 
     def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
@@ -242,7 +234,7 @@ class GraphForward:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keeps Python's collector off: the graphs and streams of a dropped engine, freed by it, would end a capture."""
+    """Keeps Python's collector off: if it freed the graphs and streams of a dropped engine, the capture would fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -272,8 +264,7 @@ def run_static(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) 
 
 
 def run_rest(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer) -> torch.Tensor:
-    """What is left of a forward for `shape.rows` rows, of which it overwrites the residual: normed hidden rows,
-    [shape.sequences, hidden]."""
+    """The forward from the attention of `begun` on: normed hidden rows, [shape.sequences, hidden]. Writes `begun`."""
     attended = _attend(decoder, shape, inputs)(begun.layer, begun.heads)
     delta = decoder.mix(begun.layer, attended, begun.residual)
     return _layers(decoder, shape, inputs, begun.residual, delta, begun.layer + 1)

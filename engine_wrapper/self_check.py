@@ -1,4 +1,4 @@
-"""What a self-check runs and compares: an engine's own prompt, computed again by a plan whose span is its own KV."""
+"""The self-check: a prompt that the engine has computed is computed again, whole and by a plan over its own KV."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine_wrapper.batch import Batch
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kernels.layout import KvGeometry
+    from semblend_trt.ranks import Ranks
 
-# Enough for holes, span and suffix of some blocks; and no more memory than a small prompt takes.
+# At least enough for a hole, a span and a suffix of some blocks each; at most the memory of a small prompt.
 MIN_TOKENS, MAX_TOKENS = 64, 512
-# Above every deviation, and finite as a threshold must be.
+# A threshold must be finite; this one is above every deviation.
 KEEP_ALL = 1e30
-# Of ||ours - engine's|| / ||engine's||: above what rounding in another order gives, below what a wrong rotation does.
+# Bounds of ||ours - engine's|| / ||engine's||: above the effect of another order of rounding, below a wrong rotation's.
 _BOUNDS = {torch.float32: 1e-3}
 _HALF_BOUND = 0.05
 
 
 class LayoutError(SemBlendError):
-    """Plans cannot be executed on this engine; `reason` is the short name under which that is counted."""
+    """Plans cannot be executed on this engine. It is counted under `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -35,9 +37,9 @@ class LayoutError(SemBlendError):
 def check_plan(
     tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL
 ) -> SemanticKvPlan:
-    """A plan checked in `layer`: a hole, a span that keeps its place, and a suffix.
+    """A plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix.
 
-    In the lowest layer every other one runs on some of the rows; by default nothing of the span deviates.
+    A check in layer 0 lets all layers above run on some of the rows. By default no token of the span deviates.
     """
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
@@ -52,8 +54,37 @@ def check_plan(
     )
 
 
+def differences(
+    token_ids: torch.Tensor,
+    engine_rows: torch.Tensor,
+    geometry: KvGeometry,
+    run: Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor],
+) -> Iterator[str | None]:
+    """Computes a prompt again: whole, then by a plan in one forward, then by it in several. Yields what differs each
+    time, None where nothing does.
+
+    `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are of the prompt. `run` runs a
+    batch of one request, id 0, with plans by id and a bound on the rows of a forward, over the request's blocks.
+    """
+    tokens = len(token_ids)
+    yield difference("hidden rows", run(Batch((0,), (0,), (tokens,), 1, token_ids), {}, None), engine_rows)
+    plan = check_plan(token_ids.tolist(), geometry)
+    start = plan.prefix_end
+    suffix = Batch((0,), (start,), (tokens - start,), 1, token_ids[start:])
+    for max_rows in (None, tokens // 4):  # the span has twice as many
+        yield difference("hidden rows of a plan", run(suffix, {0: plan}, max_rows), engine_rows[start:])
+
+
+def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
+    """Raises the first difference of any rank on every rank, as LayoutError: a rank that went on alone would hang."""
+    own = next((each for each in found if each is not None), None)
+    problem = next((each for each in ranks.gather(own) if each is not None), None)
+    if problem is not None:
+        raise LayoutError("self_check", problem)
+
+
 def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """What is wrong with ours, None when they agree."""
+    """How ours differ from the engine's, None when they agree."""
     bound = _BOUNDS.get(theirs.dtype, _HALF_BOUND)
     if ours.shape != theirs.shape:
         return f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}"

@@ -1,8 +1,7 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
-The model's own layers are used as they are, with an attention over the pool in the place of theirs: K and V of the
-active rows are written to the pool, then the queries attend to all of their sequence that lies there. Families that
-`engine_wrapper.fused_layers` knows run fused on a card.
+The model's own layers run with another attention: K and V of the active rows are written to the pool, then the queries
+attend to their whole sequence in the pool. Families that `engine_wrapper.fused_layers` knows run fused on a card.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "semblend_paged"
 
-# Sees K and V, each [rows, kv_heads, head_dim], before they are written.
+# Gets K and V, each [rows, kv_heads, head_dim], before they are written.
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """What the attention of one stage needs: the pool, the active rows of each sequence, and who watches."""
+    """What the attention of one stage needs: the pool, the active rows of each sequence, a watch on their K and V."""
 
     pool: torch.Tensor
     geometry: KvGeometry
@@ -60,7 +59,7 @@ def paged_attention(
     """Transformers' attention interface over a paged pool.
 
     `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated. Returns
-    [1, rows, heads, head_dim]. Without `paged`, where the model itself is called, it is Transformers' SDPA.
+    [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is Transformers' SDPA.
     """
     if paged is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -81,7 +80,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 class PlainRows:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
-    A check's layer runs for all rows when they are compared; those that it drops leave behind it.
+    A check's layer runs for all rows when they are compared; dropped rows leave behind that layer.
     """
 
     def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
@@ -135,11 +134,10 @@ class SparseForward:
 
     `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
     implementation is set to ours. `pool`: [blocks, layers, 2, kv_heads * block_size * head_dim], on the model's device
-    and in its dtype. Several of them may stand over one model, each with a pool of its own.
+    and in its dtype. One model may have several forwards, each with its own pool.
 
     With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
-    `engine_wrapper.fused_layers`); otherwise they are the model's own. `ranks` run the same forward, each with its part
-    of the model's heads.
+    `engine_wrapper.fused_layers`). `ranks` run the same forward, each with its part of the model's heads.
     """
 
     def __init__(
@@ -170,8 +168,8 @@ class SparseForward:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checks only. Without hooks, `graphs` run what a check
-        leaves, where they can. Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
+        each check found. The host waits for the device at checks only. Without hooks, `graphs` run the rows that a
+        check leaves, if they fit. Raises ValueError when a sequence exceeds its blocks or a block id the pool.
         """
         if before_layer is not None or after_layer is not None:
             graphs = None
@@ -190,10 +188,9 @@ class SparseForward:
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Runs a schedule up to its check, in whose layer and below K and V of all its rows are then in the pool.
+        """Runs a schedule up to its check; writes K and V of all rows up to the check's layer.
 
-        Returns the deviations of the checked tokens, float32, for which nothing has waited. Hooks and errors are as in
-        a call.
+        Returns the deviations of the checked tokens, float32, without waiting for them. Hooks and errors as in a call.
         """
         assert schedule.check is not None
         before, after = before_layer or no_hook, after_layer or no_hook
@@ -210,19 +207,19 @@ class SparseForward:
 
     @torch.inference_mode()
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Prepares the card for prompts of these lengths (see `WholeAttention`) and for checks."""
+        """Prepares the card for prompts of these lengths (see `WholeAttention`) and for deviation checks."""
         if self.fused is not None and self._pool.is_cuda:
             self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
             self.compile_kernels()
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Runs checked plans over a pool of their own, so that no request waits for a kernel to be compiled."""
+        """Runs checked plans over a small pool, so that no request waits for a kernel to be compiled."""
         geometry, tokens = self._geometry, (0,) * MAX_TOKENS
         blocks = tuple(range(geometry.blocks_for(len(tokens))))
         pool = self._pool.new_zeros(len(blocks), *self._pool.shape[1:])
         forward = SparseForward(self._model, pool, geometry, self.fused is not None, self._ranks)
-        # The first one leaves its own KV behind, from which the second one does not deviate.
+        # The first plan computes every token; from that KV the second plan does not deviate.
         for threshold in (0.0, KEEP_ALL):
             plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)

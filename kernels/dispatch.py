@@ -1,4 +1,4 @@
-"""Where a Triton kernel can serve, and how one is launched; torch serves elsewhere."""
+"""Whether a Triton kernel can serve tensors, and how one is launched; torch serves the rest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool:
-    """True when a kernel launched on `target`'s device can read and write all tensors, their channels side by side.
+    """True when a kernel on `target`'s device can read and write all tensors; their channels must be side by side.
 
-    The tensors lie on one device that `has_kernels`; sources may also lie in pinned host memory, which a card reads in
-    place.
+    The tensors must lie on one device that `has_kernels`. Sources may also lie in pinned host memory, which a card
+    reads in place.
     """
     if not has_kernels(target.device):
         return False
@@ -39,7 +39,7 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
 
 
 def launch(kernel: Any, grid: tuple[int, ...], near: torch.Tensor, *arguments: object, **constants: object) -> None:
-    """Launches a Triton kernel on the current stream of the device of `near`; where it is interpreted, runs it."""
+    """Launches a Triton kernel on the current stream of the device of `near`, or runs it in the interpreter."""
     with torch.cuda.device_of(near):
         kernel[grid](*arguments, **constants)
 

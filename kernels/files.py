@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ TEMPORARY_PREFIX = ".semblend-"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content`. Symlinks are followed; a regular file is replaced by a new one with a rename in its own folder,
-    folders are made, and a device or a pipe is written to as it is. Raises OSError."""
+    """Writes `content` to a new file, which then replaces `path` by a rename in its folder.
+
+    Follows symlinks and makes folders. A device or a pipe is written to directly. Raises OSError.
+    """
     target, status = target_of(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
         path.write_bytes(content)
@@ -22,7 +24,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        # mkstemp makes files for the owner only; a result is for everybody whom the umask lets read.
+        # mkstemp lets only the owner read; the file gets the mode that open() would give it.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:

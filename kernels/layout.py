@@ -1,7 +1,7 @@
-"""How KV lies in memory: paged pools, TensorRT-LLM's in one tensor and vLLM's layer by layer, and a donor's tensor.
+"""How KV lies in memory: TensorRT-LLM's paged pool in one tensor, vLLM's layer by layer, and a donor's tensor.
 
-The inner order of TensorRT-LLM's is HND, offset = (head * block_size + slot) * head_dim + channel, as in TensorRT-LLM's
-`getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
+The inner order of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in
+TensorRT-LLM's `getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# kv_move also moves fp8; one scale for the whole tensor commutes with a rotation, so it need not be known.
-# The connector refuses fp8 caches today.
+# kv_move also moves fp8: a rotation keeps the tensor's one scale, so kv_move need not know it. The connector refuses
+# fp8 caches today.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 
@@ -21,8 +21,8 @@ MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 class KvGeometry:
     """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block.
 
-    `kv_factor` is 2 (K and V), or 1 where one latent row stands for both (MLA), as in TensorRT-LLM's pools. The
-    connector refuses MLA today.
+    `kv_factor` is 2 (K and V), or 1 if one latent row is both (MLA), as in TensorRT-LLM's pools. The connector refuses
+    MLA today.
     """
 
     num_layers: int
@@ -90,8 +90,8 @@ class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
     `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
-    int64 [n]. Keep `block_ids` on the host: they are checked there before every write; reading them from a device would
-    wait for it.
+    int64 [n]. Keep `block_ids` on the host: they are checked there before every write, and reading them from a device
+    would wait for it.
     """
 
     pool: Pool
@@ -102,6 +102,12 @@ class PagedKv:
     def capacity(self) -> int:
         """Positions that the blocks hold."""
         return self.block_ids.numel() * self.geometry.block_size
+
+    def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
+        positions, size = torch.arange(start, start + length), self.geometry.block_size
+        blocks, slots = self.block_ids.cpu()[positions // size], positions % size
+        return blocks.to(self.pool.device, non_blocking=True), slots.to(self.pool.device, non_blocking=True)
 
     def layers(self, first: int, end: int) -> PagedKv:
         """Layers `first .. end - 1`, without a copy."""

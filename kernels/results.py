@@ -1,4 +1,4 @@
-"""Result rows: every figure that a document quotes, with its command line, machine and versions."""
+"""Result rows: the figures that documents quote, each with its command line, machine and versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "numba", "to
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What all rows of one run share: the command line, the machine, the versions and the date (UTC, ISO 8601)."""
+    """What the rows of one run share: command line, machine, versions and date (UTC, ISO 8601)."""
 
     command: str
     machine: dict[str, Any]
@@ -42,20 +42,20 @@ class Measured:
 
     @classmethod
     def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
-        """Of a run that ends now; `device` and `name` are those of `describe`."""
+        """For a run that ends now; `device` and `name` as in `describe`."""
         return cls(command, describe(device, name), versions(), today())
 
     def sentence(self) -> str:
-        """How a page tells it, but for the versions."""
+        """Command, date and machine as a page shows them."""
         return f"`{self.command}`, {self.date}, machine {self.machine['name']}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `goal` None is a figure without a goal; `holds` says whether the value meets it.
+    """One figure. `goal` is None if it has none; `holds` says whether the value meets it.
 
-    `baseline` says in words what the value is measured against. Raises ValueError or TypeError for fields that are
-    none: a file may hold anything.
+    `baseline` says what the value is measured against. Raises ValueError or TypeError for wrong fields: rows are also
+    read from files.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no name of a row; use letters, digits and _.<>-")
+            raise ValueError(f"{self.name!r} cannot name a row; use letters, digits and _.<>-")
         for figure in (self.value, 0.0 if self.goal is None else self.goal):
             if not math.isfinite(figure):
                 raise ValueError(f"The row {self.name} has the value {figure}; a result is a finite number.")
@@ -103,9 +103,9 @@ def row(
 
 
 class Results:
-    """The rows of one run, by default of this program with `arguments` (its own where None is given) on `device`.
+    """The rows of one run, by default of this program with `arguments` (None: its own) on `device`.
 
-    Those of a `dry` run have no goals, and are written where a folder is given only. `is_shown` False shows nothing.
+    Rows of a `dry` run have no goals, and are written only if a folder is given. `is_shown` False shows nothing.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Results:
         goal: float | None = None,
         better: Better = "lower",
     ) -> None:
-        """Adds a figure and shows it at once: a run that is cut short has shown what it measured.
+        """Adds a figure and shows it at once, so that a run that is cut short has shown what it measured.
 
         Raises ValueError when the value is not finite.
         """
@@ -174,8 +174,8 @@ def say(line: str) -> None:
 def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
     """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
     parser = argparse.ArgumentParser(prog=_program(), description=description)
-    told = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
-    parser.add_argument("--json", type=Path, metavar="DIR", help=told)
+    shown = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
+    parser.add_argument("--json", type=Path, metavar="DIR", help=shown)
     return parser
 
 
@@ -185,7 +185,7 @@ class Count:
 
     name: str
     full: int
-    told: str
+    help: str
     least: int = 1
 
 
@@ -197,15 +197,17 @@ def run_counted(
     arguments: Sequence[str] | None = None,
     **more: Mapping[str, Any],
 ) -> None:
-    """Parses the command line, calls `run` with the counts and the rows, prints these, and writes them to the folder of
-    this machine, for a benchmark that needs no card. `more` options, described as argparse does, go to `run` by name.
+    """Runs a benchmark that needs no card: calls `run` with the counts of the command line and the rows, prints the
+    rows and writes them to this machine's folder.
+
+    `more` options, with `add_argument`'s keywords, go to `run` by name.
     """
     parser = parser_of(description)
     for name, described in more.items():
         parser.add_argument(f"--{name}", **described)
     for each in counts:
-        told = f"{each.told}; fewer than {each.full} are a dry run"
-        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=told)
+        shown = f"{each.help}; fewer than {each.full} are a dry run"
+        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=shown)
     options = vars(parser.parse_args(arguments))
     for each in counts:
         if options[each.name] < each.least:

@@ -15,9 +15,10 @@ import torch
 class RopeRotation:
     """The planes in which a model rotates its keys.
 
-    `inverse_frequencies`: radians a position, one a plane, `rotary_dim / 2` of them. `rotary_dim` channels of the head
-    rotate, from `first_channel` on (0, but behind the latent in MLA); the others pass. Planes are, counted from there,
-    channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`, which no model that the connector serves is today.
+    `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `rotary_dim` channels of a
+    head rotate, from `first_channel` on (0, or the end of the latent in MLA); the others stay. Counted from there, a
+    plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. The connector serves no interleaved model
+    today.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -50,13 +51,27 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
     if shift == 0:
         return keys
     math_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    # The angles are taken in float64: a shift times a frequency loses its fraction in float32.
-    angles = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64) * shift
-    cos, sin = torch.stack((angles.cos(), angles.sin())).to(math_dtype).to(keys.device, non_blocking=True)
-    source = keys.to(math_dtype)
+    factors = rotary_factors(torch.tensor(shift), rotation).to(math_dtype).to(keys.device, non_blocking=True)
+    return rotate(keys, factors, rotation)
+
+
+def rotary_factors(positions: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
+    """cos and sin of every plane at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], on their device."""
+    # In float64: a position times a frequency loses its fraction in float32.
+    frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
+    angles = positions[..., None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(keys: torch.Tensor, factors: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
+    """Rotates `keys` [..., head_dim] by `rotary_factors` that can be broadcast to them, in the factors' dtype.
+
+    Same shape and dtype; float8_e4m3fn saturates at its largest value.
+    """
+    source = keys.to(factors.dtype)
     rotated = source.clone(memory_format=torch.contiguous_format)
-    first, second = rotary_planes(source, rotation)
-    rotated_first, rotated_second = rotary_planes(rotated, rotation)
+    (first, second), (rotated_first, rotated_second) = (rotary_planes(each, rotation) for each in (source, rotated))
+    cos, sin = factors
     rotated_first.mul_(cos).addcmul_(second, sin, value=-1)
     rotated_second.mul_(cos).addcmul_(first, sin)
     return saturated(rotated, keys.dtype)

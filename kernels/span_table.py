@@ -1,6 +1,6 @@
-"""A plan's spans as Triton kernels read them: one table of int64 words, uploaded in one copy, and what reads it.
+"""A plan's spans for Triton kernels: one table of int64 words, uploaded in one copy, and the functions that read it.
 
-A kernel takes nothing else that changes with a plan, so no plan compiles it again. Layout, in words:
+All that changes with a plan is in the table, so no plan compiles a kernel again. Layout, in words:
 
 - two target records and then one span record a span, `RECORD_WORDS` each;
 - `tiles`: two words each, the span's index and the first token of the tile within the span;
@@ -8,13 +8,13 @@ A kernel takes nothing else that changes with a plan, so no plan compiles it aga
 - addresses, of each layer K and V (kv_factor 1: the latent row), and block ids.
 
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
-block; the word of its first block id. A contiguous tensor is one block. In a span record follow the source's first
-position, the target's, the length, the row of factors (-1: K is copied) and the first output column. An address of its
-own for each layer and kind costs a kernel no time: it is read beside the block ids, which wait for the record as well.
+block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
+position, the target's, the length, the row of factors (-1: K is copied) and the first output column. One address for
+each layer and kind costs a kernel no time: it is read beside the block ids, and both need the record first.
 
-Addresses and strides are counted in units of `unit_bytes`, addresses from the tensor that the kernel gets as an
-argument: Triton sees that an aligned pointer plus a product with a constant is aligned, and moves 16 bytes at a time;
-it sees nothing of the kind in a value that it loads.
+Addresses and strides are counted in units of `unit_bytes`; addresses count from the tensor that the kernel gets as an
+argument. So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time; of a loaded
+address it would not know that it is aligned.
 """
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.

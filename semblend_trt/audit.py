@@ -39,8 +39,8 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Events of one rank, written on a thread of their own: who records an event never waits for the file. Without a
-    path nothing is kept.
+    """Events of one rank, written on a thread of their own, so that no caller waits for the file. Without a path
+    nothing is kept.
 
     Lines keep their order. All that wait go out in one append, so ranks that share a file on a local file system never
     mix within a line. `max_waiting_bytes` bound what waits for a slow disk. The rest is written on `flush`, on `close`,

@@ -1,4 +1,4 @@
-"""One thread that does what it is told, in order."""
+"""One thread that runs calls in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs calls one after another. A daemon: a disk that never answers must not keep the process from ending."""
+    """Runs calls one after another on a daemon thread: a disk that never answers must not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -31,7 +31,8 @@ class Background:
         done.wait()
 
     def close(self, seconds: float) -> bool:
-        """Ends behind what was submitted; False when that takes longer than `seconds`, and is left to itself."""
+        """Runs what was submitted and ends. False when that takes longer than `seconds`; the thread then goes on
+        alone."""
         self._calls.put(None)
         if threading.current_thread() is self._thread:
             return True  # a finaliser, which may run anywhere; the thread ends by itself
@@ -44,3 +45,4 @@ class Background:
                 call()
             except Exception:
                 logger.exception("a call in the background failed")
+            del call  # or an idle thread would keep alive what its last call refers to

@@ -1,4 +1,4 @@
-"""What all commands have in common: how they end, and what they take for a name."""
+"""How every command ends, and the type of an argument that is a name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ READER_GONE = 141
 
 
 def ended(program: str, run: Callable[[], int]) -> int:
-    """Runs a command and returns its status; 2 when an error ends it, 130 when it is interrupted, and 141 when
-    its output is read no more. An unforeseen error leaves its traceback too."""
+    """Runs a command and returns its status: 2 after an error, 130 after an interrupt, 141 when the reader of its
+    output has gone. An unforeseen error leaves its traceback too."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(handlers=[handler])

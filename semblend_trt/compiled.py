@@ -1,4 +1,4 @@
-"""How loops become machine code: numba, without the interpreter's lock, kept on disk where a folder is writable."""
+"""Loops compiled by numba, without the interpreter's lock; the code is kept on disk where a folder is writable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Any name is a function of this library, `__dict__` too, and vLLM 0.32 asks all that is loaded for it before it starts.
+# llvmlite answers any attribute with a function, `__dict__` too, and vLLM 0.32 reads that of every loaded object.
 getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 
@@ -25,8 +25,8 @@ def inner(function: Function) -> Function:
 def entry(function: Function) -> Function:
     """Compiles a function that Python calls. The result is kept on disk, or in memory where no folder is writable.
 
-    What is kept is made again when the function's own file changes. So it may take in nothing of another file: no
-    compiled function, and no constant that could change.
+    Kept code is compiled again only when the function's own file changes. So the function may use nothing of another
+    file: no compiled function, and no constant that could change.
     """
     try:
         return cast("Function", numba.njit(nogil=True, cache=True)(function))

@@ -1,6 +1,6 @@
-"""Settings: one object, read from the environment, with every variable named, documented and range-checked.
+"""Settings: one object, read from the environment; every variable has a name, a description and bounds.
 
-A setting is looked for as TRTLLM_SEMBLEND_X, then SEMBLEND_X, then under the name that the SemBlend package gave it;
+A setting is read as TRTLLM_SEMBLEND_X, then as SEMBLEND_X, then under the name that the SemBlend package gave it.
 TensorRT-LLM hands only TRTLLM* variables on to its workers. An empty variable counts as unset.
 """
 
@@ -39,28 +39,40 @@ MASK = "********"
 _PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
 
 PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
-# What a value should have been whose error has a type that begins so.
+# The beginnings of pydantic's error types, and what the value should have been.
 _KINDS = (("int_", "whole number"), ("float_", "number"))
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """The variable of a setting: its name behind the prefixes, and the whole name it had before."""
+# Names of variables behind their prefixes, where they are not those of the settings in upper case.
+_NAMES = {
+    "profile_path": "PROFILE",
+    "min_span_tokens": "MIN_SPAN",
+    "fuzzy_margin_tokens": "FUZZY_MARGIN",
+    "digest_cache_path": "DIGEST_CACHE",
+}
+# Whole names that the SemBlend package gave.
+_OLD_NAMES = {
+    "recompute_boundary_layer": "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER",
+    "min_span_tokens": "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH",
+    "audit_path": "SEMBLEND_TRTLLM_AUDIT_PATH",
+}
 
-    name: str
-    old_name: str | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Whole names, the deciding one first."""
-        current = tuple(prefix + self.name for prefix in PREFIXES)
-        return current if self.old_name is None else (*current, self.old_name)
+def variables_of(name: str) -> tuple[str, ...]:
+    """The variables of a setting, the deciding one first."""
+    current = tuple(prefix + _NAMES.get(name, name.upper()) for prefix in PREFIXES)
+    return (*current, _OLD_NAMES[name]) if name in _OLD_NAMES else current
+
+
+def variable_in_use(name: str) -> str | None:
+    """The variable that decides a setting now; None when none is set."""
+    return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
 
 
 class SettingsGroup(BaseSettings):
-    """Settings of one theme. Arguments win over the environment; every field names its `Variable`."""
+    """Settings of one theme. Arguments win over the environment."""
 
     # A wrong value may be a secret, and an error's text is in every traceback.
     model_config = SettingsConfigDict(
@@ -80,42 +92,39 @@ class SettingsGroup(BaseSettings):
 
 
 class _Environment(PydanticBaseSettingsSource):
-    """Reads the variables that the fields name; an empty one counts as unset."""
+    """Reads the variables of the fields; an empty one counts as unset."""
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        found = variable_in_use(field)
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
+        found = variable_in_use(field_name)
         return (None if found is None else os.environ[found].strip()), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        return {
-            name: os.environ[found].strip()
-            for name, field in self.settings_cls.model_fields.items()
-            if (found := variable_in_use(field)) is not None
-        }
+        values = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class ReuseSettings(SettingsGroup):
     """Settings of what may be reused."""
 
-    enabled: Annotated[bool, Variable("ENABLED")] = Field(
+    enabled: bool = Field(
         True, description="Master switch; without it every request is served cold and nothing is kept."
     )
-    policy: Annotated[ReusePolicy, BeforeValidator(parse_policy), Variable("POLICY")] = Field(
+    policy: Annotated[ReusePolicy, BeforeValidator(parse_policy)] = Field(
         ReusePolicy.VERIFIED,
         description="What may be reused: nothing; KV equal to a cold run's; what the reuse profile justifies, without "
         "one as exact; runs at any position with the lowest layers computed again; runs at any position as they are; "
         "and two published fixed budgets, there to be compared with and not safe.",
     )
-    profile_path: Annotated[Path | None, Variable("PROFILE")] = Field(
+    profile_path: Path | None = Field(
         None, description="JSON file of the reuse profile for policy verified, made by a calibration."
     )
-    recompute_boundary_layer: Annotated[
-        int, Variable("RECOMPUTE_BOUNDARY_LAYER", "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER")
-    ] = Field(0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token.")
-    epic_tokens: Annotated[int, Variable("EPIC_TOKENS")] = Field(
+    recompute_boundary_layer: int = Field(
+        0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token."
+    )
+    epic_tokens: int = Field(
         16, ge=1, le=1 << 20, description="Policy epic computes this many first tokens of every run."
     )
-    cacheblend_share: Annotated[float, Variable("CACHEBLEND_SHARE")] = Field(
+    cacheblend_share: float = Field(
         0.15,
         ge=0.0,
         le=1.0,
@@ -126,56 +135,56 @@ class ReuseSettings(SettingsGroup):
 class DiscoverySettings(SettingsGroup):
     """Settings of how donors are found and which runs of theirs make a plan."""
 
-    min_span_tokens: Annotated[int, Variable("MIN_SPAN", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH")] = Field(
+    min_span_tokens: int = Field(
         64,
         ge=1,
         le=1 << 20,
         description="Shortest token-identical run that is reused; runs below 32 tokens are not looked for.",
     )
-    min_reuse_ratio: Annotated[float, Variable("MIN_REUSE_RATIO")] = Field(
+    min_reuse_ratio: float = Field(
         0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must reuse."
     )
-    discovery_only: Annotated[bool, Variable("DISCOVERY_ONLY")] = Field(
+    discovery_only: bool = Field(
         False, description="Look donors up and report what would be reused, but place nothing."
     )
-    fuzzy_chunks: Annotated[bool, Variable("FUZZY_CHUNKS")] = Field(
+    fuzzy_chunks: bool = Field(
         False,
         description="Reuse text that a donor holds up to a few tokens: runs shorter than a span count together; "
         "tokens that differ are always computed. Needs the wrapper.",
     )
-    fuzzy_margin_tokens: Annotated[int, Variable("FUZZY_MARGIN")] = Field(
+    fuzzy_margin_tokens: int = Field(
         4, ge=0, le=1024, description="Equal tokens behind each difference of a fuzzy chunk that are computed with it."
     )
-    strict_prefix_boundary: Annotated[bool, Variable("STRICT_PREFIX_BOUNDARY")] = Field(
+    strict_prefix_boundary: bool = Field(
         False,
         description="Promise only what goes on without a hole from where the engine's own prefix ends, up to the end "
         "of a block.",
     )
-    exact_materialization_only: Annotated[bool, Variable("EXACT_MATERIALIZATION_ONLY")] = Field(
+    exact_materialization_only: bool = Field(
         False,
         description="Place only KV equal to a cold run's; what the policy would reuse beyond it is reported.",
     )
-    lookup_deadline_ms: Annotated[float, Variable("LOOKUP_DEADLINE_MS")] = Field(
+    lookup_deadline_ms: float = Field(
         5.0,
         ge=0.001,
         le=60_000,
         description="Most processor time that one lookup may take, in milliseconds; one that takes longer is refused "
         "as lookup_timeout, and its request is served cold.",
     )
-    embedder: Annotated[EmbedderKind, Variable("EMBEDDER")] = Field(
+    embedder: EmbedderKind = Field(
         EmbedderKind.OFF,
         description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
         "hashed words, by word sets, or by a sentence model. What is near is reported, and read back from disk for the "
         "next request, never reused for it. All but off need the extra semantic.",
     )
-    embedder_model: Annotated[str | None, Variable("EMBEDDER_MODEL")] = Field(
+    embedder_model: str | None = Field(
         None,
         min_length=1,
         max_length=4096,
         description="Folder or cached hub id of the sentence model; unset, all-MiniLM-L6-v2 as the extra embedder "
         "brings it.",
     )
-    min_similarity: Annotated[float, Variable("MIN_SIMILARITY")] = Field(
+    min_similarity: float = Field(
         0.60, ge=-1.0, le=1.0, description="Least cosine similarity at which a donor is reported as near a request."
     )
 
@@ -183,7 +192,7 @@ class DiscoverySettings(SettingsGroup):
 class DonorSettings(SettingsGroup):
     """Settings of which requests become donors, and where their KV is held."""
 
-    host_bytes: Annotated[int, Variable("HOST_BYTES")] = Field(
+    host_bytes: int = Field(
         4 << 30,
         ge=0,
         le=1 << 50,
@@ -194,21 +203,21 @@ class DonorSettings(SettingsGroup):
     )
     # Off unless asked for: the engine has sized its own KV pool to the card's free memory before it registers it, and
     # what is left is room that its forward needs. An arena has to be planned together with the engine's share.
-    device_bytes: Annotated[int, Variable("DEVICE_BYTES")] = Field(
+    device_bytes: int = Field(
         0,
         ge=0,
         le=1 << 50,
         description="Device memory for donor KV, in bytes, allocated at the start beside the engine's pool; lower the "
         "engine's memory fraction by it. When it is full, donors move down to host memory.",
     )
-    staging_bytes: Annotated[int, Variable("STAGING_BYTES")] = Field(
+    staging_bytes: int = Field(
         256 << 20,
         ge=1 << 20,
         le=1 << 40,
         description="Device memory through which donors travel from and to host memory, in bytes; without a card none "
         "is used.",
     )
-    snapshot_bytes: Annotated[int, Variable("SNAPSHOT_BYTES")] = Field(
+    snapshot_bytes: int = Field(
         1 << 30,
         ge=1 << 20,
         le=1 << 40,
@@ -216,33 +225,31 @@ class DonorSettings(SettingsGroup):
         "engine gives a request's blocks to others before it is saved (TensorRT-LLM up to 1.3). A donor is cut to what "
         "is free of it.",
     )
-    disk_bytes: Annotated[int, Variable("DISK_BYTES")] = Field(
+    disk_bytes: int = Field(
         0,
         ge=0,
         le=1 << 50,
         description="Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the "
         "background, stay on disk when memory lets them go, and are found again after a restart.",
     )
-    disk_path: Annotated[Path | None, Variable("DISK_PATH")] = Field(
+    disk_path: Path | None = Field(
         None,
         description="Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can "
         "be recovered.",
     )
-    disk_key_path: Annotated[Path | None, Variable("DISK_KEY_PATH")] = Field(
+    disk_key_path: Path | None = Field(
         None,
         description="File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode "
         "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
         "`~/.local/state`. Files of another key are not read.",
     )
-    eviction: Annotated[Eviction, Variable("EVICTION")] = Field(
+    eviction: Eviction = Field(
         Eviction.LRU,
         description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
         "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
     )
-    max_donors: Annotated[int, Variable("MAX_DONORS")] = Field(
-        10_000, ge=1, le=10_000_000, description="Most donors held at once."
-    )
-    min_donor_tokens: Annotated[int, Variable("MIN_DONOR_TOKENS")] = Field(
+    max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once.")
+    min_donor_tokens: int = Field(
         64, ge=1, le=1 << 20, description="A request with fewer tokens does not become a donor."
     )
 
@@ -250,33 +257,33 @@ class DonorSettings(SettingsGroup):
 class IdentitySettings(SettingsGroup):
     """Settings of what the engine's KV may be interchanged with: fields of its namespace."""
 
-    donor_tenant: Annotated[str | None, Variable("DONOR_TENANT")] = Field(
+    donor_tenant: str | None = Field(
         None, min_length=1, max_length=256, description="Tenant of this engine; other tenants share no donors with it."
     )
-    donor_template: Annotated[str | None, Variable("DONOR_TEMPLATE")] = Field(
+    donor_template: str | None = Field(
         None,
         min_length=1,
         max_length=256,
         description="Prompt template of this engine; others share no donors with it.",
     )
-    model_revision: Annotated[str | None, Variable("MODEL_REVISION")] = Field(
+    model_revision: str | None = Field(
         None,
         min_length=1,
         max_length=256,
         description="Model revision; unset, a digest of every byte of the weights stands for it, under any name.",
     )
-    digest_cache_path: Annotated[Path | None, Variable("DIGEST_CACHE")] = Field(
+    digest_cache_path: Path | None = Field(
         None,
         description="Folder, of this user alone, in which digests of weights are kept for the next start; unset, "
         "`semblend-trt` in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
     )
-    tokenizer_revision: Annotated[str | None, Variable("TOKENIZER_REVISION")] = Field(
+    tokenizer_revision: str | None = Field(
         None,
         min_length=1,
         max_length=256,
         description="Tokenizer revision; unset, a digest of its files stands for it.",
     )
-    adapter_id: Annotated[str | None, Variable("ADAPTER_ID")] = Field(
+    adapter_id: str | None = Field(
         None, min_length=1, max_length=256, description="Adapter that this engine applies to every request."
     )
 
@@ -284,10 +291,10 @@ class IdentitySettings(SettingsGroup):
 class ReportingSettings(SettingsGroup):
     """Settings of what is told of requests."""
 
-    audit_path: Annotated[Path | None, Variable("AUDIT_PATH", "SEMBLEND_TRTLLM_AUDIT_PATH")] = Field(
+    audit_path: Path | None = Field(
         None, description="JSONL file to which audit events are appended; unset, none are written."
     )
-    metrics: Annotated[bool, Variable("METRICS")] = Field(
+    metrics: bool = Field(
         True, description="Counts in Prometheus' default registry, where prometheus_client is installed."
     )
 
@@ -314,77 +321,72 @@ def _checked_servers(url: SecretStr | None) -> SecretStr | None:
     return url
 
 
-def _checked_subject(subject: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", subject):
-        raise ConfigurationError(f"subject {subject[:80]!r} is not of letters, digits, _ and -, with dots in between")
-    return subject
+def _matching(pattern: str, told: str) -> AfterValidator:
+    def check(text: str | None) -> str | None:
+        if text is not None and not re.fullmatch(pattern, text):
+            raise ConfigurationError(f"{text[:80]!r} {told}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _checked_stream(stream: str | None) -> str | None:
-    if stream is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", stream):
-        raise ConfigurationError(f"stream {stream[:80]!r} is not of letters, digits, _ and - alone")
-    return stream
+_SUBJECT = _matching(
+    r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", "is no subject of letters, digits, _ and -, with dots in between"
+)
+_STREAM = _matching(r"[A-Za-z0-9_-]+", "is no stream of letters, digits, _ and - alone")
 
 
 class FleetSettings(SettingsGroup):
     """Settings of what the fleet is told of this worker's donors."""
 
     # Secret: it may hold a user's password.
-    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers), Variable("NATS_URL")] = Field(
+    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers)] = Field(
         None,
         min_length=1,
         max_length=4096,
         description="NATS server, or several with commas between them, to which donor events go; unset, none are sent.",
     )
-    nats_subject: Annotated[str, AfterValidator(_checked_subject), Variable("NATS_SUBJECT")] = Field(
+    nats_subject: Annotated[str, _SUBJECT] = Field(
         "semantic-kv-events",
         min_length=1,
         max_length=256,
         description="Subject of donor events; requests for all donors anew are read from the same with .resync behind.",
     )
-    nats_subject_per_worker: Annotated[bool, Variable("NATS_SUBJECT_PER_WORKER")] = Field(
+    nats_subject_per_worker: bool = Field(
         False,
         description="Donor events go to the subject with .<worker id> behind it, and readers believe a worker's from "
         "there only, so that NATS permissions can keep one worker from speaking for another.",
     )
-    nats_stream: Annotated[str | None, AfterValidator(_checked_stream), Variable("NATS_STREAM")] = Field(
+    nats_stream: Annotated[str | None, _STREAM] = Field(
         None,
         min_length=1,
         max_length=256,
         description="JetStream stream that acknowledges and keeps donor events, made where it is missing; unset, core "
         "NATS carries them.",
     )
-    nats_tls_ca: Annotated[Path | None, Variable("NATS_TLS_CA")] = Field(
+    nats_tls_ca: Path | None = Field(
         None, description="PEM file of the authorities that may have signed the NATS server's certificate."
     )
-    nats_tls_cert: Annotated[Path | None, Variable("NATS_TLS_CERT")] = Field(
-        None, description="PEM file of this client's certificate for NATS."
-    )
-    nats_tls_key: Annotated[Path | None, Variable("NATS_TLS_KEY")] = Field(
+    nats_tls_cert: Path | None = Field(None, description="PEM file of this client's certificate for NATS.")
+    nats_tls_key: Path | None = Field(
         None, description="PEM file of the private key of that certificate, where it is not in the same file."
     )
-    nats_creds: Annotated[Path | None, Variable("NATS_CREDS")] = Field(
-        None, description="Credentials file of a NATS user."
-    )
-    nats_token: Annotated[SecretStr | None, Variable("NATS_TOKEN")] = Field(
-        None, min_length=1, max_length=4096, description="Token for NATS."
-    )
-    event_format: Annotated[EventFormat, Variable("EVENT_FORMAT")] = Field(
-        EventFormat.JSON, description="How donor events are written."
-    )
-    event_embeddings: Annotated[bool, Variable("EVENT_EMBEDDINGS")] = Field(
+    nats_creds: Path | None = Field(None, description="Credentials file of a NATS user.")
+    nats_token: SecretStr | None = Field(None, min_length=1, max_length=4096, description="Token for NATS.")
+    event_format: EventFormat = Field(EventFormat.JSON, description="How donor events are written.")
+    event_embeddings: bool = Field(
         False, description="Send donors' embeddings too, where there are any; texts can be guessed from them."
     )
-    worker_id: Annotated[int | None, Variable("WORKER_ID")] = Field(
+    worker_id: int | None = Field(
         None,
         ge=0,
         le=(1 << 53) - 1,
         description="Number of this worker in the fleet; unset, that behind the last hyphen of the host's name, or 0.",
     )
-    heartbeat_seconds: Annotated[float, Variable("HEARTBEAT_SECONDS")] = Field(
+    heartbeat_seconds: float = Field(
         10.0, ge=0.1, le=3600.0, description="A heartbeat goes out this often; readers give a silent worker up."
     )
-    resync_seconds: Annotated[float, Variable("RESYNC_SECONDS")] = Field(
+    resync_seconds: float = Field(
         300.0,
         ge=0.0,
         le=86400.0,
@@ -426,7 +428,7 @@ class SettingRow:
 def settings_table(settings_class: type[SettingsGroup] = Settings) -> list[SettingRow]:
     """Every setting of the class, in the order of its fields."""
     return [
-        SettingRow(name, variable_of(field).names, shown(field.default), allowed_by(field), field.description or "")
+        SettingRow(name, variables_of(name), shown(field.default), allowed_by(field), field.description or "")
         for name, field in settings_class.model_fields.items()
     ]
 
@@ -454,9 +456,8 @@ class SettingInUse:
 def settings_in_use(settings: Settings) -> list[SettingInUse]:
     """Every setting, in the order of its fields; `settings` have been read from this process's environment."""
     values, rows = settings.model_dump(mode="json"), []
-    for name, field in Settings.model_fields.items():
-        held, names = getattr(settings, name), variable_of(field).names
-        source = variable_in_use(field)
+    for name in Settings.model_fields:
+        held, names, source = getattr(settings, name), variables_of(name), variable_in_use(name)
         ignored = tuple(other for other in names if other != source and os.environ.get(other, "").strip())
         value = masked(held.get_secret_value()) if isinstance(held, SecretStr) else values[name]
         rows.append(SettingInUse(name, names[1], value, source, ignored))
@@ -499,19 +500,10 @@ def _bound(field: FieldInfo, name: str) -> Any:
     return next((value for item in field.metadata if (value := getattr(item, name, None)) is not None), None)
 
 
-def variable_of(field: FieldInfo) -> Variable:
-    return next(item for item in field.metadata if isinstance(item, Variable))
-
-
-def variable_in_use(field: FieldInfo) -> str | None:
-    """Whole name of the variable that decides the field now; None when none is set."""
-    return next((name for name in variable_of(field).names if os.environ.get(name, "").strip()), None)
-
-
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
     """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
     where one is."""
-    known = [name for field in Settings.model_fields.values() for name in variable_of(field).names]
+    known = [variable for name in Settings.model_fields for variable in variables_of(name)]
     unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
 
@@ -533,7 +525,7 @@ def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
     if field is None:
         close = difflib.get_close_matches(name, Settings.model_fields, n=1)
         return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
-    source = name if name in overrides else variable_in_use(field) or name
+    source = name if name in overrides else variable_in_use(name) or name
     problem = detail.get("ctx", {}).get("error")
     if isinstance(problem, ConfigurationError):
         return f"{source}: {problem}"

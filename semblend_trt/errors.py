@@ -1,4 +1,4 @@
-"""Errors that callers may catch. Each carries one sentence: the value, the bound, and what to do."""
+"""Errors that callers may catch. Each message is one sentence: the value, the bound, and what to do."""
 
 
 class SemBlendError(Exception):

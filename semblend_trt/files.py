@@ -1,6 +1,6 @@
-"""Whether a file whose place a user names can be written (`kernels.files` writes it), and files of this user alone.
+"""Checks that a file can be written (`kernels.files` writes it), and opens files and folders that only this user owns.
 
-The latter are opened by descriptor: never through a link, and never waiting for another side.
+Opening never follows a link, and never waits for the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
 def check_writable(path: Path) -> None:
     """Raises ConfigurationError when `path` could not be written at the end of a long run.
 
-    A file is made in its folder for a moment, or in what exists of the way to it; nothing is left. What is neither a
-    file nor a folder is only asked for its permissions.
+    A temporary file is made, and removed, in the nearest folder that exists. Of a device or a pipe only the permissions
+    are looked at.
     """
     try:
         target, status = target_of(path)
@@ -51,10 +51,10 @@ def check_writable(path: Path) -> None:
 def open_file(
     path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None, *, refused: int = 0
 ) -> Iterator[int]:
-    """Descriptor, within the block, of a regular file that this user owns; one that `flags` make has mode 600.
+    """Descriptor, within the block, of a regular file that this user owns. A new file has mode 600.
 
-    `folder` is the descriptor of a folder, and `path` a name in it. The file's mode must have none of the bits of
-    `refused`. Raises OSError.
+    With `folder`, a folder's descriptor, `path` is a name in it. A mode with any of the bits `refused` is refused.
+    Raises OSError.
     """
     try:
         descriptor = os.open(path, flags | _NO_LINK_NO_WAIT, 0o600, dir_fd=folder)
@@ -73,7 +73,7 @@ def open_file(
 
 @contextmanager
 def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
-    """Descriptor, within the block, of a folder, in another one where `folder` is that one's. Raises OSError."""
+    """Descriptor, within the block, of a folder; with `folder`, `path` is a name in that one. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
     except NotADirectoryError as error:  # said of a link too

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from semblend_trt.runtime import LayerReadiness
     from semblend_trt.staging import HostReader
 
-# Enough groups that little is left to compute behind the last, few enough that launching them takes no longer than the
-# copies; the fastest of 8, 14 and 28 on an H200.
+# With more groups less is left to compute behind the last one; with fewer the launches cost less than the copies. 14
+# was the fastest of 8, 14 and 28 on an H200.
 LAYER_GROUPS = 14
-# Waiting layer by layer keeps a forward from replaying a graph; below some milliseconds of copying that costs more.
+# A forward that waits layer by layer replays no graph; below some milliseconds of copying that costs more than it
+# saves.
 OVERLAP_FROM_BYTES = 256 << 20
 
 

@@ -1,9 +1,9 @@
 """Prometheus metrics of reuse, in the registry that a host server's /metrics shows. Serving never fails by them.
 
 All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
-are scraped. Labels come from fixed lists and from reasons, of which at most 256 are told apart; nothing that a user
-sent becomes one. Where prometheus_client collects from several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges
-and the faults and the audit log's losses are missing: only the engine's own process can count them.
+are scraped. Labels come from fixed lists; nothing that a user sent becomes one. Where prometheus_client collects from
+several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges, the faults and the audit log's losses are missing: only
+the engine's own process can count them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
+from semblend_trt.outcome import Outcome, counted_as
 from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCounts:
-    """A Prometheus collector that adds up what engines have counted, and what ended ones had; `label` says what the
-    names of their counts are."""
+    """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
+    names."""
 
     def __init__(self, name: str, documentation: str, label: str) -> None:
         self._name, self._documentation, self._label = name, documentation, label
@@ -47,7 +47,7 @@ class EngineCounts:
             self._running.append(counts)
 
     def end(self, counts: Counter[str]) -> None:
-        """Keeps what `counts` holds now, so that the sum never falls, and lets it go."""
+        """Adds the last values of `counts` to the ended engines', so that the sum never falls."""
         with self._lock:
             # By identity: engines with equal counts are two.
             self._running = [each for each in self._running if each is not counts]
@@ -80,7 +80,7 @@ _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1
 
 @dataclass(frozen=True, slots=True)
 class HeldDonors:
-    """Donors that can be found, and the bytes taken in each tier, those reserved by running saves among them."""
+    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved."""
 
     donors: int = 0
     host_bytes: int = 0
@@ -89,7 +89,7 @@ class HeldDonors:
 
 
 class Metrics:
-    """One engine's view of the series; without any, nothing is counted. Thread safe, and raises nothing."""
+    """Counts for one engine; with `series` None it counts nothing. Thread safe, and raises nothing."""
 
     def __init__(self, series: Series | None) -> None:
         self._series = series
@@ -196,8 +196,6 @@ class Series:
         self.audit_dropped = EngineCounts("semblend_audit_dropped", "Events that the audit log lost.", "reason")
         registry.register(self.faults)
         registry.register(self.audit_dropped)
-        self._lock = threading.Lock()
-        self._reasons: set[str] = set()
         # Series that exist from the start can be told from an engine that counts nothing.
         for outcome in Outcome:
             self._requests.labels(outcome.value)
@@ -211,20 +209,13 @@ class Series:
     def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()
         if report.reason:
-            self._refusals.labels(self._bounded(report.reason)).inc()
+            self._refusals.labels(counted_as(report.reason)).inc()
         for kind in TOKEN_KINDS:
             tokens = getattr(report, f"{kind}_tokens")
             if tokens:
                 self._tokens.labels(kind).inc(tokens)
         if report.checked_tokens and report.largest_kept is not None:
             self._kept_deviation.observe(report.largest_kept)
-
-    def _bounded(self, reason: str) -> str:
-        with self._lock:
-            if reason in self._reasons or len(self._reasons) < MAX_REASONS:
-                self._reasons.add(reason)
-                return reason
-        return OTHER_REASON
 
 
 class DonorGauges:

@@ -8,6 +8,8 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tokenizers import Tokenizer
 
 
@@ -26,8 +28,22 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     return tokenizer
 
 
+def tokenizer_file(folder: Path) -> Tokenizer:
+    """The tokenizer.json of a folder, set to neither cut nor pad. Raises ConfigurationError without a readable one."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigurationError(f"the tokenizer {path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def reason_of(error: Exception) -> str:
-    """The first line of a library's message: the others are advice to its own users."""
+    """The first line of another package's message: the others are advice to its own users."""
     return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

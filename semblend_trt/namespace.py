@@ -1,8 +1,7 @@
 """CacheNamespace: everything that has to be equal before one request's KV may stand in for another's.
 
 `key` decides reuse. It covers every field except the ranks, the tenant key, and names whose revision is a digest of the
-content. A donor is one logical donor with a part on each rank, so all ranks must derive the same key, which is the one
-the scheduler (always rank 0) computes.
+content. A donor has a part on each rank, so all ranks must derive the same key as the scheduler, which is on rank 0.
 """
 
 from __future__ import annotations

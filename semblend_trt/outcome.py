@@ -1,4 +1,4 @@
-"""How requests end: the six outcomes, the report of one request, and the ledger that holds every request's."""
+"""How requests end: the six outcomes, all reasons, the report of one request, and the ledger of all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,45 @@ from semblend_trt.errors import SemBlendError
 if TYPE_CHECKING:
     from semblend_trt.semantic.neighbours import Neighbour
 
+# Every reason for which reuse is declined or cut short, in any engine, as logs, reports and metrics name it.
+_REASONS = (
+    # the engine
+    "disabled policy_off configuration model_unreadable caches_not_registered pool_layout layer_groups ranks_unknown "
+    "metadata_version host_offload attention_window speculative_decoding model_kwargs attention_dp pipeline_parallel "
+    "context_parallel disaggregated attention_backend settings_unknown compiled_prefill cuda_graphs lora "
+    "sparse_attention "
+    # the model
+    "unknown_model_type unknown_architecture mla multimodal geometry attention_layout sliding_window rope_dynamic "
+    "rope_longrope rope_multimodal rope_partial rope_per_layer rope_unknown kv_quantized "
+    # the request
+    "dummy_request generation_only beam_search context_logits salt_unknown salt_invalid invalid_tokens "
+    # the look-up
+    "lookup_timeout internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable donor_on_disk "
+    "low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch profile_unreadable "
+    "check_needs_wrapper head_needs_wrapper boundary_needs_wrapper no_publication_guard "
+    # the load and the forward
+    "not_honoured forward_failed target_blocks load_failed deviation "
+    # TensorRT-LLM's model engine
+    "caches_refused executor_unknown probe_failed cache_manager_unknown cache_manager_v2 publication_unknown "
+    "conversation_manager engine_layout model_layout model_patched layer_offsets quantized_attention attention_chunks "
+    "attention_scaling rope_fused model_call layer_call attention_call "
+    # vLLM
+    "settings_invalid vllm_version other_connector encoder_connector kv_role load_failure_policy tensor_parallel "
+    "data_parallel executor ubatching pooling encoder_decoder hybrid_model diffusion non_causal prompt_embeds "
+    "routed_experts weight_transfer sequence_parallel full_cuda_graphs kv_cache_dtype kv_sharing_fast_prefill "
+    "cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache streamed_prompt "
+    "resumed_with_output prompt_ids_missing"
+)
+# What a reason counts as that is not among REASONS: labels of metrics stay few.
 OTHER_REASON = "other"
-# Reasons that are told apart; what comes beyond counts as OTHER_REASON.
-MAX_REASONS = 256
+# Calls of the engine that could not be answered, and what failed inside, as the metrics name it.
+_FAULTS = (
+    "wait_for_initialization get_num_new_matched_tokens update_state_after_alloc "
+    "update_state_after_alloc_by_layer_group build_connector_meta request_finished request_finished_by_layer_group "
+    "request_data saved_news metadata start_load_kv wait_for_save get_finished step_unreadable planned_forward "
+    "plan_not_executed self_check hook"
+)
+REASONS, FAULTS = frozenset(_REASONS.split()), frozenset(_FAULTS.split())
 # Requests, those that ended last, whose reports are kept.
 MAX_REPORTS = 4096
 
@@ -33,7 +69,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Prompt tokens by what became of them; `outcome` is an Outcome's value.
+    """What became of one request's prompt tokens. `outcome` is the value of an Outcome.
 
     `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
     compared with their donor's KV; `largest_kept` is the largest deviation among those that are reused all the same,
@@ -64,6 +100,11 @@ class ReuseReport:
         return {each.name: getattr(self, each.name) for each in fields(self)[2:-1]}
 
 
+def counted_as(reason: str) -> str:
+    """The label under which metrics count a reason."""
+    return reason if reason in REASONS else OTHER_REASON
+
+
 class OutcomeLedger:
     """Counts outcomes and reasons for ever, and keeps the reports of the last MAX_REPORTS requests. Thread safe."""
 
@@ -92,8 +133,7 @@ class OutcomeLedger:
                 self._reports.popitem(last=False)
             self._counts[outcome] += 1
             if reason:
-                known = reason in self._reasons or len(self._reasons) < MAX_REASONS
-                self._reasons[reason if known else OTHER_REASON] += 1
+                self._reasons[counted_as(reason)] += 1
 
     def counts(self) -> dict[Outcome, int]:
         """Requests by outcome since the start; all six are present."""

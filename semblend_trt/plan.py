@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -25,11 +25,12 @@ WINDOW_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SpanCheck:
-    """Layers below `layer` run on all tokens; in `layer` fresh K and V of every token are compared with its donor's.
+    """Layers below `layer` run on all tokens. In `layer` the fresh K and V of every token are compared with its
+    donor's.
 
     A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
-    Tokens that deviate by more than `threshold` are computed in all layers; or, with `largest_share` instead, that
-    share of the checked tokens which deviates most (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
+    Tokens that deviate by more than `threshold` are computed in all layers. With `largest_share` instead, that share of
+    the checked tokens which deviates most is computed (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
     above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
 
     A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
@@ -115,10 +116,10 @@ class PlanSpan:
 class EngineExecution:
     """How the engine runs the prompt once the spans are placed.
 
-    Layers below `recompute_boundary_layer` are computed for every prompt token; from there on only holes and suffix,
-    and the first `head_tokens` tokens of every span that is not exact (EPIC, arXiv 2410.15332). With a `check`, the
-    layers below its own are computed for every token as well, and it decides which of the spans' tokens the others
-    compute. Exact spans equal a cold run and are computed in no layer.
+    Layers below `recompute_boundary_layer` are computed for every prompt token. From there on only holes, the suffix
+    and the first `head_tokens` tokens of every approximate span are computed (EPIC, arXiv 2410.15332). With a `check`,
+    the layers below its own are computed for every token too, and it decides which of the spans' tokens the others
+    compute. Exact spans are computed in no layer.
     """
 
     mode: EngineMode
@@ -205,27 +206,29 @@ class SemanticKvPlan:
         """Ranges below `prefix_end` that no span covers: the wrapper computes them."""
         if self.kind is PlanKind.DISCOVERY_ONLY:
             return ()
-        holes, position = [], self.num_computed_tokens
-        for span in self.spans:
-            if span.target_start > position:
-                holes.append(range(position, span.target_start))
-            position = span.target_end
-        if position < self.prefix_end:
-            holes.append(range(position, self.prefix_end))
-        return tuple(holes)
+        taken = ((span.target_start, span.target_end) for span in self.spans)
+        return tuple(gaps(taken, self.num_computed_tokens, self.prefix_end))
 
     def with_target_blocks(self, block_ids: tuple[int, ...]) -> SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
-        """The same promise kept by computing everything: what remains when a donor cannot be read any more.
+        """The plan without spans: everything that was promised is computed, as when a donor cannot be read any more.
 
         Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them.
         """
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
 
-# Each tells the invariants that a plan breaks, and how.
+def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:
+    """The ranges of [begin, end) that the ranges `taken` (start and end of each, sorted and disjoint) leave free."""
+    for start, stop in (*taken, (end, end)):
+        if begin < min(start, end):
+            yield range(begin, min(start, end))
+        begin = max(begin, stop)
+
+
+# Each yields the invariants that a plan breaks, with a sentence.
 def _of_counts(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     computed, matched = plan.num_computed_tokens, plan.matched_tokens
     if min(computed, matched) < 0 or plan.block_size < 1:

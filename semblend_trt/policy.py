@@ -57,7 +57,7 @@ class ReuseTerms:
         return "boundary_needs_wrapper" if self.boundary else None
 
     def expected_reuse(self, length: int) -> int:
-        """Tokens of a run of `length` tokens that stay reused, as far as that is fixed before the run is checked."""
+        """Tokens of a run of `length` tokens that stay reused, as far as this is known before the check runs."""
         kept = max(0, length - self.head_tokens)
         if self.check is None or self.check.largest_share is None:
             return kept
@@ -65,7 +65,7 @@ class ReuseTerms:
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
-    """Reads a policy's name, whatever its case; raises ConfigurationError naming the policies of this version."""
+    """Reads a policy's name in upper or lower case; raises ConfigurationError naming the policies of this version."""
     name = value.value if isinstance(value, ReusePolicy) else str(value).strip().lower()
     if name in _NAMES:
         return ReusePolicy(name)

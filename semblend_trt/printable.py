@@ -1,4 +1,4 @@
-"""What came from outside (NATS, HTTP, files, models) as text with which a terminal does nothing but show it."""
+"""Text from outside (NATS, HTTP, files, models), escaped so that a terminal only shows it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def printable(text: object) -> str:
-    """`text` in one line. What is not seen as it stands (control characters and terminal escapes, line ends, bidi
-    marks, lone surrogates) is escaped as in Python's literals."""
+    """`text` in one line. Characters that do not print (control characters, terminal escapes, line ends, bidi marks,
+    lone surrogates) are escaped as in Python's literals."""
     text = str(text)
     if text.isprintable():
         return text

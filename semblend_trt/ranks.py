@@ -1,7 +1,7 @@
 """Ranks: how the processes that share one model agree.
 
-Decisions are rank 0's, or are made from what every rank tells. All ranks make the same calls in the same order: one
-that leaves a call out, or makes one more, keeps the others waiting.
+Rank 0 decides, or all ranks decide alike from values that each has given. All ranks must make the same calls in the
+same order: a rank that leaves a call out, or makes one more, keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """One process alone, for which nothing has to be sent. `rank` counts from 0 and is below `size`."""
+    """One process alone: nothing is sent. `rank` counts from 0 and is below `size`."""
 
     rank = 0
     size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank; it must be picklable."""
+        """The values of all ranks, in the order of the ranks; they must be picklable."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 gives; the others' `value` is not looked at. It must be picklable."""
+        """Rank 0's value, which must be picklable; the others' is ignored."""
         return value
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """For each place the smallest number that a rank gives; all give equally many."""
+        """The smallest number at each index over all ranks, which give equally many."""
         return list(values)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,10 +75,9 @@ class EngineRanks(Ranks):
 
 
 class TorchRanks(Ranks):
-    """The ranks of this process's `torch.distributed` group. To be made by all of them at the same place.
+    """The ranks of this process's `torch.distributed` group; all of them must build this at the same point.
 
-    Tensors go through the group itself, by NCCL on a card; other values through a group of their own over Gloo, because
-    they lie on the host.
+    Tensors go through the group itself, by NCCL on a card. Other values go over Gloo, because they lie on the host.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ def ranks_of(llm_args: Any) -> Ranks | None:
 
 
 def join_ranks(runtime: Runtime, llm_args: Any) -> None:
-    """Finds the engine's ranks, unless it has said who they are; without them nothing is reused."""
+    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
     if runtime.ranks.size == int(getattr(llm_args, "tensor_parallel_size", None) or 1):
         return
     found = ranks_of(llm_args)
@@ -171,7 +170,7 @@ def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
 def agree_on_loads(
     ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception]
 ) -> dict[int, Exception]:
-    """The plans that some rank could not place, and none may use, each with the reason that is known here.
+    """The plans that no rank may use because at least one could not place its part, each with the error known here.
 
     `failures` are this rank's. Keys are indices into `plans`, which are the same on every rank.
     """

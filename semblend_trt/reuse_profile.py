@@ -2,10 +2,10 @@
 
 The profile holds for the namespace in which it was made and for no other. These fields bind: the model's weights and
 configuration, the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, and the
-parallel layout's sizes; names of model and tokenizer only where no digest tells their content. An engine with its cache
-layout has to be one of the listed: that in which the profile was made, and those in which it was confirmed. Not bound
-are block size, tenant, template and cache salt: they change who may share KV, not what the KV is. A field that either
-side does not know counts as a difference."""
+parallel layout's sizes. Names of model and tokenizer bind only where no digest tells their content. The engine with its
+cache layout must be listed: the profile was made or confirmed there. Block size, tenant, template and cache salt do not
+bind: they change who may share KV, not what the KV is. A field that either side does not know counts as a difference.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class ProfileGeometry(_Part):
 class ReuseProfile(_Part):
     """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
 
-    Policy verified needs a check and may have a boundary and `head_tokens`, the first tokens of every run, which are
-    computed whatever the check says; boundary needs a boundary of at least 1; exact and position_fix have none of them.
-    `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` is free: what was
-    measured. Build one with `made_for`.
+    Policy verified needs a check. It may have a boundary, and `head_tokens`: so many first tokens of every run are
+    always computed. Policy boundary needs a boundary of at least 1. Policies exact and position_fix have none of these.
+    `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` holds the
+    measurements, in any form. Build one with `made_for`.
     """
 
     schema_version: Literal[2] = 2
@@ -216,10 +216,8 @@ class ReuseProfile(_Part):
         write_bytes(Path(path), (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode())
 
     def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
-        """What keeps the profile from holding for an engine of this namespace and rank's `geometry`, a sentence each.
-
-        Empty when it holds.
-        """
+        """Why the profile does not hold for an engine of this namespace and rank's `geometry`, a sentence each; empty
+        when it holds."""
         found = []
         if self.version != __version__:
             found.append(_difference("version", self.version, __version__))
@@ -307,10 +305,8 @@ _MAX_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
-    """`profile` holds for the namespace; where it is None `refusal` counts why, and `differences` says it.
-
-    Refusals: no_profile (SEMBLEND_PROFILE is not set), profile_unreadable, profile_mismatch.
-    """
+    """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable or
+    profile_mismatch) and `differences` are the sentences for the log."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
@@ -318,7 +314,7 @@ class ProfileMatch:
 
 
 class ProfileMatcher:
-    """Compares the profile with namespaces. The file is read once, here; nothing is raised for it.
+    """Compares the profile with namespaces. The file is read once, by the constructor, which raises nothing for it.
 
     Policies other than verified use no profile.
     """
@@ -342,15 +338,15 @@ class ProfileMatcher:
 
     @property
     def check_layers(self) -> tuple[int, ...]:
-        """Layers in which plans of these settings may check their spans, whether the profile will hold or not."""
+        """Layers in which plans of these settings may check their spans, should the profile hold."""
         if self._policy is ReusePolicy.CACHEBLEND:
             return (CACHEBLEND_LAYER,)
         terms = None if self._profile is None else self._profile.terms
         return () if terms is None or terms.check is None else (terms.check.layer,)
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
-        """What holds for `namespace`. What it means is logged once an adapter, and again when the engine's `mode`
-        changes: a wrapper begins to execute plans after its self-check."""
+        """The match for `namespace`. It is logged once for each adapter, and again when the engine's `mode` changes: a
+        wrapper begins to execute plans after its self-check."""
         match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
         if namespace.adapter in self._matches or len(self._matches) < _MAX_REMEMBERED:
             self._matches[namespace.adapter] = match

@@ -62,8 +62,8 @@ class ActivePlans:
         return self._exact_tokens.get(request_id)
 
     def lift_limit(self, request_id: int) -> None:
-        """Forgets the publication limit, once nothing approximate is left: the blocks' owner has let go of them, or the
-        forward in which this is said computes everything that the plan had placed."""
+        """Forgets the publication limit. To be called once nothing approximate is left: the engine has released the
+        blocks, or the running forward computes everything that the plan had placed."""
         self._exact_tokens.pop(request_id, None)
 
     def __len__(self) -> int:
@@ -106,13 +106,13 @@ class LayerReadiness:
             wait(stream, [self._arriving.popleft()[1]])
 
 
-# A scheduler takes them at every lookup and at every request's end: only those of the running requests wait.
+# The scheduler takes events at every look-up and at every request's end, so few ever wait.
 MAX_EVENTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class SavedDonor:
-    """The worker's word on one donor: `tokens` positions are held, or none (any more) when `error` says why not."""
+    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
 
     donor_id: str
     tokens: int
@@ -129,7 +129,7 @@ class PoolFacts:
 
 
 def _held_weakly(name: str) -> Any:
-    """An attribute that is kept in `name` as a weak reference. What it names holds `llm_args`, whose end ends the
+    """An attribute that is kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the
     runtime."""
 
     def get(runtime: Runtime) -> Any:
@@ -181,13 +181,13 @@ class Runtime:
     scheduler = _held_weakly("_scheduler")
 
     def caches_registered(self) -> None:
-        """Has the scheduler, where there is one, build what lookups need."""
+        """Has the scheduler, where there is one, build what look-ups need."""
         if (scheduler := self.scheduler) is not None:
             scheduler.wait_for_initialization()
 
     def saves_ended(self) -> None:
-        """Has the scheduler take what waits, in the engine's thread: an engine that has nothing to run asks it nothing.
-        A rank without a scheduler drops it. Raises nothing."""
+        """Has the scheduler take the waiting events, on the engine's thread: an idle engine does not call the
+        scheduler. A rank without a scheduler drops them. Raises nothing."""
         if self.ranks.rank:
             for waiting in (self.saved, self.failed_loads, self.evidence, self.offload_events):
                 waiting.clear()

@@ -73,11 +73,11 @@ class HostReader:
         self._copies, self._moves = side_stream(device), side_stream(device)
 
     def begin(self, begun: Event | None) -> None:
-        """Nothing that is queued from now on starts before `begun`: until then others may use the target's blocks."""
+        """What is placed from now on waits for `begun`: until then other work may use the target's blocks."""
         wait(self._moves, [begun])
 
     def layers_at_once(self, most: int, tokens: int) -> int:
-        """How many layers of `tokens` are best placed together: `most`, or fewer that a slot holds whole."""
+        """How many layers of `tokens` tokens to place together: `most`, or as many as a slot holds."""
         return max(1, min(most, self._staging.capacity // tokens))
 
     def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
@@ -112,8 +112,8 @@ class HostWriter:
         self._staging = staging
 
     def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
-        """Copies the first `tokens` positions into `held`, whose bytes are there when it returns. After an error too
-        nothing is on its way to `held` any more, which may be another donor's by then."""
+        """Copies the first `tokens` positions into `held`. When it returns or raises, no copy to `held` is under way
+        any more: the memory may then become another donor's."""
         try:
             for _ in self.chunks(source, tokens, held):
                 pass
@@ -121,7 +121,7 @@ class HostWriter:
             finish(current_stream(source.pool.device))
 
     def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
-        """Queues what `copy` does on the stream that is current, a chunk a step; nothing waits for it."""
+        """Queues the copies of `copy` on the current stream, a chunk for each step, without waiting."""
         done = 0
         for part, _, length in held.parts_of(0, tokens):
             yield from self._chunks_of_part(source, done, length, part.tensor)
@@ -188,7 +188,8 @@ def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
 
 
 def _staged(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
-    """Queues copies of the layers of what `batch` moves into `staged`, one behind the other; the moves from there."""
+    """Queues copies of the given layers of `batch` into `staged`, one move behind the other. Returns the moves that
+    read from there."""
     moves: list[Move] = []
     column = 0
     for move in batch:
@@ -202,9 +203,9 @@ def _staged(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_l
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies [layers, kv_factor, kv_heads, tokens, head_dim] where any tokens of a layer are one run of memory.
+    """Copies [layers, kv_factor, kv_heads, tokens, head_dim]; the tokens of each layer lie in one run of memory.
 
-    A run is one asynchronous copy; anything else torch would first gather on the host.
+    Each run is one asynchronous copy. Other strides torch would first gather on the host.
     """
     runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
     if runs.is_contiguous() and target_runs.is_contiguous():

@@ -1,4 +1,4 @@
-"""Streams and events that are nothing on the CPU, where all work is done when a call returns."""
+"""CUDA streams and events; each is None on the CPU, where all work is done when a call returns."""
 
 from __future__ import annotations
 

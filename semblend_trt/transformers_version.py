@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def imported(name: str, module: str = "transformers") -> Any:
-    """`name` of a module of Transformers, or of a library that imports Transformers itself.
+    """`name` of a module of Transformers, or of a package that imports Transformers itself.
 
     Any thread may ask first. At the end of its import Transformers puts another module into its own place; an import
     statement that waits in a second thread goes on with the first one, which lacks the names. Raises ImportError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import ast
+from functools import cache, cached_property
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -52,6 +53,10 @@ class Page:
         return [line.split() for line in code.splitlines()]
 
     @property
+    def paragraphs(self) -> list[str]:
+        return [token.content for token in self._tokens if token.type == "inline"]
+
+    @property
     def rows(self) -> list[list[str]]:
         """The cells of all tables, row by row, the headers' among them."""
         rows: list[list[str]] = []
@@ -63,9 +68,20 @@ class Page:
         return rows
 
 
-def code_in(cell: str) -> list[str]:
-    """What stands between backquotes in a cell of a table."""
-    return cell.split("`")[1::2]
+def code_in(text: str) -> list[str]:
+    """What stands between backquotes in a text."""
+    return text.split("`")[1::2]
+
+
+@cache
+def named_tests() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every test, by its file from the folder of tests and its name: `test_docs.py::test_settings_exist`."""
+    found = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+                found[f"{path.relative_to(ROOT / 'tests').as_posix()}::{node.name}"] = node
+    return found
 
 
 def make_targets() -> set[str]:

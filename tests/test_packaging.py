@@ -194,7 +194,7 @@ def test_removing_either_leaves_the_other_working(environment: Environment, whee
 
 
 def test_transformers_never_takes_ours_for_theirs(environment: Environment, wheel: Path, hub_kernels: Path) -> None:
-    """Transformers asks for the version of whatever is importable as `kernels`."""
+    """Transformers asks for the version of any package that is importable as `kernels`."""
     question = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
     environment.install(wheel)
     assert environment.executes(question).stdout.strip() == "False"

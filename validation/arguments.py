@@ -13,12 +13,12 @@ from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
+from validation.measurement import ServingSettings
 from validation.models import shipped_model
 from validation.prompts import FORMS
-from validation.serving import BatchSettings
 
 PROGRAM = "python -m validation"
-# Every generator of random numbers takes it for a seed, with room above it for the seeds that follow.
+# The highest seed that every generator of random numbers takes, together with the seeds that follow it.
 HIGHEST = 2**32 - 1
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,8 +87,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command, "" for a run without a first word. It says what is wrong in one sentence; argparse
-    would print the usage first."""
+    """The parser of one command, "" without a first word. Errors are one sentence, without argparse's usage."""
 
     def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
         program = f"{PROGRAM} {command}".strip()
@@ -99,8 +98,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add(group: argparse._ActionsContainer, *names: str, told_default: str = "", **changes: Any) -> None:
-    """Adds options that several commands have to a parser or a group of it, with `changes`; `told_default` says what
-    stands for a missing one."""
+    """Adds options that several commands share, with `changes`; `told_default` is the default in words."""
     for name in names:
         action = group.add_argument(name, **{**_OPTIONS[name], **changes})
         action.help = f"{action.help} (default: {told_default})" if told_default else action.help
@@ -122,17 +120,12 @@ def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str,
     return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
-def batch_settings(options: argparse.Namespace) -> BatchSettings:
-    """How the options want prompts served. Raises ConfigurationError for a number that is out of its range."""
+def serving_settings(options: argparse.Namespace) -> ServingSettings:
+    """How prompts are served. Raises ConfigurationError for a number that is out of its range."""
     counts = ("max_tokens", "min_match_length", "batch", "groups", "questions", "tokens")
     check_integers(options, seed=0, **dict.fromkeys(counts, 1))
-    return BatchSettings(
-        model=str(options.model or shipped_model()),
-        max_tokens=options.max_tokens,
-        min_span=options.min_match_length,
-        groups=options.batch,
-        batch_size=options.batch,
-    )
+    model = str(options.model or shipped_model())
+    return ServingSettings(model, options.max_tokens, options.min_match_length, options.batch)
 
 
 def family_request(options: argparse.Namespace) -> FamilyRequest:

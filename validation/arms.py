@@ -8,7 +8,7 @@ of the tokens that deviate most (CacheBlend, arXiv 2405.16444).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
@@ -44,11 +44,11 @@ _NUMBERED = re.compile(r"(boundary|epic|cacheblend)_([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`variables` are the connector's settings; None runs without it.
+    """`variables` are the connector's settings; None runs without one.
 
-    An arm with `isolated` groups gives each group its own cache salt: its first request is computed from nothing,
-    further questions on the same documents find that request's exact KV. `full_layers`: lowest layers that are
-    computed for every token of an approximate plan.
+    An `isolated` arm gives each group of cases its own cache salt: the group's first request is computed in full, and
+    further questions find its exact KV. `full_layers`: lowest layers that are computed for every token of an
+    approximate plan.
     """
 
     name: str
@@ -71,6 +71,9 @@ class ArmChoices:
     profile_layers: int = 0
 
 
+COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
+
+
 def is_reusing(name: str) -> bool:
     """True for the name of an arm that may place donors' KV."""
     return name not in REFERENCE_NAMES
@@ -82,9 +85,9 @@ def default_names(choices: ArmChoices) -> tuple[str, ...]:
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
-    """Names in a list with commas or blanks; `all` stands for every arm. cold and cold_again are always among them.
+    """Names between commas or blanks, with cold and cold_again always among them; `all` stands for every arm.
 
-    Raises ConfigurationError, naming the option that the text comes from, for a name that no arm has.
+    Raises ConfigurationError, which names the option, for an unknown name.
     """
     asked = dict.fromkeys(name for name in re.split(r"[,\s]+", text) if name)
     if "all" in asked:
@@ -104,7 +107,7 @@ def arms_of(names: Iterable[str], choices: ArmChoices) -> tuple[Arm, ...]:
 
 def _arm(name: str, choices: ArmChoices) -> Arm:
     if name in (COLD, COLD_AGAIN):
-        return Arm(name, serves_donors=False, isolated=True)
+        return replace(COLD_ARM, name=name)
     if name == WRAPPER_WITHOUT_PLAN:
         return Arm(name, {"SEMBLEND_POLICY": "exact"}, serves_donors=False, isolated=True)
     if name == EXACT_PREFIX:

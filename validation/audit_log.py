@@ -1,4 +1,4 @@
-"""What a connector's audit log says happened, as counts."""
+"""A connector's audit log: its events, how requests ended, and counts."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def settled(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:
-    """How every request ended, in the order in which they were asked. Raises SemBlendError for fewer than `asked`."""
+def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:
+    """The events that tell how requests ended, by request. Raises SemBlendError for fewer than `asked`."""
     ended = [event for event in events if event["event"] == "request_settled"]
     if len(ended) < asked:
         raise SemBlendError(
@@ -70,7 +70,7 @@ def settled(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, 
 
 
 def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
-    """True when the event is about one of the requests, or about the donor that one of them became."""
+    """True when the event is about one of the requests or the donor that one of them became."""
     if event.get("request_id") in request_ids:
         return True
     donor_id = event.get("donor_id")

@@ -1,4 +1,4 @@
-"""Cases: donors that are served first, a prompt and what is known about its answer, as text and as tokens."""
+"""Cases: donors that are served first, a prompt, and what is known about its answer; as text and as tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Expectation(str, Enum):
-    """What a correct system does with a case: place donor KV, nothing, keep the exact prefix, or unknown to us."""
+    """What a correct system does with a case: reuse donors' KV, reuse none, keep the exact prefix, or unknown."""
 
     REUSE = "reuse"
     NONE = "none"
@@ -35,11 +35,10 @@ class Expectation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt. Cases of one `group` share their donors; the first of them is the one whose TTFT counts.
+    """One prompt. Cases of one `group` share their donors and ask different questions; the TTFT of the first counts.
 
-    The others ask further questions on the same documents, so that answers are compared on more than one question.
-    `known_answer` says that `reference` is the only right answer, not one of many continuations. `donor_answer` is
-    the wrong answer that the donors' text gives to the same question, None where it gives none.
+    With `known_answer`, `reference` is the only right answer, not one of many continuations. `donor_answer`: the wrong
+    answer that the donors' text gives to the same question, if any.
     """
 
     id: str
@@ -152,7 +151,7 @@ def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
     return [replace(case, known_answer=False) for case in cases]
 
 
-# Scoring a long reference costs one decode step a token and adds little after a few dozen.
+# Scoring a reference costs one decode step a token; more than a few dozen add little.
 MAX_FORCED_TOKENS = 48
 
 
@@ -176,13 +175,10 @@ def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 class Tokeniser:
-    """The model's tokenizer. Built-in prompts lose our marks for a tokenizer that was not trained on them.
-
-    `stop_token_ids` hold the mark that ends an answer, where the tokenizer knows it.
-    """
+    """The model's tokenizer. `stop_token_ids` hold the mark that ends an answer, where it knows one."""
 
     def __init__(self, model: ServedModel, max_tokens: int) -> None:
-        """`max_tokens`: the longest answer, for which room is kept in the model's context."""
+        """`max_tokens`: the longest answer; the model's context must hold prompt and answer."""
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens
@@ -192,9 +188,8 @@ class Tokeniser:
 
     def tokenise(self, case: Case) -> TokenisedCase:
         """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
-        plain = case.workload != WORKLOAD and not self.stop_token_ids
-        donors = tuple(self._encode(donor, plain) for donor in case.donors)
-        tokens = TokenisedCase(donors, self._encode(case.prompt, plain), self._forced(case.reference))
+        donors = tuple(map(self._encode, case.donors))
+        tokens = TokenisedCase(donors, self._encode(case.prompt), self._forced(case.reference))
         self._check(case, "prompt", tokens.prompt, self._answer_room)
         for number, donor in enumerate(donors, start=1):
             self._check(case, f"donor {number}", donor, 1)
@@ -215,8 +210,8 @@ class Tokeniser:
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
 
-    def _encode(self, text: str, plain: bool) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(prompts.in_plain_text(text) if plain else text)]
+    def _encode(self, text: str) -> list[int]:
+        return list(map(int, self._tokenizer.encode(text)))
 
     def _forced(self, reference: str | None) -> tuple[int, ...] | None:
         if reference is None:

@@ -7,8 +7,7 @@ import re
 import shlex
 import textwrap
 import time
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,16 +35,15 @@ from validation.cases import MAX_FORCED_TOKENS, read_cases
 from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, VLLM
 from validation.exactness import plain_difference, stock_difference
-from validation.families.catalog import FamilyRequest, count_tokens, write_cases
+from validation.families.catalog import write_timed
 from validation.gates import COUNTED, GateBounds, gates_of
 from validation.judge import Judge, Scorer, judged, scored
-from validation.measurement import Measurement, MeasurementSettings
+from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import complain, progress, say, show, write_json, write_text
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import FILE_NAME, HEADER_TRAP, Report, end_to_end_rows
-from validation.workloads import DEFAULT_BATCHES, write_batches
+from validation.report import FILE_NAME, Report, end_to_end_rows
 
 if TYPE_CHECKING:
     import argparse
@@ -59,8 +57,6 @@ if TYPE_CHECKING:
     from validation.samples import Sample
 
 ALL_HOLD, GATE_FAILED = 0, 1
-# Rows that stood under other headers in the donor.
-_TRAP = FamilyRequest((HEADER_TRAP,), groups=3, questions=6, tokens=2_048)
 _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
@@ -207,16 +203,13 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
     device, dtype = models.place_of(engines, options.dtype)
     scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
-    cases = own_cases or _built_in(engines, options)
+    context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
+    cases = own_cases or write_timed(engines, options.seed, context)
     choices = models.choices_of(engines, options.boundary, profile)
-    settings = MeasurementSettings(
-        model=str(options.model or shipped_model()),
-        arms=arms_of(_arm_names(options.arms, policy, choices), choices),
-        max_tokens=options.max_tokens,
-        min_span=options.min_match_length,
-        repeats=options.repeat,
-    )
-    measured, exactness = _measure(engines, options.engine, cases, settings)
+    settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
+    arms = arms_of(_arm_names(options.arms, policy, choices), choices)
+    measurement = Measurement(engines, cases, settings, arms, options.repeat)
+    measured, exactness = _measure(engines, options.engine, measurement, settings)
     samples = _scores(measured, cases, scorer, asked_judge)
     report = Report(
         model=settings.model,
@@ -238,7 +231,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
 
 
 def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str, ...]:
-    """The arms of the run; those that gates and comparisons read are always among them."""
+    """The arms of the run, always with those that gates and comparisons read."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
     names = default_names(choices) if asked is None else names_of(asked)
@@ -246,11 +239,10 @@ def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str
 
 
 def _measure(
-    engines: Engines, name: str, cases: Sequence[Case], settings: MeasurementSettings
+    engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
 ) -> tuple[Measured, Exactness | None]:
     """All samples, and how exact the wrapper is; in the embedded engine where the weights are float32."""
-    measurement, exactness = Measurement(engines, cases, settings), None
-    prompt = measurement.longest_prompt
+    prompt, exactness = measurement.longest_prompt, None
     if not isinstance(engines, EmbeddedEngines):
         exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
     elif engines.runner.dtype is torch.float32:
@@ -270,13 +262,6 @@ def _scores(
         with progress("Judging", len(samples)) as on_step:
             samples = judged(samples, cases, asked_judge, on_step)
     return samples
-
-
-def _built_in(engines: Engines, options: argparse.Namespace) -> list[Case]:
-    """Harmless prompts, controls, and a trap."""
-    context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
-    cases = write_batches(DEFAULT_BATCHES, partial(count_tokens, engines), options.seed, context)
-    return cases + write_cases(engines, replace(_TRAP, seed=options.seed, tokens=min(_TRAP.tokens, context)))
 
 
 def _write(options: argparse.Namespace, report: Report, measured: Measured) -> None:

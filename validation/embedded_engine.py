@@ -1,4 +1,4 @@
-"""The embedded engine as the engine of an arm, over shared weights."""
+"""The embedded engine over shared weights: as the engine of an arm, and with donors where a benchmark wants them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.sampling import SamplingParams
 from validation.engines import connector_variables, environment
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from validation.engines import EngineSettings
 
 
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+# Weights made on the spot have no revision; every engine of a run holds the same ones.
+RANDOM_WEIGHTS = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"}
+
+
 def open_llm(
     model: Path,
     runner: ModelRunner,
@@ -25,11 +31,47 @@ def open_llm(
     module: str = "engine_wrapper.connector",
     **options: Any,
 ) -> LLM:
-    """An embedded engine with `options`, and with our connector of `module` where `variables` set it, without
-    SEMBLEND_."""
+    """An embedded engine with `options`, and with our connector of `module` where `variables` are its settings.
+
+    Their names are those of the variables without SEMBLEND_.
+    """
     with environment({f"SEMBLEND_{name}": value for name, value in (variables or {}).items()}):
         connector = None if variables is None else KvCacheConnectorConfig.ours(module)
         return LLM(model, runner=runner, kv_connector_config=connector, **options)
+
+
+def disk_tier(folder: Path, size: int = 1 << 30) -> dict[str, str]:
+    """Settings of a tier of `size` bytes in `folder`."""
+    return {"DISK_BYTES": str(size), "DISK_PATH": str(folder), "DISK_KEY_PATH": str(folder / "key")}
+
+
+def evict_block(llm: LLM) -> bool:
+    """Evicts the least recently used block of the engine's own prefix cache; False when the cache is empty."""
+    block = llm.block_manager._tree.evict()
+    if block is not None:
+        llm.block_manager._free.append(block)
+    return block is not None
+
+
+def evict_prefixes(llm: LLM) -> None:
+    """Empties the engine's own prefix cache."""
+    while evict_block(llm):
+        pass
+
+
+def drain(llm: LLM) -> None:
+    """Waits for the saves and the transfers between tiers."""
+    llm.settle()
+    for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):
+        thread.drain()
+
+
+def find_donors(llm: LLM) -> None:
+    """Lets the scheduler learn of every donor on disk, which it does request by request."""
+    drain(llm)
+    llm.generate([[1]], ONE_TOKEN)
+    while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
+        llm.generate([[1]], ONE_TOKEN)
 
 
 class EmbeddedEngines:

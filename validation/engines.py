@@ -1,4 +1,4 @@
-"""The engines that serve cases under an arm: what is asked of all of them, and what they have in common."""
+"""The engines that serve cases under an arm: their interface, and what they have in common."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What all engines of a run have in common.
+    """Settings of all engines of a run.
 
-    `pool_tokens` holds the donors and prompts that are served together, `host_bytes` as many donors as possible: each
-    is a chance for a wrong fire. `batch_size`: most requests that run at once.
+    `pool_tokens` holds the donors and prompts that are served together; `host_bytes` holds many donors, since each is a
+    chance of reuse where none belongs. `batch_size`: most requests that run at once.
     """
 
     model: str
@@ -41,7 +41,7 @@ class EngineSettings:
 
 
 class ServedModel(Protocol):
-    """What the writing and scoring of cases needs to know of a model."""
+    """A model as the writing and scoring of cases sees it."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -51,7 +51,7 @@ class ServedModel(Protocol):
 
 
 class ArmEngine(Protocol):
-    """One arm's engine at work, with the embedded engine's names. Requests are numbered from 1 on as they are asked."""
+    """One arm's running engine, with the embedded engine's methods. Requests are numbered from 1 on."""
 
     def generate(
         self,
@@ -72,8 +72,8 @@ class ArmEngine(Protocol):
 
 
 class Engines(ServedModel, Protocol):
-    """Opens engines over one model. `token_bytes` of KV are a token's at most; one that `starts_slowly` runs alone, and
-    is worth being asked everything that an arm has to be asked."""
+    """Opens engines over one model. `token_bytes`: most bytes of a token's KV. Engines that start slowly run one at a
+    time, and each is asked everything at once."""
 
     @property
     def token_bytes(self) -> int: ...
@@ -83,7 +83,7 @@ class Engines(ServedModel, Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a timed run cannot do with them, a sentence each."""
+        """Limits of a timed run with these engines, a sentence each."""
         ...
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
@@ -92,7 +92,7 @@ class Engines(ServedModel, Protocol):
 
 
 def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
-    """The settings of the arm's connector by variable; none without a connector."""
+    """The variables that set the arm's connector; none without one."""
     if arm.variables is None:
         return {}
     return {
@@ -105,7 +105,7 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
 
 @contextmanager
 def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, list[dict[str, Any]]]]:
-    """The arm's engine, and the events of its audit log, which are there once the engine has ended."""
+    """The arm's engine, and the list that its audit events are added to when the engine has ended."""
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
         audit_path = Path(folder) / "audit.jsonl"
@@ -119,7 +119,7 @@ def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tup
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt with all that is asked of it; requests are numbered from 1 on."""
+    """One request."""
 
     number: int
     prompt: list[int]
@@ -150,9 +150,9 @@ def answered(
     cached_tokens: int = 0,
     time_to_first_token: float | None = None,
 ) -> RequestOutput:
-    """An answer of an engine that does not tell its text. `logits`: float32 [tokens, vocabulary].
+    """An answer without its text. `logits`: float32 [tokens, vocabulary].
 
-    `cached_tokens` are all that the engine did not compute, a connector's among them, which its audit log tells apart.
+    `cached_tokens`: all that the engine did not compute, from its own prefix cache or from a connector.
     """
     return RequestOutput(
         request_id=asked.number,
@@ -169,7 +169,7 @@ def answered(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets our variables to exactly `variables` for the duration; the caller's own must not leak into an arm."""
+    """Sets our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
     saved = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLE_PREFIXES)}
     for name in saved:
         del os.environ[name]

@@ -1,4 +1,4 @@
-"""Does the wrapper compute what the model computes without it? Without a plan, and with every layer computed again."""
+"""Does the wrapper compute what the model computes without it? Without a plan, and with all layers recomputed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-)
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
-from validation.audit_log import settled
+from validation.audit_log import ended_requests
 from validation.engines import EngineSettings, opened
 
 if TYPE_CHECKING:
@@ -36,15 +30,17 @@ _BLOCK_SIZE = 32
 MAX_TOKENS = 512
 # Two chunks, and a span with a token before and behind it.
 MIN_TOKENS = 4
-# Rows whose logits an engine that gives them for answers alone is asked for.
+# Answer tokens whose logits are compared in an engine that gives no prompt logits.
 _ANSWER_TOKENS = 16
 _HOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Largest absolute difference of the wrapper's logits from those of `against`; `noise`: what those differ by among
-    themselves when the engine computes the same prompt in other chunks."""
+    """Largest absolute difference of the wrapper's logits from those of `against`.
+
+    `noise`: how much those differ when the engine itself computes the same prompt in other chunks.
+    """
 
     difference: float
     against: str
@@ -52,12 +48,11 @@ class Exactness:
 
 
 def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness:
-    """The wrapper against the plain Hugging Face forward.
+    """The wrapper against the plain Hugging Face forward, on the first MAX_TOKENS of `token_ids`.
 
-    Measured on the first MAX_TOKENS of `token_ids`: all rows without a plan, at once and in two chunks, and the rows
-    behind a span of garbage donor KV under a plan whose boundary is the number of layers, so that nothing of the
-    garbage may be read.
-    Raises ConfigurationError for fewer than MIN_TOKENS.
+    Compared are all rows without a plan, at once and in two chunks; and the rows behind a span of garbage KV, under a
+    plan that recomputes every layer, so that the garbage must not be read. Raises ConfigurationError for fewer than
+    MIN_TOKENS.
     """
     tokens = [int(token) for token in token_ids[:MAX_TOKENS]]
     if len(tokens) < MIN_TOKENS:
@@ -70,7 +65,7 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
     blocks = -(-len(tokens) // geometry.block_size)
     shape = (blocks, geometry.num_layers, 2, geometry.row_elements)
-    # Whatever is read without having been written shows: NaN without a plan, large values under one.
+    # A row that is read before it is written shows: as NaN without a plan, as a large value under one.
     pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
     wrapped = runner.share()
     wrapped.attach_pool(pool, geometry)
@@ -91,8 +86,8 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
 
 
 def stock_difference(engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int) -> Exactness:
-    """The wrapper against the `engine` without it: an answer without a plan, and one under a plan whose boundary is the
-    number of layers, on a prompt half of which stood elsewhere in a donor.
+    """The wrapper against the `engine` without it: an answer without a plan, and one under a plan that recomputes every
+    layer, of a prompt of which a donor holds one half at other positions.
 
     The prompt is `token_ids`, repeated or cut to fit. Raises SemBlendError when the engine executes no plan.
     """
@@ -108,9 +103,9 @@ def stock_difference(engines: Engines, model: str, engine: str, token_ids: Seque
 
 
 def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
-    """Logits of a forced answer, float32 [tokens, vocabulary]: computed, and once more behind the engine's own prefix.
+    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and again with the engine's own prefix.
 
-    The donor holds the middle half of the prompt at other positions and behind another text.
+    The donor holds the middle half of the prompt at other positions, behind another text.
     """
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
@@ -127,7 +122,7 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
             engine.settle()
             outputs += engine.generate([tokens], forced)
     if arm.full_layers and not any(event["event"] == "materialized" for event in events):
-        ended = {event["request_id"]: event["reason"] for event in settled(events)}
+        ended = {event["request_id"]: event["reason"] for event in ended_requests(events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"
         raise SemBlendError(f"The engine executes no plan ({reason}), so that nothing can be said of reuse in it.")
     return [output.outputs[0].generation_logits for output in outputs]
@@ -152,11 +147,8 @@ def _plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tuple[int, ...]) -> SemanticKvPlan:
     prefix_end = 3 * len(tokens) // 4
     span = PlanSpan("garbage", donor_start=0, target_start=prefix_end // 2, length=prefix_end - prefix_end // 2)
-    execution = EngineExecution(
-        mode=EngineMode.WRAPPER,
-        num_layers=geometry.num_layers,
-        recompute_boundary_layer=geometry.num_layers,
-    )
+    layers = geometry.num_layers
+    execution = EngineExecution(mode=EngineMode.WRAPPER, num_layers=layers, recompute_boundary_layer=layers)
     return SemanticKvPlan(
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,

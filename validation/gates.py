@@ -1,4 +1,4 @@
-"""Gates: figures that decide the exit status, each with the samples it reads."""
+"""Gates: figures of a run that decide its exit status."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from validation.exactness import Exactness
     from validation.samples import Sample
 
-# Of EM and of perplexity, beyond what a second cold run differs by.
+# Allowed beyond the difference of a second cold run.
 MAX_EM_DROP = MARGIN
 MAX_PERPLEXITY_RATIO = 1.0 + MARGIN
 MAX_LOGIT_DIFFERENCE = 1e-4
-# Nats by which two identical computations may differ on a GPU.
+# Nats by which a GPU's results of one computation may differ.
 KL_ROUNDING = 1e-6
-# Counts of the audit log, each with what a user may ask for at least, and what it counts.
+# Counts of the audit log that have a lower bound, and what each counts.
 COUNTED = {
     "donor_registrations": "requests that became donors",
     "semantic_hits": "look-ups that found a donor",
@@ -37,7 +37,7 @@ COUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class GateBounds:
-    """The bounds that a user may set; raises ConfigurationError for one that no figure could meet or miss."""
+    """The bounds that a user may set. Raises ConfigurationError for one that is out of range."""
 
     min_speedup: float = 1.05
     min_rouge1: float = 0.35
@@ -61,9 +61,9 @@ class GateBounds:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`value` must be at least `bound` ("higher" is better) or at most (`better` "lower").
+    """`value` must be at least `bound` where `better` is "higher", at most `bound` where it is "lower".
 
-    `value` None means that the run holds no sample the gate could read; such a gate is shown and does not fail.
+    A gate without a sample to read has the `value` None; it is shown and does not fail.
     """
 
     name: str
@@ -94,7 +94,7 @@ def gates_of(
     """All gates of a run; `audit` is that of `policy`, `exactness` None where it was not measured."""
     reusing = [s for s in samples if s.arm == policy and Expectation(s.expects).may_reuse]
     where = f"arm {policy}, workloads in which reuse is expected"
-    # What the policy may lose: what a second cold run loses, and the margin.
+    # The policy may lose what a second cold run loses, and the margin.
     floor = max(0.0, exact_match_drop(samples, COLD_AGAIN) or 0.0)
     least = max(1.0, perplexity_ratio(samples, COLD_AGAIN) or 1.0)
     rouge1, token_f1 = mean(s.rouge1_cold for s in reusing), mean(s.token_f1_cold for s in reusing)

@@ -1,4 +1,4 @@
-"""Further scores of answers: an outside judge's, and the perplexity under a second language model."""
+"""Further scores of answers: an external judge's, and the perplexity under a second language model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 120.0
 MAX_OUTPUT_BYTES = 1 << 16
-# One that hung so often in a row would hang for every answer that is left.
+# A judge that times out so often in a row is not asked for the remaining answers.
 MAX_TIMEOUTS = 3
 _SLOW = "no answer within"
 _NOT_ASKED = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
@@ -44,10 +44,10 @@ class _TooMuchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Runs `command` once a comparison with `{"id", "arm", "prompt", "reference", "cold", "answer"}` on its stdin.
+    """Runs `command` for each comparison, with `{"id", "arm", "prompt", "reference", "cold", "answer"}` on its stdin.
 
-    It answers with a number of 0 (worse than cold) to 1 (as good) as the only thing on its stdout, in `timeout_seconds`
-    and MAX_OUTPUT_BYTES each of output and errors. What it has started ends with it.
+    It prints one number from 0 (worse than cold) to 1 (as good), within `timeout_seconds` and MAX_OUTPUT_BYTES each of
+    output and errors. Its child processes end with it.
     """
 
     command: tuple[str, ...]
@@ -125,10 +125,7 @@ def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
 def judged(
     samples: Sequence[Sample], cases: Sequence[Case], judge: Judge, on_step: Callable[[str], None] = lambda _: None
 ) -> list[Sample]:
-    """The samples, those of the reusing arms with the judge's score or the reason why there is none.
-
-    After MAX_TIMEOUTS in a row it is not asked again.
-    """
+    """The samples; those of reusing arms have the judge's score, or the reason why there is none."""
     prompts = {case.id: case.prompt for case in cases}
     cold = {(sample.case_id, sample.repeat): sample.answer for sample in samples if sample.arm == COLD}
     done, timeouts = [], 0
@@ -154,7 +151,7 @@ def judged(
     return done
 
 
-# The end of a prompt holds the question; more of it makes scoring slow and changes little.
+# The question stands at the end of a prompt; more of the prompt makes scoring slow and changes little.
 MAX_PROMPT_TOKENS = 1_024
 
 

@@ -1,41 +1,143 @@
-"""The timed run: serves every case in every arm, one prompt at a time, and turns the answers into samples."""
+"""Cases served under arms, as samples: timed, one prompt at a time; or in batches, without times."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
 from validation import metrics
-from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, Arm
+from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
 from validation.audit_log import AuditCounts, concerns
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, groups
-from validation.engines import EngineSettings
+from validation.engines import EngineSettings, opened
 from validation.samples import Sample, sample_of
-from validation.serving import BLOCK_ROOM, ArmServer, served
+from validation.serving import Answer, ArmServer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from validation.cases import TokenisedCase
     from validation.engines import Engines
-    from validation.serving import Answer, OnStep, Reuse
+    from validation.serving import Reuse
 
-MIN_HOST_BYTES = 2 << 30
+OnStep = Callable[[str], None]
+
+MIN_HOST_BYTES, MIN_BATCH_HOST_BYTES = 2 << 30, 4 << 30
+# Tokens that a request's last block and the next one may take beyond its own.
+BLOCK_ROOM = 128
 WARM_UP_SALT = "warm-up"
 WARM_UP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class MeasurementSettings:
-    """`arms`: cold, cold_again and exact_prefix are among them, each once. `max_tokens` an answer; `min_span` tokens
-    for the connector; `repeats` with new engines each time."""
+class ServingSettings:
+    """`max_tokens`: of an answer; `min_span`: the connector's, in tokens; `batch`: groups that are served together, and
+    most requests that run at once."""
 
     model: str
-    arms: tuple[Arm, ...]
-    max_tokens: int
-    min_span: int
-    repeats: int = 1
+    max_tokens: int = 16
+    min_span: int = 64
+    batch: int = 32
+
+
+class _CaseServer:
+    """Cases of one model. Raises ConfigurationError when one does not fit the model's context."""
+
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
+        self._engines, self._settings, self._cases = engines, settings, cases
+        self._tokeniser = Tokeniser(engines, settings.max_tokens)
+        self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
+
+    @contextmanager
+    def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:
+        """Opens the arm's engine; its audit log is read at the end."""
+        with opened(self._engines, arm, settings) as (engine, events):
+            yield ArmServer(arm, engine, self._tokeniser, events)
+
+
+class BatchServer(_CaseServer):
+    """Serves cases in batches under any arm: donors of many groups first, then their prompts together."""
+
+    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
+        super().__init__(engines, cases, settings)
+        self._cold: dict[str, Answer] = {}
+
+    def tokens_of(self, case: Case) -> TokenisedCase:
+        return self._tokens[case.id]
+
+    def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
+        """The answers to all cases, or to `cases`, compared with cold's; a case is served cold once.
+
+        Raises SemBlendError.
+        """
+        cases = self._cases if cases is None else cases
+        if any(case.id not in self._cold for case in cases):
+            asked = self._cases if self._engines.starts_slowly else cases
+            self._cold |= self.answers(COLD_ARM, asked, on_step if arm.name == COLD else lambda _: None)
+        answers = self._cold if arm.name == COLD else self.answers(arm, cases, on_step)
+        layers = self._engines.facts.num_layers
+        return [sample_of(arm, case, answers[case.id], self._cold[case.id], layers) for case in cases]
+
+    def cold(self, cases: Sequence[Case]) -> dict[str, Sample]:
+        """Cold's samples by case id."""
+        return {sample.case_id: sample for sample in self.samples(COLD_ARM, cases)}
+
+    def answers(
+        self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
+    ) -> dict[str, Answer]:
+        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
+
+        One engine serves them all. Raises SemBlendError.
+        """
+        order = groups(self._cases if cases is None else cases)
+        # A second cold run has other batches, so that it shows what batching alone changes.
+        order = order[::-1] if arm.name == COLD_AGAIN else order
+        found: dict[str, Answer] = {}
+        with self._served(arm, self._engine_settings(order)) as server:
+            for first in range(0, len(order), self._settings.batch):
+                for case_id, answer in self._chunk(server, order[first : first + self._settings.batch]):
+                    found[case_id] = answer.with_first_row()
+                    on_step(case_id)
+        reuse = server.reuse(max((answer.request_id for answer in found.values()), default=0))
+        # The times of batched prompts are not those of one prompt.
+        return {
+            name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
+            for name, each in found.items()
+        }
+
+    def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
+        """Each case's id and answer."""
+        server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
+        # One question of every group at a time: in a cold arm the next questions find the first one's KV.
+        for together in zip_longest(*chunk):
+            cases = [case for case in together if case is not None]
+            tokens = [self._tokens[case.id] for case in cases]
+            answers = server.answers(
+                [each.prompt for each in tokens],
+                [case.group if server.arm.isolated else None for case in cases],
+                # Without one right answer, the reference is scored.
+                [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
+            )
+            yield from zip((case.id for case in cases), answers, strict=True)
+
+    def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
+        settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]
+        room = max(settings.max_tokens, MAX_FORCED_TOKENS) + BLOCK_ROOM
+        longest = room + max(len(text) for group in tokens for each in group for text in (each.prompt, *each.donors))
+        # A group's donors, and its prompts, which are kept too.
+        kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
+        return EngineSettings(
+            model=settings.model,
+            # Twice: for running requests, and for the KV that a group's first prompt leaves to the next questions.
+            pool_tokens=2 * min(settings.batch, len(order)) * longest,
+            host_bytes=max(MIN_BATCH_HOST_BYTES, 2 * kept * settings.batch * self._engines.token_bytes),
+            min_span=settings.min_span,
+            batch_size=settings.batch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +151,8 @@ class Measured:
 
 @dataclass(slots=True)
 class _Round:
-    """What the arms of one repeat served: the requests of each group's donors by group and arm, answers by case and
-    arm, what the audit log tells of each request by arm, and the events."""
+    """One repeat: `donors` are request numbers by group and arm; `answers` by case and arm; `reuse`, from the audit
+    log, by arm and request."""
 
     donors: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
@@ -58,24 +160,28 @@ class _Round:
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Measurement:
-    """All arms over one model's weights: side by side where engines share them, else one arm after the other.
+class Measurement(_CaseServer):
+    """The timed run of all `arms`, cold, cold_again and exact_prefix among them: with their engines side by side where
+    they share weights, else one after the other. Every repeat has new engines."""
 
-    Raises ConfigurationError when a case does not fit the model's context, before anything is served.
-    """
-
-    def __init__(self, engines: Engines, cases: Sequence[Case], settings: MeasurementSettings) -> None:
-        self._engines, self._settings, self._cases = engines, settings, cases
-        self._tokeniser = Tokeniser(engines, settings.max_tokens)
-        self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
-        # Others' answers are compared with cold's, so that it comes first where arms take turns.
-        cold_first = sorted(settings.arms, key=lambda arm: arm.name != COLD)
-        self._turns = [(arm,) for arm in cold_first] if engines.starts_slowly else [settings.arms]
+    def __init__(
+        self,
+        engines: Engines,
+        cases: Sequence[Case],
+        settings: ServingSettings,
+        arms: tuple[Arm, ...],
+        repeats: int = 1,
+    ) -> None:
+        super().__init__(engines, cases, settings)
+        self._arms, self._repeats = arms, repeats
+        # cold comes first: the other arms' answers are compared with its own.
+        cold_first = sorted(arms, key=lambda arm: arm.name != COLD)
+        self._turns = [(arm,) for arm in cold_first] if engines.starts_slowly else [arms]
 
     @property
     def steps(self) -> int:
         """How often `run` reports progress."""
-        return self._settings.repeats * len(self._turns) * len(self._cases)
+        return self._repeats * len(self._turns) * len(self._cases)
 
     @property
     def longest_prompt(self) -> list[int]:
@@ -85,25 +191,23 @@ class Measurement:
         """Serves everything; `on_step` gets the id of each case that is done. Raises SemBlendError."""
         samples: list[Sample] = []
         events: list[dict[str, Any]] = []
-        for repeat in range(self._settings.repeats):
+        for repeat in range(self._repeats):
             found = _Round()
             for arms in self._turns:
                 self._serve(arms, repeat, found, on_step)
             samples += self._compared(repeat, found)
             events += found.events
-        counts = {
-            arm.name: AuditCounts.of(events, arm.name) for arm in self._settings.arms if arm.variables is not None
-        }
+        counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._arms if arm.variables is not None}
         return Measured(samples, counts, events)
 
     def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> None:
         """Serves all cases under arms whose engines run together."""
         with ExitStack() as stack:
             settings = self._engine_settings()
-            servers = [stack.enter_context(served(self._engines, arm, settings, self._tokeniser)) for arm in arms]
+            servers = [stack.enter_context(self._served(arm, settings)) for arm in arms]
             warm_up = [self._warm_up(server) for server in servers]
             for index, group in enumerate(groups(self._cases)):
-                # Alternating the order keeps a machine that slows down over time from favouring one arm.
+                # The order alternates, so that a machine that slows down over time favours no arm.
                 turn = (index + repeat) % len(servers)
                 self._serve_group(servers[turn:] + servers[:turn], group, repeat, found, on_step)
         for server, requests in zip(servers, warm_up, strict=True):
@@ -130,7 +234,7 @@ class Measurement:
         )
 
     def _warm_up(self, server: ArmServer) -> frozenset[int]:
-        """Serves a shifted text under a salt of its own, so that no case pays for first calls; the request ids."""
+        """Serves a shifted text under a salt of its own, before anything is timed; returns the request ids."""
         donor = self.longest_prompt[:WARM_UP_TOKENS]
         donors = server.serve_donors([donor], WARM_UP_SALT)
         [answer] = server.answers([donor[-1:] + donor], [WARM_UP_SALT], [None])
@@ -152,7 +256,7 @@ class Measurement:
             target = tokens.forced or answers[COLD].tokens
             for server in servers:
                 ours = answers[server.arm.name]
-                # What was generated is not run again where it begins with the text that is scored.
+                # An answer that begins with the scored text need not be run again.
                 if ours.tokens[: len(target)] == target:
                     loss: float | None = metrics.loss(ours.logits, target)
                 else:
@@ -168,7 +272,7 @@ class Measurement:
                 name: replace(answer, reuse=found.reuse[name].get(answer.request_id, answer.reuse))
                 for name, answer in found.answers[case.id].items()
             }
-            for arm in self._settings.arms:
+            for arm in self._arms:
                 expected = min(self._exact_prefix(case, arm, found), answers[EXACT_PREFIX].reuse.cached)
                 num_layers = self._engines.facts.num_layers
                 samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], num_layers, repeat, expected))
@@ -182,7 +286,7 @@ class Measurement:
 
 
 def _check_cold(case: Case, answers: dict[str, Answer]) -> None:
-    """Raises SemBlendError when a cold arm found KV for the timed case of a group: nothing could be compared then."""
+    """Raises SemBlendError when a cold arm found KV for the timed case of a group."""
     for name in (COLD, COLD_AGAIN):
         if case.is_timed and name in answers and answers[name].reuse.cached:
             raise SemBlendError(

@@ -1,4 +1,4 @@
-"""How close answers and predictions are to others, and whether an arm's score is non-inferior to cold's."""
+"""How close two answers or predictions are, and whether an arm's scores are non-inferior to cold's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def loss(logits: torch.Tensor, tokens: Sequence[int]) -> float:
 
 
 def perplexity(nats: float) -> float:
-    """exp of a loss. Beyond e^700 a double overflows; such a value means "hopeless" either way."""
+    """exp of a loss, at most e^700: beyond it a double overflows."""
     return math.exp(min(nats, 700.0))
 
 
@@ -85,13 +85,13 @@ def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> float
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Arithmetic mean of those that are there; None of nothing."""
+    """Arithmetic mean of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def percentile(values: Iterable[float | None], share: float) -> float | None:
-    """Linear interpolation between order statistics of those that are there; None of nothing."""
+    """Quantile `share`, by linear interpolation, of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
     return float(np.quantile(known, share)) if known else None
 
@@ -105,7 +105,7 @@ def _scorer() -> rouge_scorer.RougeScorer:
     return rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
-# Of the score: an arm may lose this much at most.
+# The score that an arm may lose.
 MARGIN = 0.01
 CONFIDENCE = 0.95
 RESAMPLES = 9_999
@@ -115,7 +115,7 @@ RESAMPLES = 9_999
 class NonInferiority:
     """Mean difference of scores, arm minus cold, and its one-sided lower bound at CONFIDENCE.
 
-    `lower` is -inf with fewer than two groups: one group says nothing about others.
+    `lower` is -inf with fewer than two groups.
     """
 
     difference: float
@@ -126,12 +126,12 @@ class NonInferiority:
 
     @property
     def holds(self) -> bool:
-        """True when the arm is non-inferior: it loses less than the margin, with the confidence stated."""
+        """True when the arm is non-inferior: at CONFIDENCE it loses at most the margin."""
         return self.lower >= -self.margin
 
     @property
     def largest_ratio(self) -> float:
-        """For log-likelihoods: the largest ratio of the arm's perplexity to cold's that the bound leaves possible."""
+        """For log-likelihoods: the upper bound of the arm's perplexity over cold's."""
         return math.inf if math.isinf(self.lower) else math.exp(-self.lower)
 
     def sentence(self) -> str:
@@ -145,16 +145,15 @@ class NonInferiority:
 def non_inferiority(
     differences: Sequence[float], groups: Sequence[Hashable], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> NonInferiority | None:
-    """Compares paired scores; None of nothing.
+    """Compares paired scores by a percentile bootstrap (Efron 1979); None without any.
 
-    `differences`: the arm's score minus cold's on the same prompt; `groups`: which prompts share documents. Groups are
-    drawn with replacement, whole, since answers on the same documents are not independent; the bound is the percentile
-    bootstrap's (Efron 1979). The mean is over prompts, so that large groups count for more. Equal seeds give equal
-    bounds.
+    `differences`: the arm's score minus cold's, by prompt; `groups`: the group of each prompt. Whole groups are
+    resampled, since answers on the same documents are not independent. The mean is over prompts, so that large groups
+    weigh more. Equal seeds give equal bounds.
     """
     if not differences:
         return None
-    # Sum of the values and their number for each group: the mean of a resample needs no more.
+    # A resample's mean needs the sum and the number of each group's values only.
     index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     members = [index[group] for group in groups]
     sums = np.bincount(members, weights=differences).astype(np.float64)

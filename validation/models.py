@@ -1,4 +1,4 @@
-"""The model under test: where it is, how it is loaded, and what the arms need to know of it."""
+"""The model under test: its folder, its reuse profile, its engines, and what the arms need to know of it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def shipped_model() -> Path:
 
 
 def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
-    """Loads `model`, or the shipped one, which takes the CPU unless a device is asked for.
+    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named.
 
-    `dtype` auto is float32 on a CPU, which computes it well and smaller types badly, and else the checkpoint's own.
+    `dtype` auto is float32 on a CPU, where smaller types are slow, and otherwise the checkpoint's own.
     Raises ConfigurationError and UnsupportedModelError.
     """
     place = resolve_device(device or ("cpu" if model is None else "auto"))
-    disable_progress_bar()  # of loading weights; there is one of our own
+    disable_progress_bar()  # the run has one of its own
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
@@ -60,14 +60,14 @@ def engines_of(name: str, model: str | None, device: str | None, dtype: str) -> 
 
 
 def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
-    """Device of the weights, and their type: for an engine of its own what `dtype` asks for."""
+    """The device and the type of the weights; of an engine that loads them itself, as `dtype` asks for."""
     if isinstance(engines, EmbeddedEngines):
         return str(engines.runner.device), str(engines.runner.dtype)
     return str(_own_device()), _dtype(dtype, _own_device())
 
 
 def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
-    """The Transformers model over which the engines run, or one loaded beside engines that have their own.
+    """The Transformers model that the engines run, or one loaded beside engines that load their own weights.
 
     Raises ConfigurationError.
     """
@@ -116,7 +116,7 @@ def full_layers_of(profile: ReuseProfile) -> int:
 
 
 def _own_device() -> torch.device:
-    """Where an engine runs that chooses its device itself."""
+    """The device of an engine that chooses it itself."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What a run writes and shows: documents whose places its user names, tables, sentences and a progress bar."""
+"""What a run writes and shows: documents, tables, sentences and a progress bar."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def beside(path: Path, suffix: str) -> Path | None:
-    """Where a document with another suffix goes by default; None where `path` is a device or a pipe, which has no
-    place beside it."""
+    """The path with another suffix; None where `path` is a device or a pipe."""
     return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
 
 
@@ -61,7 +60,7 @@ def complain(sentence: str) -> None:
 
 
 def show(tables: Iterable[Table], width: int = 140) -> None:
-    """Shows tables, `width` columns wide where stdout is no terminal: narrower ones would be cut."""
+    """Shows tables, `width` columns wide where stdout is no terminal."""
     console = Console()
     console = console if console.is_terminal else Console(width=width)
     for table in tables:
@@ -70,8 +69,7 @@ def show(tables: Iterable[Table], width: int = 140) -> None:
 
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """Shows `steps` steps as a bar on stderr that leaves nothing behind, and gives the function that reports one of
-    them, with the name of what is done."""
+    """Shows a transient progress bar of `steps` steps on stderr; gives the function that reports a step by name."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -85,7 +83,7 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def png(figure: Figure, title: str) -> bytes:
-    """The figure under a title."""
+    """The figure with a title, as PNG."""
     figure.suptitle(title, fontsize=10)
     image = io.BytesIO()
     figure.savefig(image, format="png")
@@ -93,6 +91,6 @@ def png(figure: Figure, title: str) -> bytes:
 
 
 def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table with `headings`, between which stand ` | `."""
+    """A table; `headings` are separated by ` | `."""
     head = [f"| {headings} |", "|" + "---|" * len(headings.split(" | "))]
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])

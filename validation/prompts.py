@@ -1,4 +1,4 @@
-"""The prompt format of the shipped model, and the forms in which models are asked: marks, instructions and words."""
+"""The prompt format of the shipped model, and the forms in which models are prompted: marks, instructions and words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Turn:
 
 
 def in_plain_text(text: str) -> str:
-    """The prompt for models that were not trained on our marks: the same parts under plain headings."""
+    """A prompt for models that were not trained on our marks: plain headings take their place."""
     for mark, heading in (
         (INSTRUCTION_MARK, ""),
         (DOCUMENT_MARK, "\n\n"),
@@ -92,11 +92,11 @@ def _checked(part: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """`rows` are the least and most rows of a stock list that the model reads reliably.
+    """`rows`: least and most rows of a stock list that the model reads reliably.
 
-    `instructions` and `system_prompts` differ in length. `qualified` is how a heading and a question name the list of
-    a place ("name") in one of the `units` or of one of the `dates` ("word"). Without `has_marks`, plain headings stand
-    for the marks.
+    `instructions` and `system_prompts` differ in length. `qualified`: how a heading and a question name a list of a
+    place ("name") in one of the `units` or on one of the `dates` ("word"). Without `has_marks`, the marks are replaced
+    by plain headings.
     """
 
     name: str
@@ -178,7 +178,7 @@ _YARDSTICK_INSTRUCTIONS = (
     "The documents that follow hold the answers to the questions at the end.",
     "Context documents follow. Give short answers.",
 )
-# A model of this form has read lists of these words and lengths only; other words halve its exact match.
+# This model was trained on lists of these words and lengths only; other words halve its exact match.
 YARDSTICK = PromptForm(
     "yardstick",
     _YARDSTICK_INSTRUCTIONS,

@@ -16,18 +16,17 @@ from semblend_trt.files import check_writable
 from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
+from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.output import beside, complain, markdown_table, png, progress, say, write_json, write_text
 from validation.report import HEADER_TRAP
-from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of, samples_of
-from validation.serving import BatchServer
+from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
     from validation.arms import Arm
-    from validation.cases import Case
 
 SCHEMA = 1
 FILE_NAME = "quality.json"
@@ -72,7 +71,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     paths = [options.output, *filter(None, (page, plot))]
     for path in (*paths, *filter(None, [options.record and options.record / FILE_NAME])):
         check_writable(path)
-    settings, asked = arguments.batch_settings(options), arguments.family_request(options)
+    settings, asked = arguments.serving_settings(options), arguments.family_request(options)
     profile = models.profile_of(options.model, options.profile)
     torch.manual_seed(options.seed)
     engines = models.engines_of(options.engine, options.model, options.device, options.dtype)
@@ -80,7 +79,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
     arms = arms_of(default if options.arms is None else names_of(options.arms), choices)
     cases = write_cases(engines, asked)
-    samples, seconds = _serve(BatchServer(engines, cases, settings), cases, arms, choices.num_layers)
+    samples, seconds = _serve(BatchServer(engines, cases, settings), len(cases), arms)
     device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
         model=settings.model,
@@ -102,20 +101,15 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     return _show(report, paths)
 
 
-def _serve(
-    server: BatchServer, cases: Sequence[Case], arms: Sequence[Arm], num_layers: int
-) -> tuple[list[Sample], dict[str, float]]:
+def _serve(server: BatchServer, prompts: int, arms: Sequence[Arm]) -> tuple[list[Sample], dict[str, float]]:
     """All arms one after the other, cold first, and the seconds that each took."""
     samples: list[Sample] = []
     seconds: dict[str, float] = {}
-    cold = None
-    with progress("Serving", len(cases) * len(arms)) as on_step:
+    with progress("Serving", prompts * len(arms)) as on_step:
         for arm in sorted(arms, key=lambda arm: arm.name != COLD):
             began = time.perf_counter()
-            answers = server.answers(arm, on_step=on_step)
+            samples += server.samples(arm, on_step=on_step)
             seconds[arm.name] = time.perf_counter() - began
-            cold = answers if cold is None else cold
-            samples += samples_of(arm, cases, answers, cold, num_layers)
     return samples, seconds
 
 
@@ -228,7 +222,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def noise_floor(lines: Sequence[Line]) -> tuple[float, float] | None:
-    """Exact match that differs from cold's by no more than a second cold run does, or by the margin."""
+    """The range of exact match around cold's: as wide as the difference of a second cold run, or as the margin."""
     scores = {line.arm: line.exact_match for line in lines}
     cold, again = scores.get(COLD), scores.get(COLD_AGAIN)
     if cold is None:
@@ -261,7 +255,7 @@ def draw(kind_lines: Sequence[Line], title: str) -> bytes:
 
 
 def quality_rows(report: QualityReport) -> list[Row]:
-    """Rows of the run; what it did not measure gets no row."""
+    """Rows of the figures that the run measured."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
     for line in lines:
@@ -290,7 +284,7 @@ def _add_verified(results: Results, line: Line) -> None:
         return
     cold = line.exact_match - bound.difference
     if cold < MIN_COLD_SCORE:
-        return  # what the model cannot answer cold shows nothing by not getting worse
+        return  # a family that the model cannot answer cold shows nothing
     reused = (
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )

@@ -11,9 +11,9 @@ from rich.table import Table
 from kernels.results import Measured, Results, Row
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED
 from validation.cases import Expectation
+from validation.families.catalog import FAMILIES, Kind
 from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match, exact_match_drop, unrelated_fires
 from validation.metrics import mean, median, percentile
-from validation.workloads import HARMLESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,9 @@ FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
 MIN_SPEEDUP = 1.05
 MAX_EM_DROP = 0.02
-TIMED_SIZES = ("2k", "4k")
+# Sizes of the timed prompts as row names and as cases tell them.
+TIMED_SIZES = {"2k": "2048", "4k": "4096"}
+_HARMLESS = tuple(each.name for each in FAMILIES if each.kind is Kind.HARMLESS)
 
 _MEANS = (
     *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
@@ -60,10 +62,10 @@ _ANSWERS = (
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """One line of the given samples; None where no sample has the figure.
+    """Figures of the given samples; None where no sample has the figure.
 
-    TTFT, speed-up and token counts are over timed samples, the rest over all. `speedup` is the median over cases of
-    cold's TTFT over the arm's, `perplexity_ratio` a median, the others are means.
+    TTFT, speed-up and token counts are over timed samples, the others over all. `speedup` (cold's TTFT over the arm's)
+    and `perplexity_ratio` are medians over cases, the scores are means.
     """
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
@@ -95,8 +97,7 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a run found. `settings` are the command's arguments, `notes` what the engine cannot do, a
-    sentence each."""
+    """A run's findings. `settings`: the command's arguments; `notes`: limits of the engine, a sentence each."""
 
     model: str
     policy: str
@@ -156,7 +157,7 @@ class Report:
 
 
 def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Table:
-    """A row for each line, with a rule behind the last one of a workload and size."""
+    """A row for each line, and a rule between workloads and sizes."""
     table = Table(title=title, title_justify="left")
     for heading in ("workload", "size", "arm"):
         table.add_column(heading, no_wrap=True)
@@ -185,22 +186,22 @@ def _gate_table(gates: Sequence[Gate]) -> Table:
 def end_to_end_rows(
     samples: Sequence[Sample], exactness: Exactness | None, device: str, measured: Measured, engine: str = ""
 ) -> list[Row]:
-    """Rows of the built-in workloads, of the arms position_fix and verified; what was not measured gets no row.
+    """Rows of the built-in cases under position_fix and verified, as far as they were measured.
 
-    Names begin with `engine`, such as `vllm_`, and then with the kind of device, `cpu` or `gpu`, except for the
-    wrapper's exactness.
+    Names begin with `engine`, such as `vllm_`, and the kind of device, `cpu` or `gpu`; the wrapper's exactness has no
+    kind.
     """
     kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     results = Results(measured=measured, is_shown=False)
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
-        for size in TIMED_SIZES:
-            _add_speedup(results, f"{name}_{size}_ttft_speedup", arm, size, samples)
-    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, HARMLESS, samples)
-    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*HARMLESS, HEADER_TRAP), samples)
+        for label, size in TIMED_SIZES.items():
+            _add_speedup(results, f"{name}_{label}_ttft_speedup", arm, size, samples)
+    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS, samples)
+    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP), samples)
     trap = [s for s in samples if s.workload == HEADER_TRAP]
     cold, ours = exact_match(trap, COLD), exact_match(trap, POSITION_FIX)
     if cold is not None and ours is not None:
-        # Reuse without a check has to fail on the trap, or the trap shows nothing.
+        # Reuse without a check has to fail on the trap; otherwise the trap shows nothing.
         baseline = f"cold: {cold:.3f}; the trap has to bite"
         results.add(f"{kind}_trap_position_fix_em", ours, "exact match", baseline, cold / 2)
     if (fires := unrelated_fires(samples)) is not None:
@@ -215,7 +216,7 @@ def end_to_end_rows(
 
 
 def _add_speedup(results: Results, name: str, arm: str, size: str, samples: Sequence[Sample]) -> None:
-    shifted = [s for s in samples if s.workload in HARMLESS and s.size == size and s.timed]
+    shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
     ours = [s for s in shifted if s.arm == arm]
     speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in shifted if s.arm == COLD)
     prompt, computed = mean(s.prompt_tokens for s in ours), mean(s.computed_tokens for s in ours)

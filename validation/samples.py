@@ -1,4 +1,4 @@
-"""An answer beside cold's, as a sample, and the samples of one family and arm beside cold's, as a line."""
+"""Samples, an arm's answer compared with cold's; and lines, all samples of one family and arm."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from validation.metrics import NonInferiority
     from validation.serving import Answer
 
-# A family that the model cannot answer cold shows nothing by not getting worse.
+# A family whose cold exact match is lower shows nothing.
 MIN_COLD_SCORE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one arm did with one case, beside cold on the same case; None where the case does not define the figure.
+    """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
 
-    Token counts are as in `Reuse`; `computed_share`: tokens times layers that were computed, of those that the engine's
-    own exact prefix leaves. `expected_exact_tokens`: what the case's donors, as far as this arm computed them exactly,
-    share with the prompt from position 0 on and the exact-prefix arm reuses. `exact_match` is there where one answer is
-    right; `follows_donor`: the answer is the wrong one that the donors' text gives. Scores `*_cold` compare with cold's
-    answer, `*_reference` with the case's reference. `loss` and `perplexity` are those of the reference under this arm's
-    KV, in a timed run of cold's own answer where there is none; `perplexity_ratio` is over cold's. `first_token_kl`:
-    nats from cold. Times are in seconds; `speedup` is cold's TTFT over this arm's and is there for timed cases only.
+    Token counts are as in `Reuse`. `computed_share`: tokens times layers that were computed, of those behind the
+    engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position 0 on with a donor
+    that this arm computed exactly, and that the arm exact_prefix reuses. `exact_match`: only where one answer is right.
+    `follows_donor`: the answer is the wrong one of the donors' text. Scores `*_cold` compare with cold's answer,
+    `*_reference` with the reference. `loss` (nats a token) and `perplexity` are of the reference, in a timed run
+    without one of cold's answer; `perplexity_ratio` is over cold's. `first_token_kl`: nats from cold's distribution.
+    `speedup`: cold's TTFT over this arm's, of timed cases; times are in seconds.
     """
 
     case_id: str
@@ -130,20 +130,13 @@ def sample_of(
     )
 
 
-def samples_of(
-    arm: Arm, cases: Iterable[Case], answers: Mapping[str, Answer], cold: Mapping[str, Answer], num_layers: int
-) -> list[Sample]:
-    """The arm's answers, each beside cold's, both by case id."""
-    return [sample_of(arm, case, answers[case.id], cold[case.id], num_layers) for case in cases]
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One family under one arm. Means over samples; `ppl_ratio` is exp of the mean difference of losses.
-    `follows_donor`: share of the answers that are the donors' wrong one.
+    """One family under one arm: means over samples, and sums of tokens.
 
-    `exact_match_bound` and `loss_bound` compare with cold: exact match minus cold's, and cold's loss minus the arm's.
-    `reused_share`: reused over offered tokens; `largest_kept`: over all samples.
+    `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share of answers that are the donors' wrong one.
+    The bounds compare with cold: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: reused over
+    offered tokens. `largest_kept`: the maximum over samples.
     """
 
     family: str
@@ -168,12 +161,12 @@ class Line:
 
     @property
     def bounds(self) -> list[NonInferiority]:
-        """What compares the arm with cold, of what was scored."""
+        """The comparisons with cold that there are."""
         return [bound for bound in (self.exact_match_bound, self.loss_bound) if bound is not None]
 
     @property
     def holds(self) -> bool:
-        """True when nothing that was scored is inferior to cold's."""
+        """True when no score is inferior to cold's."""
         return all(bound.holds for bound in self.bounds)
 
 

@@ -1,7 +1,7 @@
 """All result rows in the terminal, and the README tables made from them.
 
-A README asks for a table with `<!-- results:PATTERN ... -->` and ends it with `<!-- /results -->`. A pattern is a
-shell pattern that is compared with a row's name and with its file's `machine/file`.
+In a README, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
+that matches a row's name or its file's `machine/file`.
 """
 
 from __future__ import annotations

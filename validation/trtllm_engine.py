@@ -1,6 +1,6 @@
 """TensorRT-LLM as the engine of an arm, through public arguments of its LLM API. Untested on a real TensorRT-LLM.
 
-It loads nothing that an environment with TensorRT-LLM and the connector lacks.
+It imports nothing that an environment with TensorRT-LLM and the connector lacks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
 # The workers inherit only variables whose names begin with TRTLLM.
 _PREFIX = "TRTLLM_"
-# What is asked is whether answers are right, not whether the first lookup is quick.
+# Answers are compared here, so that a slow first look-up may not time out.
 _PATIENCE = {_PREFIX + "SEMBLEND_LOOKUP_DEADLINE_MS": "10000"}
-# Saves end in another process, and only its audit log tells: so long without news is taken for the end.
+# Saves end in another process. When its audit log has not grown for so long, they count as ended.
 QUIET_SECONDS = 0.25
 _MAX_SETTLE_SECONDS = 20.0
 
@@ -58,9 +58,9 @@ def open_llm(
     `connector` is the module of our classes, None without them, and `variables` are their settings, SEMBLEND_*.
     `cache` are fields of its KvCacheConfig, `options` further arguments. Raises SemBlendError when it does not start.
     """
-    # Where both names are: `tensorrt_llm.llmapi` hands on KvCacheConfig only.
+    # `tensorrt_llm.llmapi` itself has KvCacheConfig only.
     api = import_module("tensorrt_llm.llmapi.llm_args")
-    # Main has to be asked for V1.
+    # V1 is not main's default.
     first = {name: False for name in ("use_kv_cache_manager_v2",) if name in api.KvCacheConfig.model_fields}
     fields = {**first, "enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, **(cache or {})}
     inherited = {_PREFIX + name: value for name, value in variables.items()}
@@ -79,7 +79,7 @@ def open_llm(
 
 
 def wait_for_quiet(audit_path: Path) -> None:
-    """Waits until a connector in another process has written nothing for a while; not longer than some seconds."""
+    """Waits until another process's audit log has not grown for QUIET_SECONDS, for _MAX_SETTLE_SECONDS at most."""
     deadline = time.monotonic() + _MAX_SETTLE_SECONDS
     size, since = -1, time.monotonic()
     while (now := time.monotonic()) < deadline and now - since <= QUIET_SECONDS:
@@ -128,8 +128,8 @@ class TrtllmEngines:
 class TrtllmEngine:
     """One engine at work; `llm` is an LLM of TensorRT-LLM, `audit_path` its connector's log, None without one.
 
-    Its API cannot force tokens. So each token of a forced answer is asked for with a request of its own, whose prompt
-    ends with the tokens before it; the engine serves what they have in common as it serves any prompt.
+    Its API cannot force tokens. So each token of a forced answer is a request of its own, whose prompt ends with the
+    tokens before it.
     """
 
     def __init__(self, llm: Any, audit_path: Path | None) -> None:
@@ -167,7 +167,7 @@ class TrtllmEngine:
             raise SemBlendError(f"TensorRT-LLM gave no answer: {error}") from error
 
     def settle(self) -> None:
-        """Waits until the connector has told of every save, as far as its audit log shows."""
+        """Waits until every save has ended, as far as the audit log shows."""
         if self._audit_path is not None:
             wait_for_quiet(self._audit_path)
 

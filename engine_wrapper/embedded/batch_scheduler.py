@@ -1,11 +1,11 @@
-"""Which requests run in an iteration, with how many of their tokens, in which blocks, and from where.
+"""Which requests run in an iteration, with how many of their tokens and in which blocks.
 
-V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT: first come, first served; a request enters only if
-prompt and answer fit into the blocks that are left, so nothing that runs is ever paused. A prompt's blocks are
-allocated at once, and all that the connector offers is taken.
+V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
+its prompt and answer fit into the free blocks, so no running request is ever paused. A prompt's blocks are allocated at
+once, and the connector's whole offer is taken.
 
-V2 (MAX_UTILIZATION) lets a request enter as soon as its first chunk fits, allocates chunk by chunk, takes what fits of
-an offer, and pauses the youngest requests when running ones find no block.
+V2 (MAX_UTILIZATION) lets a request enter once its first chunk fits, allocates chunk by chunk, takes the part of an
+offer that fits, and pauses the youngest requests when running ones find no block.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ScheduledBatch:
         return [*self.context_requests, *self.generation_requests]
 
     def remove(self, request: LlmRequest) -> None:
-        """Takes the request out of the iteration, wherever it is in it."""
+        """Takes the request out of the iteration."""
         for requests in (self.context_requests, self.generation_requests, self.admitted):
             if request in requests:
                 requests.remove(request)
@@ -53,8 +53,8 @@ class ScheduledBatch:
 class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
-    Requests move from `waiting` to `active`, by id and oldest first. `pause`, which only V2 has, takes the blocks of
-    one away and puts it back among `waiting`.
+    Requests move from `waiting` to `active`, which is by id and oldest first. `pause`, which only V2 has, takes a
+    request's blocks away and puts it back into `waiting`.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class BatchScheduler:
         self._args, self._blocks, self._connector = llm_args, blocks, connector
         self._active, self._waiting, self._pause = active, waiting, pause
         self._is_v2 = pause is not None
-        # With block reuse off nothing that was loaded would be skipped; most versions do not ask then.
+        # With block reuse off the engine skips no loaded token; most versions then do not ask the connector.
         self._applies = llm_args.kv_cache_config.enable_block_reuse
         asks_anyway = connector is not None and not self._is_v2 and connector.version.asks_without_reuse
         self._asks = self._applies or asks_anyway
 
     def schedule(self) -> ScheduledBatch:
-        """Picks the next iteration, asks the connector about its new requests, and gives all of them their blocks.
+        """Picks the next iteration, asks the connector about new requests, and allocates all blocks.
 
-        Generation comes first in the budget (one row each), then prompts already begun, then new ones.
+        The budget goes to generation first (one row each), then to prompts already begun, then to new ones.
         """
         running = list(self._active.values())
         batch = ScheduledBatch()
@@ -95,7 +95,7 @@ class BatchScheduler:
         return batch
 
     def resize_chunk(self, request: LlmRequest) -> None:
-        """Cuts the chunk anew, for the rows that the request may have, after its position has moved."""
+        """Cuts the request's chunk to its allowance again, after its position has moved."""
         request.context_chunk_size = self._chunk(
             request.context_remaining_length, request.context_current_position, request.chunk_allowance
         )
@@ -103,7 +103,7 @@ class BatchScheduler:
     # -- picking --------------------------------------------------------------------------------------------------
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
-        """Takes the next waiting request in, with the prefix that is cached of it; False when it has to wait."""
+        """Admits the next waiting request with its cached prefix; False when it has to wait."""
         request, blocks = self._waiting[0], self._blocks
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
@@ -124,7 +124,7 @@ class BatchScheduler:
         if not request.context_chunk_size:
             return budget
         batch.context_requests.append(request)
-        # A chunk that is not the last takes all that is left: the connector may still move it to another start.
+        # A chunk that is not the last takes the whole budget: the connector may still move its start.
         return budget - request.context_chunk_size if request.is_last_context_chunk else 0
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
@@ -139,7 +139,7 @@ class BatchScheduler:
     # -- blocks, and what the connector offers --------------------------------------------------------------------
 
     def _prepare_prompts(self, batch: ScheduledBatch) -> None:
-        """As the V1 cache manager does it: whole prompts."""
+        """As the V1 cache manager: blocks for whole prompts."""
         for request in batch.admitted:
             if self._connector is not None and self._asks:
                 self._ask(self._connector, request)
@@ -164,7 +164,7 @@ class BatchScheduler:
             self._connector.update_state_after_alloc(request, block_ids)
 
     def _prepare_chunks(self, batch: ScheduledBatch) -> None:
-        """As the V2 cache manager does it; requests that find no room leave the batch."""
+        """As the V2 cache manager: blocks for chunks. Requests that find no room leave the batch."""
         for request in [*batch.generation_requests, *batch.context_requests]:
             if request in batch.requests and request not in batch.admitted:
                 self._grow(batch, request)
@@ -176,13 +176,13 @@ class BatchScheduler:
             self._waiting.appendleft(request)
 
     def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
-        """Room for the request's next rows, taken from younger requests; without any, it waits or is paused itself."""
+        """Allocates the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
         assert self._pause is not None
         end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
         while self._blocks.room_for(request.request_id) < end:
             pausable = [r for r in self._active.values() if r.state in _PAUSABLE and r not in batch.admitted]
             if not pausable or pausable == [request]:
-                batch.remove(request)  # what is missing is held by transfers, which end
+                batch.remove(request)  # transfers hold the missing blocks, and will end
                 return
             youngest = pausable[-1]
             batch.remove(youngest)
@@ -192,7 +192,7 @@ class BatchScheduler:
         self._blocks.allocate(request.request_id, end)
 
     def _enter(self, request: LlmRequest) -> bool:
-        """Asks about a new request and takes what fits of the offer; False when not even a token would fit now."""
+        """Asks about a new request and takes the part of the offer that fits; False when no token fits now."""
         local, room = request.cached_tokens, self._blocks.room_for(request.request_id)
         if room <= local:
             return False

@@ -1,4 +1,4 @@
-"""Who owns which block of the pool: a sequence, the reuse tree, or neither.
+"""Owns the blocks of the pool.
 
 Every block is in exactly one place: free, private to one sequence (which may write it), or in the reuse tree (read by
 any number of sequences, written by none). Shaped after TensorRT-LLM's V1 `KVCacheManager` and its block reuse
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RootKey(NamedTuple):
-    """What keeps prefixes apart: the adapter's task id and the request's salt, None where there is none."""
+    """Keeps prefixes apart: the adapter's task id and the request's salt, each None if there is none."""
 
     lora_task_id: int | None = None
     cache_salt: str | None = None
@@ -27,8 +27,8 @@ class RootKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BlockNode:
-    """One full block of tokens below the block before it. `references` counts the sequences that read it. A root has
-    its key for tokens, and block id -1."""
+    """One full block of tokens, a child of the block before it. `references` counts the sequences that read it. A
+    root's tokens are its key, and its block id is -1."""
 
     tokens: tuple[Any, ...]
     block_id: int
@@ -47,10 +47,10 @@ class PrefixMatch:
 
 
 class RadixTree:
-    """Reusable blocks of one engine, exact prefixes by token, apart for every adapter and salt; not thread safe.
+    """Reusable blocks of one engine: exact prefixes by token, one tree for each adapter and salt. Not thread safe.
 
-    Unreferenced nodes are kept in least-recently-used order, children before their parents, so that the first of them
-    is always a leaf. That holds because a sequence that references a node references all nodes above it.
+    Unreferenced nodes are kept in least-recently-used order, children before their parents: the first is always a leaf.
+    That holds because a sequence that references a node references all nodes above it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -65,14 +65,14 @@ class RadixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that `evict` could give back, one after another."""
+        """Blocks that `evict` could free, one after another."""
         return len(self._unreferenced)
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
         """Returns the longest prefix of `tokens` that the tree holds below `key`; changes nothing.
 
-        The last token is never matched: its row has to run so that logits come out. With `partial`, the child that
-        shares the longest beginning with the rest is named too.
+        The last token is never matched: its row has to run, for its logits. With `partial`, the match also names the
+        child that shares the longest beginning with the rest.
         """
         node = self._roots.get(key)
         nodes: list[BlockNode] = []
@@ -95,8 +95,8 @@ class RadixTree:
         return None if above is None else above.children.get(tokens)
 
     def insert(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...], block_id: int) -> BlockNode:
-        """Hands a written block over to the tree, below a referenced node or the root of `key`; the new node comes with
-        one reference, the caller's."""
+        """Hands a written block over to the tree, below a referenced node or the root of `key`. The new node has one
+        reference, the caller's."""
         above = parent or self._roots.setdefault(key, BlockNode(key, -1, None))
         node = above.children[tokens] = BlockNode(tokens, block_id, above, references=1)
         self._num_nodes += 1
@@ -158,8 +158,8 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Blocks in order of position. `path` are the tree nodes referenced for its leading blocks; a block of the path
-    that is not the node's own is a private duplicate of it."""
+    """Blocks in order of position. `path`: the tree nodes referenced for its leading blocks. A leading block that is
+    not the node's own is a private duplicate."""
 
     key: RootKey
     total_blocks: int
@@ -170,11 +170,11 @@ class _Sequence:
 class BlockManager:
     """Allocates blocks, finds exact prefixes, publishes finished blocks.
 
-    Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all the blocks it may ever need can be had, so a
-    running sequence is never paused. With `guarantees` off nothing is kept back for running sequences, and the
-    scheduler has to see to the room before it grows them (V2). `replaces`: an equal block that no sequence reads makes
-    place for a published one; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one
-    block's KV of all layers. `publication` may be set at any time before a request is published.
+    Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all blocks that it may ever need can be had, so a
+    running sequence is never paused. With `guarantees` off no blocks are kept back for running sequences, and the
+    scheduler checks for room before it grows them (V2). `replaces`: a published block replaces an equal one that no
+    sequence reads; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one block's KV
+    of all layers. `publication` may be set at any time before a request is published.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def fits(self, match: PrefixMatch, total_tokens: int) -> bool:
-        """True when a sequence of `total_tokens` with this match can run to its end beside those admitted already."""
+        """True when a sequence of `total_tokens` with this match can run to its end beside the admitted ones."""
         shared = sum(node.references > 0 for node in match.nodes)
         return self.blocks_for(total_tokens) - shared <= self._num_unpromised_blocks
 
@@ -228,8 +228,8 @@ class BlockManager:
         return match
 
     def add_sequence(self, request_id: int, key: RootKey, match: PrefixMatch, total_tokens: int) -> int:
-        """Admits a request on a fresh `match` that fits, and returns its matched tokens. Blocks follow with
-        `allocate`, at most those of `total_tokens`."""
+        """Admits a request on a fresh `match` that fits; returns its matched tokens. `allocate` then gives it blocks,
+        at most for `total_tokens`."""
         self._tree.acquire(match.nodes)
         blocks = [node.block_id for node in match.nodes]
         sequence = _Sequence(key, self.blocks_for(total_tokens), list(match.nodes), blocks)
@@ -239,7 +239,7 @@ class BlockManager:
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     def room_for(self, request_id: int) -> int:
-        """Most tokens that the sequence's blocks, and all that could be had now, hold."""
+        """Tokens that the sequence's blocks and all blocks that can be had now would hold."""
         return (len(self._sequences[request_id].block_ids) + self.num_free_blocks) * self.block_size
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
@@ -255,9 +255,9 @@ class BlockManager:
     def publish(self, request_id: int, tokens: Sequence[int]) -> None:
         """Offers the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
-        Where an equal block is in the tree, that one stays as long as a sequence reads it; otherwise ours takes its
-        place, so that publishing costs no block. Where the tree keeps its own all the same, publication stops at the
-        first that would cost a block promised to others.
+        If an equal block is in the tree and a sequence reads it, that one stays; otherwise ours replaces it, so that
+        publishing costs no block. Without `replaces`, publication stops at the first block that would cost one promised
+        to others.
         """
         sequence, size = self._sequences[request_id], self.block_size
         if not self._config.enable_block_reuse:
@@ -273,7 +273,7 @@ class BlockManager:
         sequence.total_blocks = len(sequence.block_ids)
 
     def release(self, request_id: int) -> None:
-        """Lets go of the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
+        """Drops the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -285,21 +285,21 @@ class BlockManager:
             self.publication.released(request_id)
 
     def pin(self, request_id: int) -> None:
-        """Lets go of the sequence, but what it reads of the reuse tree stays there until `unpin`. Its own blocks are
-        free, duplicates of those in the tree among them."""
+        """Drops the sequence, but keeps the blocks that it reads in the reuse tree until `unpin`. Its private blocks,
+        duplicates included, become free."""
         self._pins[request_id] = path = self._sequences[request_id].path
         self._tree.acquire(path)
         self.release(request_id)
 
     def unpin(self, request_id: int) -> None:
-        """Takes the request's pins away, where it has any."""
+        """Removes the request's pins, if it has any."""
         self._tree.release(self._pins.pop(request_id, []))
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     @property
     def _num_unpromised_blocks(self) -> int:
-        """Blocks that can be had beside what running sequences may still need."""
+        """Free blocks that no running sequence may still need."""
         if not self._guarantees:
             return self.num_free_blocks
         promised = sum(max(0, s.total_blocks - len(s.block_ids)) for s in self._sequences.values())
@@ -307,7 +307,7 @@ class BlockManager:
 
     def _take_block(self) -> int:
         block = self._free.popleft() if self._free else self._tree.evict()
-        assert block is not None, "the scheduler has seen to the room"
+        assert block is not None, "the scheduler has checked for room"
         return block
 
     def _take_partial(self, sequence: _Sequence, source: BlockNode) -> None:
@@ -315,7 +315,7 @@ class BlockManager:
             self._tree.remove(source)
             sequence.block_ids.append(source.block_id)
             return
-        # Last to be evicted; if even so it is the only block left, its KV is already where it is needed.
+        # Evicted last. If it is the only block left all the same, its KV is already in place.
         self._tree.touch(source)
         target = self._take_block()
         if target != source.block_id:

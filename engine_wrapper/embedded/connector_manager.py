@@ -1,8 +1,8 @@
 """Builds a connector, calls it in TensorRT-LLM's order and holds it to the contract.
 
-Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); what differs between
-versions is read from the contract's description. The scheduler stands on rank 0, and what it answers is sent to every
-rank; with one rank, metadata still makes the round trip through pickle that sending needs.
+Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); `ContractVersion` says
+how versions differ. The scheduler is on rank 0, and its answers are sent to every rank. With one rank, metadata still
+goes through pickle, as sending needs it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):
-    """The connector broke `rule`, the contract's short name for it. The engine cannot go on."""
+    """The connector broke the contract's rule `rule`. The engine cannot go on."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"connector contract, {rule}: {message}")
@@ -48,14 +48,14 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 
 
 class Transfers:
-    """Requests that a connector loads or saves (`what`, in errors) beside the iterations. `begun` are those that no
-    worker has been told of, by request id. They are the same on all `ranks`, so that none waits in vain."""
+    """Requests that a connector loads or saves (`what`, in errors) beside the iterations. `begun`, by request id, are
+    those that the worker does not know of yet. All `ranks` have the same."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}
         self._what, self._ranks = what, ranks
         self._handed_in: dict[int, LlmRequest] = {}
-        # Done here, and not yet on another rank.
+        # Done on this rank, but not on every rank.
         self._done_here: dict[int, LlmRequest] = {}
 
     @property
@@ -67,16 +67,16 @@ class Transfers:
         self.begun[request.request_id] = request
 
     def hand_in(self) -> list[int]:
-        """The ids that the worker is told of now."""
+        """Marks the begun transfers as handed to the worker; returns their ids."""
         handed_in = list(self.begun)
         self._handed_in.update(self.begun)
         self.begun.clear()
         return handed_in
 
     def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
-        """Takes the ids that this rank's worker reports; returns the requests that all ranks' have.
+        """Takes the ids that this rank's worker reports; returns the requests that every rank's worker has reported.
 
-        Only ids that were handed in may be named, and once; raises ConnectorContractError.
+        Raises ConnectorContractError for an id that was not handed in, or was reported before.
         """
         for request_id in reported:
             request = self._handed_in.pop(request_id, None)
@@ -88,7 +88,7 @@ class Transfers:
                 )
             self._done_here[request_id] = request
         if not self._handed_in and not self._done_here:
-            return []  # on every rank alike: nothing has to be said
+            return []  # the same on every rank, so no rank waits for an answer
         everywhere = set.intersection(*self._ranks.gather(set(self._done_here)))
         return [self._done_here.pop(request_id) for request_id in list(self._done_here) if request_id in everywhere]
 
@@ -193,7 +193,7 @@ class KvCacheConnectorManager:
             self.scheduler.update_state_after_alloc(request, list(block_ids))
 
     def forget(self, request_id: int) -> None:
-        """The request has ended, or was paused: then it will be asked about and told in full again."""
+        """The request has ended or was paused: a paused one will be asked about and described in full again."""
         self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
@@ -219,7 +219,7 @@ class KvCacheConnectorManager:
         batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._loads.begun]
 
     def handle_metadata(self) -> None:
-        """Has the metadata built, sends it through pickle to every rank, and binds it."""
+        """Builds the metadata on rank 0, sends it to every rank through pickle, and binds it there."""
 
         def build() -> bytes:
             metadata = self.scheduler.build_connector_meta(self._scheduler_output)
@@ -243,8 +243,8 @@ class KvCacheConnectorManager:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Tells the connector that the request is over; True when its blocks must be held for a save. Of one that
-        failed or was cancelled some versions do not tell: it just disappears."""
+        """Tells the connector that the request is over; True when its blocks must be held for a save. Some versions do
+        not tell of a request that failed or was cancelled."""
         self.forget(request.request_id)
         if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
             return False
@@ -302,8 +302,8 @@ class KvCacheConnectorManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _on_leader(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns on rank 0, on every rank. What it raises there is raised on every rank: one that went on
-        alone would wait for the others."""
+        """Runs `call` on rank 0 and returns its result on every rank. Its error is raised on every rank: a rank that
+        went on would hang."""
         answer = failure = None
         if self.scheduler is not None:
             try:
@@ -328,7 +328,7 @@ class KvCacheConnectorManager:
             "request_id": request.request_id,
             "new_tokens": request.tokens(told_tokens, num_tokens),
             "new_block_ids": new_block_ids if self._num_groups < 2 else [],
-            # A synchronous load is still to come: the position points at its first token.
+            # A synchronous load has not run yet: the position is that of its first token.
             "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
             "num_scheduled_tokens": request.context_chunk_size if request.is_in_context else 1,
             "cache_salt": request.cache_salt,
@@ -342,7 +342,7 @@ class KvCacheConnectorManager:
         return [list(block_ids) for _ in range(self._num_groups)]
 
     def _check_grouped_methods(self) -> None:
-        """Refuses a scheduler that takes flat block ids only where there are several layer groups, which have none."""
+        """Refuses a scheduler that takes flat block ids only if there are several layer groups, which have none."""
         if self.scheduler is None or self._num_groups < 2:
             return
         base, own = KvCacheConnectorScheduler, type(self.scheduler)
@@ -355,10 +355,10 @@ class KvCacheConnectorManager:
 
 
 def uses_v2(llm_args: LlmArgs) -> bool:
-    """Whether the engine takes the V2 cache manager: a version whose connectors know V1 only makes it take that.
+    """Whether the engine takes the V2 cache manager. With a connector, a version that supports V1 only takes V1.
 
-    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that refuses
-    connectors then.
+    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that allows
+    no connector beside them.
     """
     version = contract_version(llm_args.contract)
     has_connector = llm_args.kv_connector_config is not None

@@ -1,7 +1,7 @@
 """The iteration loop: schedule, ask and feed the connector, run, sample, finish, publish, poll transfers.
 
-The order within an iteration is TensorRT-LLM's (`PyExecutor._executor_loop`, and `_executor_loop_overlap` where asked
-for), so that a connector sees here what it would see there.
+An iteration has TensorRT-LLM's order (`PyExecutor._executor_loop`, or `_executor_loop_overlap`), so that a connector
+sees here what it would see there.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """One engine: a model, its KV pool, and the requests in it. All methods are thread safe; a step runs in the
-    thread that calls it.
+    """One engine: a model, its KV pool, and its requests. All methods are thread safe; a step runs in the thread that
+    calls it.
 
-    The connector, where `llm_args` names one, finds the executor as `runtime_for(llm_args).engine` and may set
-    `model_runner.plan_source` and `block_manager.publication`. `runner`'s weights are shared, its pool is not.
-
-    Raises ConfigurationError or CapacityError when the arguments do not fit the model or the connector cannot be
-    built.
+    A connector finds the executor as `runtime_for(llm_args).engine` and may set `model_runner.plan_source` and
+    `block_manager.publication`. `runner`'s weights are shared, its pool is not. Raises ConfigurationError or
+    CapacityError when the arguments do not fit the model or the connector cannot be built.
     """
 
     def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
@@ -85,7 +83,7 @@ class Executor:
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
         self._active: dict[int, LlmRequest] = {}
-        # Requests whose newest token is not handled: the overlap scheduler handles tokens one iteration late.
+        # Requests with a token that is not handled yet: the overlap scheduler handles tokens one iteration late.
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
@@ -111,7 +109,7 @@ class Executor:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enqueue(self, requests: list[LlmRequest]) -> None:
-        """Takes all of `requests`, or none: CapacityError when one of them can never fit."""
+        """Takes all of `requests`. Takes none and raises CapacityError when one of them can never fit."""
         with self._lock:
             self._check_alive()
             for request in requests:
@@ -121,8 +119,8 @@ class Executor:
     def abort(self, request: LlmRequest) -> bool:
         """Ends an unfinished request; False when it has finished already.
 
-        Its blocks are free at once, unless a load into them is under way: then as soon as the connector reports it,
-        where the contract's version waits for that.
+        Its blocks become free at once. If a load into them is under way and the contract's version waits for it, they
+        become free when the connector reports its end.
         """
         with self._lock:
             if request.is_finished:
@@ -136,12 +134,12 @@ class Executor:
             else:
                 self._cut_short(request, "cancelled")
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
-                    # TensorRT-LLM handles cancels behind a forward and polls: none runs before the save is begun.
+                    # TensorRT-LLM handles cancels behind a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
             return True
 
     def pause(self, request: LlmRequest) -> None:
-        """Takes a running request's blocks away and has it computed anew later (V2). Others are left as they are."""
+        """Takes a running request's blocks away; it is computed again later (V2). Ignores other requests."""
         with self._guarded():
             is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
             if request.request_id in self._active and not is_loading:
@@ -162,9 +160,9 @@ class Executor:
     def step(self) -> bool:
         """Runs one iteration; True when a forward ran, False when there was nothing to run.
 
-        A request that fails ends with finish reason "error", and so do all running ones where their forward fails and
-        the contract's version survives that, or where it is interrupted, which is raised. Any other error ends all
-        requests and the engine, and is raised.
+        A request that fails ends with finish reason "error". So do all running requests when their forward fails, if
+        the contract's version survives that, and when it is interrupted; the interrupt is raised. Any other error ends
+        all requests and the engine, and is raised.
         """
         with self._guarded():
             ran = self._iterate()
@@ -174,7 +172,7 @@ class Executor:
         return ran
 
     def poll_transfers(self) -> None:
-        """An idle iteration: asks the connector which transfers have ended."""
+        """Runs an idle iteration: asks the connector which transfers have ended."""
         with self._guarded():
             self._poll_transfers()
 
@@ -194,7 +192,7 @@ class Executor:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One thread at a time; an error that is raised inside ends the engine."""
+        """Lets one thread in at a time. An error that is raised inside ends the engine."""
         with self._lock:
             self._check_alive()
             try:
@@ -221,8 +219,8 @@ class Executor:
         return ran
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
-        """Returns logits, float32 [requests, vocabulary], of each request's last row; None when the forward failed and
-        all running requests have ended with it."""
+        """Returns logits of each request's last row, float32 [requests, vocabulary]. When the forward fails, ends all
+        running requests and returns None."""
         error: Exception
         try:
             return self._run(batch, stream)
@@ -260,10 +258,10 @@ class Executor:
         return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, request.chunk_end)), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
-        """Moves every request of the batch on: positions, new tokens, ends, and publication of the prompts' blocks.
+        """Updates every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
 
-        With the overlap scheduler the tokens handled are those of the iteration before: a request that ended with them
-        has been in this batch for nothing.
+        With the overlap scheduler it handles the tokens of the iteration before. A request that ends with them was in
+        this batch in vain.
         """
         if not self.llm_args.disable_overlap_scheduler:
             self._take_tokens()
@@ -290,8 +288,8 @@ class Executor:
     # -- tokens ---------------------------------------------------------------------------------------------------
 
     def _sample(self, request: LlmRequest, logits: torch.Tensor, best: float, token: int) -> None:
-        """Chooses the request's next token by its `logits`, [vocabulary], of which `best`, that of `token`, is the
-        largest. A request for which that fails ends."""
+        """Chooses the request's next token from its `logits`, [vocabulary]; `best`, that of `token`, is the largest.
+        Ends the request if that fails."""
         params = request.sampling_params
         if params.return_generation_logits:
             request.generation_logits.append(logits.clone())
@@ -314,7 +312,7 @@ class Executor:
             self._accept(request)
 
     def _accept(self, request: LlmRequest) -> None:
-        """Handles the request's newest token, if there is one; that may end the request."""
+        """Handles the request's pending token, if there is one; that may end the request."""
         token = request.pending_token
         if token is None or request.is_finished:
             return
@@ -334,10 +332,9 @@ class Executor:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
-        """Ends a running request: with `publish` its blocks are offered for reuse; then they are freed or saved.
+        """Ends a running request: with `publish` offers its blocks for reuse, then frees or saves them.
 
-        One that is saved keeps its blocks until the save has ended, or only what the reuse tree has of them: which, the
-        contract's version says.
+        During a save it keeps all its blocks or only those in the reuse tree, as the contract's version has it.
         """
         request_id = request.request_id
         request.finish_reason = reason
@@ -360,8 +357,8 @@ class Executor:
             self.block_manager.release(request_id)
 
     def _cut_short(self, request: LlmRequest, reason: str) -> None:
-        """Ends a running request before its time; one whose load is under way, as soon as the connector reports it,
-        where the version waits for that."""
+        """Ends a running request early. If its load is under way and the version waits for that, it ends when the
+        connector reports the load."""
         connector = self.connector
         if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
             request.finish_reason = reason
@@ -369,7 +366,7 @@ class Executor:
             self._finish(request, reason, publish=False)
 
     def _poll_transfers(self) -> None:
-        """Asks the connector which transfers have ended, and lets go of what they held."""
+        """Asks the connector which transfers have ended, and frees the blocks that they held."""
         if self.connector is None:
             return
         saved, loaded = self.connector.get_finished()
@@ -384,7 +381,7 @@ class Executor:
                 self._finish(request, request.finish_reason, publish=False)
 
     def _pause(self, request: LlmRequest) -> None:
-        """Puts a running request back among the waiting ones, unless the token it waits for ends it."""
+        """Puts a running request back among the waiting ones, unless its pending token ends it."""
         self._accept(request)
         if request.is_finished:
             return

@@ -49,7 +49,7 @@ IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can ru
 
 
 class _Hold:
-    """A handler that keeps the first interrupt and hands further ones on."""
+    """A signal handler that keeps the first interrupt for later and passes further ones on."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
@@ -68,9 +68,10 @@ class _Hold:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Answers an interrupt that comes inside the block at its end (the outermost one's), and a second one at once.
+    """Delays an interrupt that comes inside the block, or inside nested ones, to the outermost block's end; a second
+    one is not delayed.
 
-    Python interrupts the main thread only; elsewhere nothing is held.
+    Python interrupts the main thread only; in other threads this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if handler is None or isinstance(handler, (int, _Hold)):
@@ -119,7 +120,7 @@ class RequestStream:
         self.close()
 
     def has_news(self) -> bool:
-        """True when the next output is there and taking it runs nothing."""
+        """True when the next output can be taken without running an iteration."""
         return self._request.is_finished or self._has_token()
 
     def _has_token(self) -> bool:
@@ -129,12 +130,12 @@ class RequestStream:
 class LLM:
     """One engine and its requests.
 
-    Takes every field of `LlmArgs` by name. `runner` lends the weights of `model`, loaded before and left as they were,
-    so that several engines share them. Use it as a context manager, or call `shutdown`. `connector_scheduler` and
-    `connector_worker` are the connector's halves, None where there is none.
+    Takes every field of `LlmArgs` by name. Several engines can share the weights of one `runner`, which has loaded
+    `model`. Use it as a context manager, or call `shutdown`. `connector_scheduler` and `connector_worker` are the
+    connector's halves, None without a connector.
 
-    With `tensor_parallel_size` N, N processes that have joined one `torch.distributed` group build it alike and make
-    the same calls in the same order; each holds its part of the model and of the KV, and all have the same outputs.
+    With `tensor_parallel_size` N, N processes of one `torch.distributed` group build the same LLM and make the same
+    calls in the same order. Each holds its part of the model and of the KV; all have the same outputs.
 
     Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence.
     """
@@ -155,7 +156,7 @@ class LLM:
                 f"tensor_parallel_size is {asked.tensor_parallel_size}, and the runner holds one of "
                 f"{runner.ranks.size} parts of its model; both must be the same"
             )
-        # The connector binds KV to what runs: "auto" or a lent runner may have made something else of the request.
+        # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
         self.llm_args = args = asked.model_copy(update=running)
         self._ranks, self._vocabulary = runner.ranks, int(runner.config.vocab_size)
@@ -167,7 +168,7 @@ class LLM:
         self.connector_worker: Any = None if connector is None else connector.worker
         self._ids = count(1)
         self._live: dict[int, LlmRequest] = {}
-        # Until when the connector has to end a transfer; None where iterations run.
+        # When the wait for the connector's transfers ends; None while iterations run.
         self._deadline: float | None = None
         self._finalizer = weakref.finalize(self, self.executor.shutdown)
 
@@ -182,9 +183,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Runs one prompt (text or token ids) or several together; returns one output for each, in their order.
 
-        `sampling_params` and `cache_salt` are one for all or one each. Nothing is enqueued when one prompt is empty or
-        can never fit. A request that fails alone has finish reason "error" and says why in `error`. Ctrl-C ends these
-        requests once the running iteration has ended, and the engine serves on; a second Ctrl-C does not wait.
+        `sampling_params` and `cache_salt` are one for all or one each. When one prompt is empty or can never fit, no
+        prompt is enqueued. A request that fails has finish reason "error" and says why in `error`. Ctrl-C ends these
+        requests behind the running iteration, and the engine serves on; a second Ctrl-C does not wait.
         """
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
@@ -215,22 +216,22 @@ class LLM:
     ) -> RequestStream:
         """Enqueues a prompt and returns an iterator over its partial outputs, one for every new token.
 
-        Without `streaming` the iterator gives the final output only. Taking from one iterator moves every running
-        request on. An iterator that is closed or dropped before its end aborts its request.
+        Without `streaming` the iterator gives the final output only. Taking an output runs all requests, not only this
+        one. An iterator that is closed or dropped before its end aborts its request.
         """
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request)
-        # Made first: should an interrupt come in between, it is dropped and ends the request.
+        # Made first: if an interrupt comes in between, the stream is dropped and ends the request.
         stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
         return stream
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> None:
-        """Prepares the card's libraries for prompts of about these lengths, a third of a second for each bucket, and
-        for the checks of the connector's plans.
+        """Prepares the card for prompts of about these lengths, in a third of a second for each bucket, and for the
+        checks of the connector's plans.
 
-        Prompts of other lengths are served as well, up to a tenth slower. Call it from the thread that will run the
-        requests; on the CPU it does nothing.
+        Prompts of other lengths are up to a tenth slower. Call it from the thread that will run the requests; on the
+        CPU it does nothing.
         """
         self.executor.model_runner.warm_up(prompt_lengths, self.executor.check_layers)
 
@@ -241,7 +242,7 @@ class LLM:
             return request is not None and self.executor.abort(request)
 
     def settle(self) -> None:
-        """Waits until the connector has ended every transfer, so that what was served is a donor.
+        """Waits until the connector has ended every transfer: what was served is then a donor.
 
         Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
         """
@@ -311,12 +312,12 @@ class LLM:
                 self.executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Runs iterations until `done`; waits for the connector where nothing else can run."""
+        """Runs iterations until `done`; waits for the connector when no request can run."""
         while not done():
             self.advance()
 
     def advance(self) -> None:
-        """Runs one iteration. Where nothing can run, waits a moment for the connector.
+        """Runs one iteration. When no request can run, waits a moment for the connector.
 
         Raises SemBlendError when that has lasted for `transfer_timeout` seconds.
         """

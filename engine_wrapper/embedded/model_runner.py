@@ -34,11 +34,11 @@ PlanSource = Callable[[int], "SemanticKvPlan | None"]
 class ModelRunner:
     """One model over one pool.
 
-    `plan_source` is set by the engine wrapper; with it, `forward` asks once for each slice that has no plan yet. So is
-    `readiness`: while KV is on its way into the pool, every layer waits for its own; and `evidence_sink`, which is told
-    after a forward what its checks found. `before_layer` and `after_layer` are called with the layer's index around
-    every layer of every forward. On a card, short iterations with nothing to call or to wait for replay CUDA graphs.
-    Several `ranks` run each forward together, on the same slices, and have the same logits; they replay no graphs.
+    The engine wrapper sets three attributes. `plan_source`: `forward` asks it once for each slice that has no plan yet.
+    `readiness`: while KV is on its way into the pool, every layer waits for its own. `evidence_sink`: gets what the
+    checks of a forward found. `before_layer` and `after_layer` are called with the layer's index around every layer of
+    every forward. On a card, short iterations without hooks and waits replay CUDA graphs. Several `ranks` run each
+    forward together, on the same slices, and have the same logits; they replay no graphs.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ModelRunner:
     ) -> ModelRunner:
         """A runner of a model in memory, as it is: on its device, in its dtype.
 
-        `config_path` is a folder with the model's config.json, which engine and connector read again; without a
-        `tokenizer`, prompts are token ids. No file tells its weights: their KV is shared with no other engine, unless
-        SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
+        `config_path` is a folder with the model's config.json, which engine and connector read again. Without a
+        `tokenizer`, prompts are token ids. No file identifies the weights, so their KV is shared with no other engine
+        unless SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
         """
         runner = cls.__new__(cls)
         runner._own(adopt_model(model, config_path, tokenizer, ranks))
@@ -104,8 +104,8 @@ class ModelRunner:
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
-        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and how many rows one forward of the
-        model may have; what plans add to an iteration is run in several (see `engine_wrapper.batch`)."""
+        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward. Plans
+        that add more rows run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
@@ -114,11 +114,11 @@ class ModelRunner:
             self._graphs = GraphForward(self._forward.fused)
 
     def warm_up(self, prompt_lengths: Iterable[int], check_layers: Iterable[int] = ()) -> None:
-        """Prepares the card for prompts of about these lengths, whole or behind reused KV, for decode steps after them,
-        and for checks in `check_layers`: kernels, libraries and graphs. Nothing on the CPU; the pool stays as it is.
+        """Prepares kernels, libraries and graphs of the card for prompts of about these lengths, whole or behind reused
+        KV, for the decode steps after them, and for checks in `check_layers`. Does nothing on the CPU.
 
-        Others are served as well, the first ones slower. Call it from the thread that will run `forward`, after
-        `attach_pool`.
+        The first prompts of other lengths are slower. Call it behind `attach_pool`, from the thread that will run
+        `forward`.
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before warm_up")
@@ -187,7 +187,7 @@ class ModelRunner:
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
-        """What this forward calls before each layer: it waits for the layer's KV, then calls the hook."""
+        """The hook of this forward before each layer: waits for the layer's KV, then calls `before_layer`."""
         readiness, hook = self.readiness, self.before_layer
         if readiness is None or not readiness.is_arriving:
             return hook

@@ -1,8 +1,8 @@
 """Loads a decoder model and its tokenizer through Transformers, or says in one sentence why not.
 
-Of several ranks each keeps some of the query and KV heads, and some of each MLP's channels, as Megatron-LM splits a
-layer (arXiv 1909.08053, section 3): projections into heads and channels by their outputs, the projections out of them
-by their inputs, whose results are added up. Embeddings, norms and the head are on every rank.
+Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
+heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
+their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a model was loaded from, as `LlmArgs` name it. `files` are the states of its files when they were read; None
+    """What a model was loaded from, as `LlmArgs` name it. `files`: the states of its files when they were read; None
     for weights that come from no file."""
 
     model: str
@@ -68,8 +68,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for inference, with what the engine has to know about it. Of several `ranks` it holds this one's
-    part; `facts` are the whole model's."""
+    """A model ready for inference, or this rank's part of it. `facts` are the whole model's."""
 
     model: Any
     tokenizer: Any
@@ -88,10 +87,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    Several `ranks` load one model, and each keeps its part.
-
-    Raises ConfigurationError when something cannot be read or a setting is unknown, and UnsupportedModelError when
-    the model's architecture or positions are not supported.
+    Several `ranks` load one model, and each keeps its part. Raises ConfigurationError when something cannot be read or
+    a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported.
     """
     target_dtype, target_device, ranks = resolve_dtype(dtype), resolve_device(device), ranks or Ranks()
     facts = _supported_facts(model, revision)
@@ -100,14 +97,13 @@ def load_model(
     weights = _load_weights(str(model), target_dtype, revision)
     keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
-    files = files or _states(str(model), revision)  # of a model that was downloaded just now
+    files = files or _states(str(model), revision)  # the model was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
     return LoadedModel(weights, words, facts, ranks, source)
 
 
 def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks | None = None) -> LoadedModel:
-    """Takes a whole model that is in memory; `config_path` is a folder with its config.json. Of several `ranks`, each
-    keeps its part of it.
+    """Takes a whole model that is in memory; `config_path` is a folder with its config.json. Each rank keeps its part.
 
     Raises as `load_model` does, and ConfigurationError when the folder describes another model.
     """
@@ -204,7 +200,7 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
 
 
 def keep_shard(model: Any, ranks: Ranks) -> None:
-    """Leaves this rank's part of the layers in `model`, and the part's sizes in its configuration.
+    """Cuts `model` to this rank's part of the layers, and its configuration to the part's sizes.
 
     Raises ConfigurationError when the ranks do not divide KV heads or channels; nothing is changed then.
     """

@@ -27,9 +27,9 @@ DEFAULT_POOL_BYTES = 1 << 30
 
 class KvPool:
     """`tensor`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V, in `layout` inside a block: "HND" or
-    "NHD". `computed` is what a model runs on, always HND: `tensor` itself, or a copy of it for a forward.
+    "NHD". A model runs on `computed`, which is always HND: `tensor` itself, or a copy of it for a forward.
 
-    It starts as zeros: rows that no request has written are masked, and a masked NaN would still spread. Raises
+    It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
     CapacityError when there is no memory for it.
     """
 
@@ -70,8 +70,7 @@ def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: to
     """Blocks of the pool that `args` asks for.
 
     `kv_cache_config.max_tokens` is rounded down to whole blocks. Without it the pool holds `max_batch_size` sequences
-    of `max_seq_len` tokens, or what fits into DEFAULT_POOL_BYTES (1 GiB) when that is less. Raises CapacityError when
-    not even one block results.
+    of `max_seq_len` tokens, but at most DEFAULT_POOL_BYTES (1 GiB). Raises CapacityError when that is no block at all.
     """
     block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
     if wanted is not None:
@@ -100,8 +99,7 @@ class KvCacheBufferRef:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRegion:
-    """Neighbouring buffers in each of `num_slots` blocks. `rows` is the part of the pool that holds them, [blocks,
-    layers, 2, row]."""
+    """Neighbouring buffers in each block. `rows` is the part of the pool that holds them, [blocks, layers, 2, row]."""
 
     rows: torch.Tensor
     buffers: tuple[KvCacheBufferRef, ...]

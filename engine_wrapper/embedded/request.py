@@ -1,4 +1,4 @@
-"""Requests: what a caller hands in, what executor and connector see of it, and what it gives back.
+"""Requests: prompts as callers give them, requests as executor and connector see them, and outputs.
 
 Attributes have the names of TensorRT-LLM's LlmRequest, outputs those of its RequestOutput and CompletionOutput.
 """
@@ -32,7 +32,7 @@ Prompt = Union[str, "Sequence[int]"]
 T = TypeVar("T")
 
 
-# -- what a caller hands in -------------------------------------------------------------------------------------------
+# -- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -48,8 +48,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Token ids of a prompt, as a list of their own and as int32 [n]. Raises ConfigurationError for any other id than
-    0 to `vocabulary` - 1."""
+    """Token ids of a prompt, as a new list and as int32 [n]. Raises ConfigurationError for ids outside of
+    0..`vocabulary` - 1."""
     listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     # A tokenizer may begin even an empty text with a token of its own.
     if len(prompt) == 0 or not listed:
@@ -63,7 +63,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
         raise ConfigurationError(f"the prompt holds token id {outside}; the model's ids are 0..{vocabulary - 1}")
-    # NumPy's integers come in lists of nothing else; a connector is promised Python's.
+    # A list holds either NumPy's integers or Python's; a connector is promised Python's.
     return listed if type(listed[0]) is int else tokens.tolist(), tokens.astype(np.int32)
 
 
@@ -78,7 +78,7 @@ def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
     return list(values)
 
 
-# -- on its way -------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class LlmRequestState(str, Enum):
@@ -96,14 +96,13 @@ class LlmRequestState(str, Enum):
 class LlmRequest:
     """A prompt, the tokens generated so far, and how far the engine has come with it.
 
-    `context_current_position` is the first prompt token not computed yet; `prepopulated_prompt_len` the tokens that
-    were there at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `prompt_token_array`, int32 [prompt_len], is quicker to read than a list of that length. Where the caller has both,
-    the list becomes the request's own. `pending_token` was sampled and is not handled yet. Times are those of
-    `time.perf_counter`.
+    `context_current_position` is the first prompt token not computed yet. `prepopulated_prompt_len` tokens needed no
+    computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
+    `prompt_token_array`: the prompt as int32 [prompt_len]; with it, the given list becomes the request's own.
+    `pending_token` was sampled and is not handled yet. Times are those of `time.perf_counter`.
     """
 
-    # What the connector may ask about and what never differs here.
+    # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes = None
     kv_cache_retention_config = None
     is_dummy_request = False
@@ -165,11 +164,11 @@ class LlmRequest:
 
     @property
     def all_tokens(self) -> Sequence[int]:
-        """What `get_tokens` copies: to be read only, and not to be kept."""
+        """The list that `get_tokens` copies: do not change or keep it."""
         return self._tokens
 
     def token_array(self, end: int) -> npt.NDArray[np.int32]:
-        """The first `end` tokens, int32 [end]; those of the prompt alone are not copied."""
+        """The first `end` tokens, int32 [end]; not a copy as long as they are the prompt's."""
         if end <= self.prompt_len:
             return self.prompt_token_array[:end]
         return np.concatenate([self.prompt_token_array, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
@@ -229,11 +228,11 @@ class LlmRequest:
         return self.finish_reason is not None
 
     def complete(self, reason: str) -> None:
-        """The request has ended, and holds nothing any more."""
+        """The request has ended and holds no blocks any more."""
         self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
 
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
-        """Tells how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
+        """Sets how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
         self.cached_tokens = cached
         self.py_num_connector_matched_tokens = connector_matched
         self.prepopulated_prompt_len = self.context_current_position = cached + connector_matched
@@ -245,7 +244,7 @@ class LlmRequest:
         return len(self._tokens) - 1, self._tokens[-1]
 
     def pause(self) -> None:
-        """Its blocks are gone: what was generated becomes part of the prompt, which is computed anew."""
+        """Its blocks are gone: generated tokens become part of the prompt, which will be computed again."""
         self.prompt_token_array = self.token_array(len(self._tokens))
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
@@ -261,8 +260,7 @@ def _salt_id(cache_salt: str | None) -> int | None:
 
 
 class BoundRequest:
-    """A request as V1's C++ cache manager hands it to the connector's query: another object, which has only
-    `attributes`."""
+    """A request as V1's C++ cache manager hands it to the connector's query: another object, with `attributes` only."""
 
     __slots__ = ("_attributes", "_request")
 
@@ -280,12 +278,12 @@ class BoundRequest:
         return getattr(self._request, name)
 
 
-# -- what it gives back -----------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The tokens so far and their text; the token that stopped the generation is in `token_ids`, not in `text`.
+    """The tokens so far and their text. A token that stops the generation is in `token_ids`, not in `text`.
 
     `finish_reason`: "stop", "length", "cancelled", "error", or None while tokens are still to come.
     `generation_logits`: float32 [tokens, vocabulary] of a finished request that asked for them.
@@ -299,11 +297,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One request's answer, or the part of it that there is.
+    """One request's answer, or the part of it that exists so far.
 
     `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector; `computed_tokens`
-    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are the connector's word
-    on it, None where it says nothing. `time_to_first_token` is in seconds from submission. `error` says why the finish
+    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are what the connector
+    reports, None without a report. `time_to_first_token` is in seconds from submission. `error` says why the finish
     reason is "error".
     """
 
@@ -337,7 +335,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
         cached_tokens=request.cached_tokens,
         reused_tokens=request.py_num_connector_matched_tokens if report is None else report.reused_tokens,
-        # What was promised and could not be loaded was computed after all.
+        # Promised tokens that could not be loaded were computed.
         computed_tokens=request.prompt_len - request.prepopulated_prompt_len + (report.computed_holes if report else 0),
         time_to_first_token=None if first is None else first - request.arrival_time,
         finished=finished,

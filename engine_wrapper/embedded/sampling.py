@@ -88,7 +88,7 @@ def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
 def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
     """Of every row of `logits`, [requests, vocabulary], the largest one and the first token that has it.
 
-    They are fetched from the device at once: each transfer may wait behind a donor's.
+    One transfer fetches all of them from the device: each transfer may wait behind a donor's.
     """
     best, tokens = logits.max(1)
     return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
@@ -98,14 +98,14 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     """The next token by `logits`, [vocabulary]: temperature, then top-k, then top-p (nucleus sampling, Holtzman et al.
     2020).
 
-    One uniform number of the request's own generator is spent per token, so a request's tokens depend on its logits and
+    Each token takes one uniform number of the request's own generator, so a request's tokens depend on its logits and
     seed alone, never on its neighbours in the batch.
     """
     probabilities, tokens = candidates(logits, params)
-    reach = probabilities.cumsum(0)
-    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(reach.device) * reach[-1]
-    # The first candidate whose reach is not below the draw: one of probability 0 is never it.
-    return int(tokens[torch.searchsorted(reach, drawn)])
+    cumulative = probabilities.cumsum(0)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(cumulative.device) * cumulative[-1]
+    # The first candidate whose cumulative probability is not below the draw: never one of probability 0.
+    return int(tokens[torch.searchsorted(cumulative, drawn)])
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

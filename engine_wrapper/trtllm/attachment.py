@@ -1,7 +1,7 @@
-"""Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plans in its decoder where those can run.
+"""Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plan execution in its decoder if possible.
 
-The connector contract hands a worker the pool and nothing else. The executor that calls the registration is found among
-the callers' frames, and known by the worker that it holds. Facts: NVIDIA/TensorRT-LLM,
+The connector contract hands a worker the pool and nothing else. So the executor that registers its caches is looked for
+in the callers' frames; it is the one that holds the worker. Facts: NVIDIA/TensorRT-LLM,
 `_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to main);
 `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
 `_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
@@ -72,9 +72,9 @@ def _held(owner: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What was attached; where something was not, `guard_refusal` or `execution_refusal` says why.
+    """What was attached. `guard_refusal` and `execution_refusal` say why something was not.
 
-    Without a guard nothing is attached at all. `forward` executes plans once its self-check has passed.
+    Without a guard nothing is attached. `forward` executes plans once its self-check has passed.
     """
 
     guard: ManagerGuard | None
@@ -94,9 +94,9 @@ def attach_to_executor(
 ) -> Attachment:
     """Attaches to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
-    The guard alone lets the engine skip reused tokens that follow one another from the left. Plans with holes, with
-    layers to compute again or with a check are made once the self-check has passed. Every rank registers its caches at
-    the same place, so that all of them meet here.
+    The guard alone lets the engine skip reused tokens that follow one another from position 0. Plans with holes, layers
+    to compute again or a check need the self-check to pass first. All ranks come here together, because each registers
+    its caches at the same point.
     """
     parts = find_executor(worker)
 
@@ -106,7 +106,7 @@ def attach_to_executor(
         if parts is None:
             return "executor_unknown"
         if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
-            return "disaggregated"  # the receiver of a request's KV would publish it
+            return "disaggregated"  # the engine that receives a request's KV would publish it
         return guard_refusal(parts.manager) or guard_for(parts.manager, PublicationGuard(runtime.active_plans))
 
     def plans() -> PlannedForward | str:
@@ -132,7 +132,7 @@ def attach_to_executor(
 
 
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
-    """What `build` makes, installed on every rank; or why it is on none. `build` returns this rank's refusal as str."""
+    """What `build` makes, installed on every rank, or the reason why on none. `build` may return this rank's reason."""
     change, reason = None, None
     try:
         made = build()
@@ -151,7 +151,7 @@ def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Cha
 
 
 def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
-    """The first rank's reason: a rank that publishes what the others withhold, or computes other rows, is too many."""
+    """The first reason of any rank: ranks that publish or compute different things must not run together."""
     try:
         return next((each for each in runtime.ranks.gather(reason) if each is not None), None)
     except Exception:
@@ -160,7 +160,7 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
 
 
 def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
-    """Why no plan can be executed in the engine's decoder, None when nothing is known against it. Changes nothing."""
+    """Why plans cannot be executed in the engine's decoder, None when they can, as far as is known. Changes nothing."""
     return (
         decoder_refusal(llm_args)
         or _refused_executor(parts)
@@ -184,7 +184,7 @@ def _refused_engine(model_engine: Any) -> str | None:
     if holder is None:
         return "engine_layout"
     runner = getattr(holder, "cuda_graph_runner", None)
-    # The one for prefill graphs is there only where they are on.
+    # The runner of prefill graphs is there only when they are on.
     has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
     if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
         return "cuda_graphs"
@@ -193,7 +193,7 @@ def _refused_engine(model_engine: Any) -> str | None:
 
 
 def _graph_holder(model_engine: Any) -> Any:
-    """What holds the graph runner: the engine up to 1.3, a runner of the engine on main; None for another layout."""
+    """The object that holds the graph runner: the engine up to 1.3, the engine's runner on main; None for others."""
     held = _held(model_engine)
     if "cuda_graph_runner" in held:
         return model_engine

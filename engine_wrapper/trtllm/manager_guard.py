@@ -1,9 +1,9 @@
 """Keeps approximate KV out of the reuse trees of TensorRT-LLM's own cache managers.
 
 V1 is the C++ manager behind `KVCacheManager`: it stores blocks under the request's tokens after every context step, at
-release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks from `try_commit_blocks`. Neither has a
-switch for one request, so these methods are replaced on the one manager, for flagged requests only. A block hash is
-never consulted: it names a block as exact KV, whatever the block holds.
+release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks from `try_commit_blocks`. Neither can
+leave out one request, so the guard replaces these methods on the one manager, for flagged requests only. Block hashes
+are of no use: they are made from tokens, not from the KV.
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main), `kv_cache_manager_v2.py` (1.3: beside
 it; main: under `kv_cache/`), and `cpp/tensorrt_llm/nanobind/batch_manager/kvCacheManager.cpp`, whose `remove_sequence`
@@ -30,7 +30,7 @@ _V1_CALLS = {
     "store_blocks_for_reuse": {"impl", "store_blocks_for_reuse"},
     "unpin_blocks_by_id": {"impl", "unpin_blocks_by_id"},
 }
-# The whole of V1's release: anything else in it might publish.
+# All that V1's release may use: any other name might publish.
 _V1_RELEASE = _V1_CALLS["free_resources"] | {"_preprepared_dummy_request_ids", "discard"}
 _V2_CALLS = {
     "update_context_resources": {"try_commit_blocks"},
@@ -48,7 +48,7 @@ def names_in(owner: Any, method: str) -> frozenset[str]:
 
 
 def guard_refusal(manager: Any) -> str | None:
-    """Why `manager` cannot be guarded, None when it can. Nothing of it is changed.
+    """Why `manager` cannot be guarded, None when it can. Changes nothing.
 
     cache_manager_unknown: neither V1 nor V2, or a subclass; sliding_window: windows that differ by layer;
     publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations.
@@ -70,7 +70,7 @@ def guard_refusal(manager: Any) -> str | None:
 
 
 def _has_dummies(manager: Any) -> bool:
-    """Whether requests can be marked as dummies, by the class of requests that the manager's module knows."""
+    """Whether requests can be marked as dummies, by the request class that the manager's module imports."""
     release = inspect.unwrap(type(manager).free_resources)
     mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
     return getattr(mark, "fset", None) is not None
@@ -78,7 +78,7 @@ def _has_dummies(manager: Any) -> bool:
 
 @contextmanager
 def _as_dummy(request: Any) -> Iterator[None]:
-    """Marks the request as a dummy: the C++ manager frees the blocks of one, and stores none of them."""
+    """Marks the request as a dummy for a while: the C++ manager frees a dummy's blocks and stores none of them."""
     before = request.is_dummy_request
     request.is_dummy_request = True
     try:
@@ -88,12 +88,12 @@ def _as_dummy(request: Any) -> Iterator[None]:
 
 
 def guard_for(manager: Any, publication: PublicationGuard) -> ManagerGuard:
-    """The guard of a manager that `guard_refusal` has nothing against; it does nothing until it is installed."""
+    """The guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
     return _GUARDS[type(manager).__name__](manager, publication)
 
 
 class ManagerGuard:
-    """A guard on one manager: its own methods of these names stand before the manager's."""
+    """A guard on one manager: replaces the methods called `names` by its own."""
 
     names: tuple[str, ...]
 
@@ -102,7 +102,7 @@ class ManagerGuard:
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(manager, name) for name in self.names}
 
     def install(self) -> None:
-        """Replaces the methods, or none when one cannot be replaced, which is raised."""
+        """Replaces all methods. When one cannot be replaced, restores the others and raises."""
         try:
             for name in self.names:
                 setattr(self._manager, name, getattr(self, name))
@@ -117,7 +117,7 @@ class ManagerGuard:
 
 
 class V1Guard(ManagerGuard):
-    """Of a flagged request nothing is stored: not its exact part either, because V1 stores all of it or nothing."""
+    """Stores nothing of a flagged request, not even its exact part: V1 stores all of a request or nothing."""
 
     names = tuple(_V1_CALLS)
 
@@ -136,30 +136,30 @@ class V1Guard(ManagerGuard):
         return freed
 
     def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        """Stores the blocks of an unflagged request for an asynchronous save; None, and nothing, for a flagged one."""
+        """Stores an unflagged request's blocks for an asynchronous save. Nothing of a flagged one: returns None."""
         if self._publication.withholds(request.py_request_id):
             return None
         return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
 
     def unpin_blocks_by_id(self, kv_cache_block_id: Any) -> Any:
-        """Nothing was pinned for a flagged request."""
+        """Unpins an unflagged request's block; None, of a flagged one, was never pinned."""
         return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
 
 
 class V2Guard(ManagerGuard):
-    """A flagged request keeps what it shares with the tree and commits nothing more, as if reuse were off."""
+    """Lets a flagged request keep what it shares with the tree and commit nothing more, as if reuse were off."""
 
     names = ("try_commit_blocks", "free_resources")
 
     def try_commit_blocks(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        """Moves a flagged request's history on without committing; its decode tokens are not committed anyway."""
+        """Advances a flagged request's history without committing; V2 commits no decode tokens anyway."""
         if not self._publication.withholds(request.py_request_id):
             return self._stock["try_commit_blocks"](request, *arguments, **options)
         cache = self._manager.kv_cache_map.get(request.py_request_id)
         if cache is None:
             return None
         if not cache.resize(None, request.context_current_position):
-            logger.warning("request %d: its history could not be moved on", request.py_request_id)
+            logger.warning("request %d: its history could not be advanced", request.py_request_id)
         if request.context_remaining_length == 0:
             cache.stop_committing()
         return None

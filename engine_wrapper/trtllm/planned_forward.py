@@ -1,7 +1,7 @@
-"""Executes plans in TensorRT-LLM's own decoder, once its first prompt has come out the same.
+"""Executes plans in TensorRT-LLM's own decoder, once a self-check on its first prompt has passed.
 
-What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own: once whole,
-and by a plan whose span is that very KV, in one forward and in several. Hidden rows and KV have to agree.
+What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own. Hidden rows
+and KV have to agree (see `engine_wrapper.self_check`).
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
 `_torch/attention/backends/interface.py` (main): sequences stand in one row of tokens, those in context first.
@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.batch import Batch
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
+from engine_wrapper.self_check import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    LayoutError,
+    difference,
+    differences,
+    raise_difference,
+)
 from engine_wrapper.trtllm.planned_rows import CheckReached, DecoderHooks, PlannedRows
 from kernels.layout import pool_view
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from kernels.layout import KvGeometry
@@ -38,11 +45,11 @@ Options = dict[str, Any]
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
-    """The batch of a call of the decoder's forward. Raises LayoutError when it cannot be read, or asks for more."""
+    """The batch of a call of the decoder's forward. Raises LayoutError if it is unreadable or not supported."""
     for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
         value = options.get(name)
         if value is not None and value != {}:
-            raise LayoutError("model_call", f"the model was called with {name}, which plans cannot follow")
+            raise LayoutError("model_call", f"the model was called with {name}, which plans do not support")
     metadata, input_ids = options.get("attn_metadata"), options.get("input_ids")
     try:
         lengths = tuple(map(int, metadata.seq_lens.tolist()))  # type: ignore[union-attr]
@@ -52,15 +59,15 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
     except (AttributeError, TypeError, ValueError) as error:
         raise LayoutError("model_call", f"the attention metadata cannot be read: {error}") from error
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 1 or len(input_ids) != sum(lengths):
-        raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata speaks of")
+        raise LayoutError("model_call", f"input_ids are not the {sum(lengths)} tokens that the metadata names")
     if not len(ids) == len(begins) == len(lengths) or contexts > len(ids):
-        raise LayoutError("model_call", "the metadata speaks of another number of sequences in each field")
+        raise LayoutError("model_call", "the fields of the metadata name different numbers of sequences")
     return Batch(ids, begins, lengths, contexts, input_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecoder:
-    """`forward` is the decoder's own, hooked, and `pool` where its KV goes. `ranks` run it together."""
+    """`forward` is the decoder's own, hooked; its KV goes into `pool`. `ranks` run it together."""
 
     forward: Callable[..., torch.Tensor]
     pool: torch.Tensor
@@ -118,26 +125,18 @@ class PlannedDecoder:
             raise LayoutError("self_check", "the engine counts positions in another way")
         blocks = list(range(self.geometry.blocks_for(tokens)))
         scratch = replace(self, pool=self.pool.new_zeros(len(blocks), *self.pool.shape[1:]))
-        ids, engine_rows = batch.input_ids[:tokens], hidden[:tokens]
-        whole = scratch.run(Batch((0,), (0,), (tokens,), 1, ids), {}, [blocks], options)
-        found = [difference("hidden rows", whole, engine_rows)]
-        for layer in range(self.geometry.num_layers):
-            theirs = self._kv(block_ids[: len(blocks)], layer, tokens)
-            found.append(difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs))
-        self._judge(found)
-        plan = check_plan(ids.tolist(), self.geometry)
-        rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
-        wanted = engine_rows[plan.prefix_end :]
-        for max_rows in (None, tokens // 4):  # the span has twice as many
-            planned = scratch.run(rest, {0: plan}, [blocks], options, max_rows)
-            self._judge([difference("hidden rows of a plan", planned, wanted)])
 
-    def _judge(self, found: list[str | None]) -> None:
-        """Raises the first difference of any rank: one that went on alone would wait for the others."""
-        own = next((each for each in found if each is not None), None)
-        problem = next((each for each in self.ranks.gather(own) if each is not None), None)
-        if problem is not None:
-            raise LayoutError("self_check", problem)
+        def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
+            return scratch.run(batch, plans, [blocks], options, max_rows)
+
+        def kv() -> Iterator[str | None]:
+            for layer in range(self.geometry.num_layers):
+                theirs = self._kv(block_ids[: len(blocks)], layer, tokens)
+                yield difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs)
+
+        rows = differences(batch.input_ids[:tokens], hidden[:tokens], self.geometry, run)
+        # The KV is compared when the whole prompt has run, before plans write it again.
+        raise_difference([next(rows), *kv(), *rows], self.ranks)
 
     def _kv(self, block_ids: list[int], layer: int, tokens: int) -> torch.Tensor:
         """K and V, [2, kv_heads, tokens, head_dim]."""
@@ -146,11 +145,11 @@ class PlannedDecoder:
 
 
 class PlannedForward:
-    """In the place of the decoder's forward. Batches without a plan go on to it untouched.
+    """Stands in the place of the decoder's forward. Batches without a plan go on to it untouched.
 
-    Until the self-check has passed, the runtime stays in stock mode, so that no plan is made for it; when it fails, the
-    decoder is given back as it was found. A plan that cannot be executed fails its batch, because the engine skips what
-    the plan promised; nothing is reused from then on.
+    The runtime stays in stock mode until the self-check has passed, so that no plan is made before. When the check
+    fails, the decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips
+    what the plan promised; nothing is reused from then on.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class PlannedForward:
         sink: EvidenceSink,
         max_rows: int | None,
     ) -> None:
-        """`decoder` and cache `manager` are the engine's; `max_rows`: how many tokens one forward has room for."""
+        """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
         assert runtime.pool is not None
         self._manager = manager
         self._runtime = runtime
@@ -218,7 +217,7 @@ class PlannedForward:
             return
         self._is_judged = True
         self._runtime.mode = EngineMode.WRAPPER
-        logger.info("plans are executed on this engine: its first prompt came out the same")
+        logger.info("plans are executed on this engine: the self-check has passed")
 
     def _blocks(self, batch: Batch) -> list[list[int]]:
         found = self._manager.get_batch_cache_indices(list(batch.request_ids))

@@ -1,8 +1,8 @@
-"""The active rows of a forward through TensorRT-LLM's own layers, given to them in the place of attention metadata.
+"""The active rows of a forward through TensorRT-LLM's own layers, handed to them in place of attention metadata.
 
-The layers pass their metadata on to the attention backend and read nothing of it but numbers of tokens. Where it is
-these rows, K and V of the active rows are written to the pool, and the queries attend to all of their sequence that
-lies there: the same as in `engine_wrapper.sparse_forward`, over other layers.
+The layers read only numbers of tokens from their metadata and pass it on to the attention backend. If it is these rows,
+their K and V are written to the pool and the queries attend to their whole sequence in the pool, as in
+`engine_wrapper.sparse_forward`.
 
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
@@ -12,24 +12,24 @@ name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine_wrapper.self_check import LayoutError
+from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
     from semblend_trt.ranks import Ranks
 
-# Options of a call that change its result and are not known here; each stands alone or in `forward_args`.
+# Options of an attention call that change its result and are not supported; given alone or in `forward_args`.
 _UNKNOWN_OPTIONS = (
     "attention_mask_data",
     "attention_sinks",
@@ -45,58 +45,16 @@ _UNKNOWN_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RopeAngles:
-    """Rotates queries and keys to their positions, where the engine leaves that to its attention kernel.
-
-    `cos`, `sin`: of the rows' positions, each float32 [rows, 1, rotary_dim / 2].
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    rotation: RopeRotation
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, rotation: RopeRotation) -> RopeAngles:
-        """`positions`: int64 [rows]; the angles are taken in float64, on the positions' device."""
-        frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
-        angles = positions.double()[:, None, None] * frequencies
-        return cls(angles.cos().float(), angles.sin().float(), rotation)
-
-    def keep(self, rows: torch.Tensor) -> RopeAngles:
-        """Those of some of the rows, int64."""
-        return RopeAngles(self.cos.index_select(0, rows), self.sin.index_select(0, rows), self.rotation)
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """`heads`: [rows, heads, head_dim], not rotated; same shape and dtype, computed in float32."""
-        rotation = self.rotation
-        source = heads.float()
-        rotated = source.clone()
-        channels = slice(rotation.first_channel, rotation.end_channel)
-        first, second = _planes(source[..., channels], rotation)
-        turned_first, turned_second = _planes(rotated[..., channels], rotation)
-        turned_first.copy_(first * self.cos - second * self.sin)
-        turned_second.copy_(second * self.cos + first * self.sin)
-        return rotated.to(heads.dtype)
-
-
-def _planes(rotary: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
-    if rotation.interleaved:
-        return rotary[..., 0::2], rotary[..., 1::2]
-    half = rotation.rotary_dim // 2
-    return rotary[..., :half], rotary[..., half:]
-
-
 class CheckReached(Exception):  # noqa: N818 - an end, not an error
-    """Leaves the decoder, which has no other way out below its last layer."""
+    """Ends the decoder's forward below its last layer."""
 
 
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and checks compare them.
 
     `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    is told what each check found; the host waits for the device at checks only. With `lowest` the rows end at the
-    check, once their K and V are written there, and `found` are its deviations.
+    gets what each check found; the host waits for the device at checks only. With `lowest` the forward ends at the
+    check, once the rows' K and V are written there; `found` are the check's deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -124,15 +82,16 @@ class PlannedRows:
         self._stage: Stage = schedule.stages[0]
         self.found: torch.Tensor | None = None
         self.positions = schedule.positions
-        self._angles = RopeAngles.at(schedule.positions, rotation)
+        self._rotation = rotation
+        self._factors = rotary_factors(schedule.positions[:, None], rotation).float()
 
     @property
     def num_tokens(self) -> int:
-        """Active rows: as many as the attention module takes of what it is given."""
+        """Active rows; the attention module takes so many of the rows that it is given."""
         return self._stage.num_rows
 
     def begin(self, layer: int, *rows: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Before `layer`: each of `rows`, [active rows, ...] or None, without those that are not computed in it."""
+        """Before `layer`: each of `rows`, [active rows, ...] or None, cut to the rows that the layer computes."""
         kept = list(rows)
         if self.found is not None:
             self._decide()
@@ -142,7 +101,7 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Behind the last layer: of `hidden`, [active rows, ...], the rows that the engine scheduled, in its order."""
+        """Behind the last layer: the rows of `hidden`, [active rows, ...], that the engine scheduled, in its order."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
@@ -153,15 +112,15 @@ class PlannedRows:
     def attend(self, attention: Any, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> torch.Tensor:
         """The attention of `layer`, [rows, heads * head_dim].
 
-        `attention` is TensorRT-LLM's module; `q` [rows, (heads + 2 kv_heads) * head_dim] alone, or q, k and v. They
-        are rotated here when the module leaves that to its kernel. Raises LayoutError when the call asks for more.
+        `attention` is TensorRT-LLM's module; `q` alone, [rows, (heads + 2 kv_heads) * head_dim], or q, k and v. Queries
+        and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported options.
         """
         _check_options(options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
         if attention.rope_fusion:
-            queries, keys = self._angles.rotate(queries), self._angles.rotate(keys)
+            queries, keys = (rotate(each, self._factors, self._rotation) for each in (queries, keys))
         check = self._schedule.check
         if check is not None and check.layer == layer:
             self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
@@ -187,7 +146,7 @@ class PlannedRows:
         keep = stage.keep
         if keep is None:
             return rows
-        self.positions, self._angles = self.positions.index_select(0, keep), self._angles.keep(keep)
+        self.positions, self._factors = self.positions.index_select(0, keep), self._factors.index_select(1, keep)
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 
@@ -195,15 +154,17 @@ def _check_options(options: dict[str, Any]) -> None:
     asked = options.get("forward_args")
     for name in _UNKNOWN_OPTIONS:
         if options.get(name) is not None or getattr(asked, name, None) is not None:
-            raise LayoutError("attention_call", f"the attention was called with {name}, which is not known here")
+            raise LayoutError("attention_call", f"the attention was called with {name}, which is not supported here")
     for mask in (options.get("attention_mask"), getattr(asked, "attention_mask", None)):
         if mask is not None and str(getattr(mask, "value", mask)) != "causal":
-            raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; causal is known here")
+            raise LayoutError(
+                "attention_call", f"the attention was called with mask {mask!r}; only causal is supported"
+            )
 
 
 class DecoderHooks:
-    """`forward` stands before the decoder's own, which stays callable as `stock`. Where no planned rows are met, every
-    layer and every attention does what it did."""
+    """Puts `forward` in the place of the decoder's own, which stays callable as `stock`. Layers and attentions that get
+    no planned rows do what they did before."""
 
     def __init__(self, decoder: Any, forward: Callable[..., Any]) -> None:
         self._decoder = decoder
@@ -212,7 +173,7 @@ class DecoderHooks:
         self.stock: Callable[..., Any] = decoder.forward
 
     def install(self) -> None:
-        """Sets all of them, or none when one cannot be set, which is raised."""
+        """Sets all hooks. When one cannot be set, removes the others and raises."""
         try:
             for index, layer in enumerate(self._decoder.layers):
                 handle = layer.register_forward_pre_hook(partial(_begin, index), with_kwargs=True)
@@ -239,7 +200,7 @@ def _begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[st
     rows = options.get("attn_metadata")
     if not isinstance(rows, PlannedRows):
         if any(isinstance(each, PlannedRows) for each in arguments):
-            raise LayoutError("layer_call", f"layer {index} is called with its metadata by place, not by name")
+            raise LayoutError("layer_call", f"layer {index} gets its metadata by position, not by name")
         return None
     hidden, residual = rows.begin(index, options["hidden_states"], options.get("residual"))
     positions = rows.positions.to(options["position_ids"].dtype)[None]
@@ -254,6 +215,6 @@ def _attend(
         return stock(q, k, v, metadata, *arguments, **options)
     if arguments:
         raise LayoutError(
-            "attention_call", f"the attention of layer {index} is called with more by place than is known"
+            "attention_call", f"the attention of layer {index} gets more positional arguments than are supported"
         )
     return metadata.attend(attention, index, q, k, v, options)

@@ -7,7 +7,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.config import Settings, variable_of
+from semblend_trt.config import Settings, variables_of
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def settings_off() -> dict[str, Any]:
 def _keys() -> dict[str, str]:
     """The field of each name that a setting may be given under."""
     keys = {}
-    for field, info in Settings.model_fields.items():
-        variable = variable_of(info)
-        for name in (field, f"semblend_{field}", variable.name, *variable.names):
+    for field in Settings.model_fields:
+        _, variable, *_ = names = variables_of(field)
+        for name in (field, f"semblend_{field}", variable.removeprefix("SEMBLEND_"), *names):
             keys[name.lower()] = field
     return keys
 

@@ -10,7 +10,7 @@ import torch
 
 from engine_wrapper.batch import Batch
 from engine_wrapper.layer_schedule import follow, follow_all
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, check_plan, difference
+from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, differences, raise_difference
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
 
@@ -189,14 +189,8 @@ class PlannedForward:
     @torch.inference_mode()
     def _check(self, ids: torch.Tensor, engine_rows: torch.Tensor, block_ids: list[int]) -> None:
         """Raises LayoutError with what differs."""
-        tokens, blocks = len(ids), [block_ids]
-        whole = self._run(Batch((0,), (0,), (tokens,), 1, ids), blocks, {})
-        found = [difference("hidden rows", whole, engine_rows)]
-        plan = check_plan(ids.tolist(), self._parts.geometry)
-        rest = Batch((0,), (plan.prefix_end,), (tokens - plan.prefix_end,), 1, ids[plan.prefix_end :])
-        for max_rows in (None, tokens // 4):  # the span has twice as many
-            planned = self._run(rest, blocks, {0: plan}, max_rows)
-            found.append(difference("hidden rows of a plan", planned, engine_rows[plan.prefix_end :]))
-        problem = next((each for each in found if each is not None), None)
-        if problem is not None:
-            raise LayoutError("self_check", problem)
+
+        def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
+            return self._run(batch, [block_ids], plans, max_rows)
+
+        raise_difference(differences(ids, engine_rows, self._parts.geometry, run), self._runtime.ranks)

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from semblend_trt.metrics import TOKEN_KINDS
-from semblend_trt.outcome import MAX_REASONS, OTHER_REASON, Outcome
+from semblend_trt.outcome import Outcome, counted_as
 
 if TYPE_CHECKING:
     from semblend_trt.outcome import ReuseReport
@@ -71,7 +71,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The counters `vllm:semblend_*`, with vLLM's own labels; of reasons at most MAX_REASONS are told apart."""
+    """The counters `vllm:semblend_*`, with vLLM's own labels."""
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._engines = per_engine_labelvalues
-        self._reasons: set[str] = set()
         self._counters = {
             name: metric_types[Counter](
                 name=f"vllm:semblend_{name}", documentation=text, labelnames=[*labelnames, label]
@@ -97,14 +96,8 @@ class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, counts in transfer_stats_data.items():
             for label, count in counts.items():
-                told = self._bounded(label) if name == "refusals" else label
+                told = counted_as(label) if name == "refusals" else label
                 self._series(engine_idx, name, told).inc(count)
 
     def _series(self, engine: int, name: str, label: str) -> Any:
         return self._counters[name].labels(*self._engines[engine], label)
-
-    def _bounded(self, reason: str) -> str:
-        if reason in self._reasons or len(self._reasons) < MAX_REASONS:
-            self._reasons.add(reason)
-            return reason
-        return OTHER_REASON

@@ -1,4 +1,4 @@
-"""What the card can do at best: device copy, bf16 matrix product, and copies to and from pinned host memory."""
+"""The card's limits: device copy, bf16 matrix product, and copies to and from pinned host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BUSY_CYCLES = 2_000_000
 # Qwen2.5-7B: 28 layers, 4 KV heads, head_dim 128, rope_theta 1e6; 32 tokens a block.
 QWEN_7B = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
 ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)), 128)
-# What a layer's cache of vLLM holds, outermost first: as its memory lies, K and V are the halves of one axis.
+# The axes of a layer's cache in vLLM, outermost first in memory; K and V are the halves of one axis.
 VLLM_BLOCK_SIZE = 16
 VLLM_LAYOUTS = {
     "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads", "channels"),
@@ -59,7 +59,9 @@ def add_share(results: Results, name: str, milliseconds: float, num_bytes: float
 
 
 def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """Returns the relative error in the 2-norm; a figure counts only if the result is right, else the program ends."""
+    """Returns the relative error in the 2-norm. Ends the program if the result is wrong: its figures would mean
+    nothing.
+    """
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     if not error <= tolerance:
         sys.exit(f"{what} is wrong: relative error {error:.2e}, above {tolerance:g}")

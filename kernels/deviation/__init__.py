@@ -1,4 +1,4 @@
-"""How far a token's fresh K and V are from its donor's: what decides whether the donor's may stand in for them."""
+"""How far a token's fresh K and V are from its donor's; a deviation check decides by it."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ __all__ = ["FreshRows", "Move", "deviation", "relative", "squares"]
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """Relative deviation ||fresh - donor|| / ||donor|| of each token of each span, over heads and channels.
 
-    `spans`: a donor's positions (`source_start`) and the positions of `fresh` (`target_start`) that they stand for; the
-    donor's K is rotated by the difference, in float32 and without rounding. float32, bfloat16 and float16 (a pool also
-    float8_e4m3fn, one scale for fresh and donor).
+    `spans`: a donor's positions (`source_start`) and the positions of `fresh` (`target_start`) that they are compared
+    with. The donor's K is rotated by the difference, in float32 and without rounding. float32, bfloat16 and float16 (a
+    pool also float8_e4m3fn, one scale for fresh and donor).
 
     Returns float32 [kv_factor, tokens] on `fresh`'s device: K, then V (kv_factor 1: the latent row only), the spans'
-    tokens one after another. 0 where both are zero, infinite where only the donor is. Nothing of the size of the KV is
-    allocated, and the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
+    tokens one after another. 0 where both are zero, infinite where only the donor is. Allocates nothing of the size of
+    the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
     """
     if not spans:
         return torch.empty(2, 0, device=_tensors(fresh)[0].device)
-    check_spans(spans, fresh, layer, rotation)
-    found: torch.Tensor = _path_of(spans, fresh).deviation(spans, fresh, layer, rotation)
+    found: torch.Tensor = _path_of(spans, fresh, layer, rotation).deviation(spans, fresh, layer, rotation)
     return found
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """The two sums behind `deviation`: of the squares of fresh - donor and of the donor, over heads and channels.
 
-    float32 [2, kv_factor, tokens]; added over the ranks that share a model's heads they give, by `relative`, the
-    deviation over all heads. Everything else is as in `deviation`.
+    float32 [2, kv_factor, tokens]. Ranks that share a model's heads add them up; `relative` then gives the deviation
+    over all heads. The rest is as in `deviation`.
     """
     if not spans:
         return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
-    check_spans(spans, fresh, layer, rotation)
-    found: torch.Tensor = _path_of(spans, fresh).squares(spans, fresh, layer, rotation)
+    found: torch.Tensor = _path_of(spans, fresh, layer, rotation).squares(spans, fresh, layer, rotation)
     return found
 
 
-def _path_of(spans: Sequence[Move], fresh: Fresh) -> ModuleType:
-    """The module that serves the spans."""
+def _path_of(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> ModuleType:
+    """Checks the spans; returns the module that serves them."""
+    check_spans(spans, fresh, layer, rotation)
     tensors, sources = _tensors(fresh), [span.source for span in spans]
     alike = lie_alike(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,)))
     if alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources))):

@@ -59,11 +59,7 @@ def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length:
     """K or V of some positions: [kv_heads, length, head_dim]."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, :, start : start + length]
-    positions = torch.arange(start, start + length)
-    block_size = kv.geometry.block_size
-    device = kv.pool.device
-    blocks = kv.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
-    slots = (positions % block_size).to(device, non_blocking=True)
+    blocks, slots = kv.places(start, length)
     # paged has shape [kv_heads, blocks, block_size, head_dim]
     paged = layer_view(kv.pool, kv.geometry, layer, kind).transpose(0, 1)
     return paged[:, blocks, slots]

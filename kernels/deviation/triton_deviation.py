@@ -41,25 +41,19 @@ DEFAULT = Tiling(tile_bytes=4096)
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `kernels.deviation.deviation`; the spans were checked, and `triton_serves` them all."""
-    return _compared(_output(spans, fresh), spans, fresh, layer, rotation)
+    return _compared(spans, fresh, layer, rotation)
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `kernels.deviation.squares`; the spans were checked, and `triton_serves` them all."""
-    return _compared(_output(spans, fresh, 2), spans, fresh, layer, rotation)
+    return _compared(spans, fresh, layer, rotation, 2)
 
 
-def _output(spans: Sequence[Move], fresh: Fresh, *sums: int) -> torch.Tensor:
+def _compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
     shape = (*sums, sizes_of(spans[0].source)[1], sum(span.length for span in spans))
-    return torch.empty(shape, dtype=torch.float32, device=_base_of(fresh).device)
-
-
-def _compared(
-    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
-) -> torch.Tensor:
-    spans = [span for span in spans if span.length]
-    if spans:
-        prepared(output, spans, fresh, layer, rotation)()
+    output = torch.empty(shape, dtype=torch.float32, device=_base_of(fresh).device)
+    if compared := [span for span in spans if span.length]:
+        prepared(output, compared, fresh, layer, rotation)()
     return output
 
 
@@ -71,7 +65,8 @@ def prepared(
     rotation: RopeRotation,
     tiling: Tiling = DEFAULT,
 ) -> Callable[[], None]:
-    """Uploads the table of spans that all have a length; returns what launches the kernel on the current stream.
+    """Uploads the table of spans, which all have a length; returns a function that launches the kernel on the current
+    stream.
 
     `output` has three axes for the squares and two for the deviation.
     """

@@ -25,10 +25,10 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     """Writes every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
     float32, bfloat16, float16 and float8_e4m3fn; a shift of 0 copies K bit for bit. With kv_factor 1 (MLA) there is no
-    V, and the rotation's `first_channel` says where the latent ends. The connector refuses fp8 and MLA today. On CUDA
-    one Triton launch serves all sources on the target's device or in pinned host memory, on the current stream; torch
-    serves the rest, and the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError,
-    naming the tensor and its bound, before anything is written; no moves return at once.
+    V, and the latent ends at the rotation's `first_channel`. The connector refuses fp8 and MLA today. On CUDA one
+    Triton launch on the current stream serves all sources on the target's device or in pinned host memory; torch serves
+    the others, and the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError, naming
+    the tensor and its bound, before anything is written. Without moves it does nothing.
     """
     if moves:
         check_moves(moves, target, rotation)
@@ -36,12 +36,12 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
 
 
 class LayerMoves:
-    """The moves of `kv_move`, checked and laid out once, then made for some layers in each call."""
+    """The moves of `kv_move`, checked and laid out once; each call of `make` moves some layers."""
 
     def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
-        """`target` has as many layers as go at once, and every source at least as many.
+        """`target` has as many layers as one call moves at most, and every source at least as many.
 
-        Raises ValueError, naming the tensor and its bound. What Triton reads is uploaded on the current stream.
+        Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream.
         """
         self._room = sizes_of(target)[0]
         check_moves([_of_layers(move, range(self._room)) for move in moves], target, rotation)
@@ -63,9 +63,9 @@ class LayerMoves:
 
 
 def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: RopeRotation) -> None:
-    """Has what moves between pools of this geometry and dtype, and from and to contiguous KV, compiled for `device`.
+    """Compiles the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`.
 
-    It moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
+    Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
     """
     pool = torch.zeros(1, geometry.num_layers, geometry.kv_factor, geometry.row_elements, dtype=dtype, device=device)
     token = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, 1, geometry.head_dim)
@@ -75,7 +75,8 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
 
 
 def _prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> Callable[[range], None]:
-    """What makes checked moves of some layers: one Triton launch where it serves, torch for the rest."""
+    """A function that makes checked moves of some layers: by one Triton launch, and torch for what that cannot
+    serve."""
     is_alike = lie_alike(target)
     served: list[Move] = []
     rest: list[Move] = []

@@ -57,11 +57,7 @@ def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.
     if isinstance(target, ContiguousKv):
         target.tensor[:, kind, :, start : start + length] = rows
         return
-    positions = torch.arange(start, start + length)
-    block_size = target.geometry.block_size
-    device = target.pool.device
-    blocks = target.block_ids.cpu()[positions // block_size].to(device, non_blocking=True)
-    slots = (positions % block_size).to(device, non_blocking=True)
+    blocks, slots = target.places(start, length)
     if isinstance(target.pool, LayeredPool):
         for layer in range(target.geometry.num_layers):
             one = _indexable(layer_view(target.pool, target.geometry, layer, kind)).transpose(0, 1)

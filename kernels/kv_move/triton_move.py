@@ -48,8 +48,8 @@ def prepared(
 ) -> Callable[[range], None]:
     """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
-    Returns what launches the kernel on the current stream of the target's device, for some layers of the sources, which
-    go to the target's first ones.
+    Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
+    the sources to the target's first layers.
     """
     tiling = tiling or default_tiling(target)
     memory, rows = tensor_of(target), memory_of(target)

@@ -1,6 +1,6 @@
-"""What stands between a decoder layer's matrix products, each in one pass over its rows.
+"""The operations between a decoder layer's matrix products, each in one pass over its rows.
 
-On a CUDA device with Triton each is one kernel; elsewhere it is torch. Rounding follows Transformers' layers.
+On a CUDA device with Triton each is one kernel, elsewhere torch. Rounding follows Transformers' layers.
 """
 
 from __future__ import annotations

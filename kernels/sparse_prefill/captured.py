@@ -1,7 +1,7 @@
-"""sparse_prefill with a launch that does not follow the lengths, so that a CUDA graph can hold it.
+"""sparse_prefill with a launch of fixed size, so that a CUDA graph can hold it.
 
-A `LaunchShape` fixes the grid for every batch of up to so many rows and sequences; which tile of rows and piece of KV
-a program takes is read from tables on the device, which are refilled before each replay. Spare items cover no token.
+A `LaunchShape` fixes the grid for every batch of up to so many rows and sequences. A program reads its tile of rows and
+its piece of KV from tables on the device, which are refilled before each replay. Spare items cover no token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 ITEM_FIELDS, TILE_FIELDS = 7, 5
-# What a piece costs beside its KV, and what joining one more piece costs, in tokens of KV; measured with 1 and 128 rows
-# behind 4k to 32k tokens on an H200.
+# In tokens of KV: the overhead of a piece, and of joining one more. Measured with 1 and 128 rows behind 4k to 32k
+# tokens on an H200.
 PIECE_OVERHEAD, JOIN_COST = 256, 12
 
 
@@ -76,7 +76,7 @@ def launch_shape(
     group = heads // geometry.kv_heads
     config = choose_config(longest * group, geometry.head_dim, dtype)
     columns = LaunchShape(rows, sequences, group, config, 1).tiles * geometry.kv_heads
-    # One round of programs: a second one never paid, and spare items are not free.
+    # One round of programs: a second round was never faster, and spare items cost time.
     most = max(1, processors_of(device) * config.resident // columns)
     counts = {most} | {count for power in range(most.bit_length()) for count in (1 << power, 3 << power)}
 

@@ -18,11 +18,10 @@ class SequenceRows:
     """Rows `first_row .. first_row + n - 1` of the batch stand at `positions` of one sequence.
 
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
-    tensors: bounds are read once, here, and `to` moves the tensors without reading them again. Raises ValueError.
+    tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
 
-    `host_positions` and `host_block_ids` are the same on the host, also of rows that were moved. `memo` holds what the
-    kernels derive from a batch that begins with these rows: the layers of a stage share it, and it lives as long as
-    they do.
+    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels derive
+    from a batch that begins with these rows; the layers of a stage share it.
     """
 
     first_row: int

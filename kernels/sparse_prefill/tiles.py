@@ -1,4 +1,4 @@
-"""How a batch's rows are cut into tiles, and long tiles into pieces of KV, so that one launch fills the card.
+"""Cuts a batch's rows into tiles, and the KV of long tiles into pieces, so that one launch fills the card.
 
 The query heads of one KV head are packed into the rows of a tile: packed row i of a sequence is its row i // group and
 query head i % group of that KV head, so K and V are read once for the whole group.
@@ -18,11 +18,11 @@ from kernels.sparse_prefill.rows import to_device
 if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
-# Fewer tokens of KV than this are not worth a program of their own.
+# A piece of fewer tokens of KV is not worth a program.
 MIN_PIECE = 256
-# What a piece costs a program beside its KV, in tokens of KV, and what each of its joined pieces costs the launch.
+# In tokens of KV: the overhead of a piece for its program, and of each joined piece for the launch.
 PIECE_OVERHEAD, JOIN_COST = 256, 4
-# Whole tiles are kept when they end, by the bound on list scheduling, at most so much later than evenly spread work.
+# Tiles stay whole if, by the bound on list scheduling, they end at most this much later than evenly spread work.
 UNEVEN = 1.05
 
 
@@ -114,8 +114,8 @@ def attention_work(
 
 
 def cut_rows(sequences: tuple[SequenceRows, ...], group: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: the tile that is not full is the
-    first, which attends to the fewest tokens.
+    """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: only the first tile, which attends
+    to the fewest tokens, may be short.
 
     Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and int64 [tiles], the
     tokens of KV that the tile's last row attends to.
@@ -147,12 +147,12 @@ def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
 def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarray:
     """Cuts the KV of one KV head's tiles for `programs` that run at a time; returns as `equal_pieces`.
 
-    Whole tiles are kept where they spread evenly enough. Otherwise that cut is taken, of a few, whose programs end
-    first by an estimate.
+    Tiles stay whole if they spread evenly enough. Otherwise it tries a few cuts and takes the one that is estimated to
+    end first.
     """
     longest, total = int(reach.max()), int(reach.sum())
     heaviest = np.sort(reach)[::-1]
-    # List scheduling starts a tile no later than when the heavier ones, spread evenly, would have ended.
+    # List scheduling starts a tile at the latest when the heavier ones, spread evenly, would have ended.
     latest = int(((np.cumsum(heaviest) - heaviest) / programs + heaviest).max())
     if longest <= MIN_PIECE or latest * programs <= UNEVEN * total:
         return equal_pieces(reach, longest)
@@ -161,9 +161,12 @@ def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarra
 
 
 def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int | np.ndarray]:
-    """Lengths of a piece, multiples of block_n: whole tiles; an even share of the work or little more; of few tiles,
-    the shortest of which one round of programs holds all pieces; of many, half and a third of the share, and whole
-    tiles for as many rounds as they fill with an even share of the lightest, which are left."""
+    """Lengths of a piece to try, multiples of block_n.
+
+    Always: whole tiles, and an even share of the work or little more. With at most as many tiles as programs: the
+    shortest length with which one round of programs holds all pieces. With more tiles: half and a third of the share,
+    and whole tiles for full rounds of programs with the lightest tiles, which fill no round, cut evenly.
+    """
     least, whole = -(-MIN_PIECE // block_n), -(-int(reach.max()) // block_n)
     share = -(-int(reach.sum()) // (programs * block_n))
     lengths = {whole, *(share + share * more // 64 for more in (0, 1, 2, 4))}
@@ -184,7 +187,7 @@ def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int |
 
 
 def _end_of(pieces: np.ndarray, num_tiles: int, programs: int) -> int:
-    """When the last of the programs ends, in tokens of KV, each taking the heaviest piece that is left."""
+    """When the last program ends, in tokens of KV; each program takes the heaviest piece that is left."""
     joined = np.bincount(pieces[:, 0], minlength=num_tiles)
     join = JOIN_COST * int(joined[joined > 1].sum())
     heaviest = np.sort(pieces[:, 2] - pieces[:, 1])[::-1] + PIECE_OVERHEAD

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 LOG2_E = 1.4426950408889634
-# Rounds of programs from which the tiles of one KV head fill the card by themselves: its KV then stays in L2.
+# With at least so many rounds of programs, the tiles of one KV head alone fill the card: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
 ROWS_PER_TILE = 16
@@ -45,7 +45,7 @@ def sparse_prefill(
 ) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
 
-    `config` and `piece` (tokens of KV a program covers, a multiple of block_n) override what is chosen by the shapes.
+    `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes.
     """
     sequences = tuple(sequences)
     group = q.shape[1] // geometry.kv_heads
@@ -116,7 +116,7 @@ def attend(
         maxnreg=config.max_registers,
     )
     if work.slots:
-        # Low tiles are few and cut into many pieces, which then are read side by side; tried on an H200.
+        # Low tiles are few and have many pieces, so pieces are read side by side; tried on an H200.
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
             join_kernel,

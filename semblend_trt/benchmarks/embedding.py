@@ -41,9 +41,10 @@ SYLLABLES = (
 
 def text_of_tokens(count: int) -> str:
     """Text of `count` tokens of the sentence model's tokenizer. Raises ConfigurationError without the model."""
-    from semblend_trt.semantic.sentence_model import sentence_model, window_tokenizer
+    from semblend_trt.model_tokenizer import tokenizer_file
+    from semblend_trt.semantic.sentence_model import sentence_model
 
-    tokenizer = window_tokenizer(sentence_model(None, "onnx", "onnx").folder)
+    tokenizer = tokenizer_file(sentence_model(None, "onnx", "onnx").folder)
     rng = np.random.default_rng(0)
     text = " ".join("".join(rng.choice(SYLLABLES, rng.integers(1, 4)).tolist()) for _ in range(count))
     encoding = tokenizer.encode(text, add_special_tokens=False)

@@ -30,7 +30,7 @@ from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +69,8 @@ class Fleet:
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
             sketch = sketch_of(tokens, KEY).to_bytes()
             self.sketches.append(sketch)
-            announced = Announcement(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
-            message = writers[number % WORKERS].registered(announced)
+            writer = writers[number % WORKERS]
+            message = writer.registered(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
             self.event_us += seconds(self.directory.observe, message) / donors * 1e6
 
     def prompt(self) -> _Tokens:
@@ -138,7 +138,7 @@ class ChangingWorker:
         self.worker: Worker = (worker_id, 0)
         seconds = {"heartbeat_seconds": HEARTBEAT_SECONDS, "resync_seconds": RESYNC_SECONDS}
         self.publisher = publisher_to(url, worker_id, **seconds)
-        self.news = DonorAnnouncer(self.publisher, self.publisher.close)
+        self.announcer = DonorAnnouncer(self.publisher, self.publisher.close)
         self.held: dict[str, str] = {}
         self._texts, self._rng, self._count = texts, np.random.default_rng(worker_id), 0
 
@@ -150,17 +150,17 @@ class ChangingWorker:
         for _ in range(CHURN):
             if self.held and self._rng.random() < max(0.3, len(self.held) / MOST_HELD):
                 gone = str(self._rng.choice(list(self.held)))
-                self.news.gone(gone)
+                self.announcer.gone(gone)
                 del self.held[gone]
             elif self.held and self._rng.random() < 0.3:
                 moved = str(self._rng.choice(list(self.held)))
-                self.news.moved(moved, "host")
+                self.announcer.moved(moved, "host")
                 self.held[moved] = "host"
             else:
                 self._count += 1
                 donor_id = f"{self.worker[0]}-{self._count}"
-                self.news.intended(donor_id, NAMESPACE, None)
-                self.news.held(donor_id, self._texts[self.text_of(donor_id)], "device")
+                self.announcer.intended(donor_id, NAMESPACE, None)
+                self.announcer.held(donor_id, self._texts[self.text_of(donor_id)], "device")
                 self.held[donor_id] = "device"
 
 
@@ -202,7 +202,7 @@ async def convergence(server: LoopbackServer) -> list[float]:
         say(f"round {number + 1}: right after {taken[-1]:.2f} s; so far {dict(directory.counts)}")
     await reader.stop()
     for worker in workers:
-        worker.news.close()
+        worker.announcer.close()
     return taken
 
 

@@ -29,7 +29,7 @@ EVENTS_PER_S = 2000.0
 WARM_UP = 600
 
 
-def costs(news: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.float64]:
+def costs(publisher: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.float64]:
     """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
     prompts = texts(64, TOKENS)
     taken: list[int] = []
@@ -38,24 +38,24 @@ def costs(news: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.floa
     for number in range(donors):
         name, tokens = f"{prefix}-{number}", prompts[number % len(prompts)].copy()
         start = now()
-        news.intended(name, NAMESPACE, None)
-        news.held(name, tokens, "device")
+        publisher.intended(name, NAMESPACE, None)
+        publisher.held(name, tokens, "device")
         taken.append(now() - start)
         if number >= HELD // 2:
             start = now()
-            news.moved(f"{prefix}-{number - HELD // 2}", "host")
+            publisher.moved(f"{prefix}-{number - HELD // 2}", "host")
             taken.append(now() - start)
         if number >= HELD:
             start = now()
-            news.gone(f"{prefix}-{number - HELD}")
+            publisher.gone(f"{prefix}-{number - HELD}")
             taken.append(now() - start)
         _work_until(began + int(len(taken) / EVENTS_PER_S * 1e9))
     return np.array(taken[WARM_UP:]) / 1e3
 
 
-def best_round(news: DonorPublisher) -> npt.NDArray[np.float64]:
+def best_round(publisher: DonorPublisher) -> npt.NDArray[np.float64]:
     """The `costs` of the round with the lowest 99th percentile."""
-    rounds = [costs(news, DONORS, f"round-{number}") for number in range(ROUNDS)]
+    rounds = [costs(publisher, DONORS, f"round-{number}") for number in range(ROUNDS)]
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
 
 
@@ -66,9 +66,9 @@ def main() -> None:
     gc.collect()
     silent = best_round(DonorPublisher())
     with loopback_server() as server:
-        news = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
-        told = best_round(news)
-        news.close()
+        publisher = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
+        told = best_round(publisher)
+        publisher.close()
     baseline = (
         f"{len(told)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with no fleet to tell "
         f"{np.percentile(silent, 99):.2f} us"

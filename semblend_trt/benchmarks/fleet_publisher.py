@@ -36,21 +36,21 @@ class Donors:
     """Donors that come and go through one announcer; at most `held` at a time."""
 
     def __init__(self, publisher: EventPublisher, held: int, tokens: int) -> None:
-        self._news = DonorAnnouncer(publisher, publisher.close)
+        self._announcer = DonorAnnouncer(publisher, publisher.close)
         self._texts = texts(256, tokens)
         self._held, self.count = held, 0
 
     def step(self) -> None:
         """One donor comes, and the oldest goes where there are too many."""
         name = f"0123456789ab-{self.count}"
-        self._news.intended(name, NAMESPACE, None)
-        self._news.held(name, self._texts[self.count % len(self._texts)], "host")
+        self._announcer.intended(name, NAMESPACE, None)
+        self._announcer.held(name, self._texts[self.count % len(self._texts)], "host")
         if self.count >= self._held:
-            self._news.gone(f"0123456789ab-{self.count - self._held}")
+            self._announcer.gone(f"0123456789ab-{self.count - self._held}")
         self.count += 1
 
     def close(self) -> None:
-        self._news.close()
+        self._announcer.close()
 
 
 def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ import numpy as np
 from kernels.results import Results, parser_of
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, VOCABULARY
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.publisher import EventCounters, Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
@@ -58,9 +58,7 @@ class SimulatedWorker:
         self.worker: Worker = (worker_id, 0)
         self.waiting: deque[_Placed] = deque()
         self.outstanding, self.busy_seconds, self.requests = 0, 0.0, 0
-        self._library = HeldDonors()
         self._outbox = Outbox(EventWriter(Emitter(worker_id, 0, 1), EventFormat.MSGPACK), EventCounters(enabled=False))
-        self._outbox.add(self._library)
         # Donor ids by document, the one that was used last at the end.
         self._donors: OrderedDict[int, str] = OrderedDict()
         self._free_tokens, self._count = DONOR_TOKENS, 0
@@ -78,7 +76,7 @@ class SimulatedWorker:
         return seconds
 
     def end(self) -> tuple[_Placed, list[bytes]]:
-        """The first that waits is done; returns it, and what the fleet is told of donors that come and go by it."""
+        """Ends the first request that waits; returns it and the messages about donors that come and go by it."""
         placed = self.waiting.popleft()
         self.outstanding -= placed.expected_tokens
         document, tokens = placed.arrival.document, placed.arrival.tokens
@@ -86,15 +84,15 @@ class SimulatedWorker:
         if not self.holds(document):
             self._count += 1
             self._donors[document] = donor_id = f"{self.worker[0]}-{self._count}"
-            self._library.donors[donor_id] = Held(NAMESPACE, b"", "device", len(tokens), tokens)
+            self._outbox.donors[donor_id] = Held(NAMESPACE, b"", "device", len(tokens), tokens)
             self._free_tokens -= len(tokens)
             changed.append(donor_id)
         self._donors.move_to_end(document)
         while self._free_tokens < 0:
             _, gone = self._donors.popitem(last=False)
-            self._free_tokens += self._library.donors.pop(gone).count
+            self._free_tokens += self._outbox.donors.pop(gone).count
             changed.append(gone)
-        self._outbox.changes.extend((self._library, name) for name in changed)
+        self._outbox.changes.extend(changed)
         self._outbox.absorb(len(changed))
         return placed, [notice.payload for notice in self._outbox.take(len(changed) + 1)]
 

@@ -1,8 +1,8 @@
-"""The connector contract: what each version of it calls, and the one place that imports TensorRT-LLM's base classes.
+"""The connector contract: what each of its versions calls, and the one place that imports TensorRT-LLM's base classes.
 
-Where tensorrt_llm is importable (either module path it has used) our connector derives from its classes; elsewhere
-from the classes below, which have the same abstract methods. The embedded engine takes its rules from the versions, so
-that a connector meets every one that it may be attached to. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
+Where tensorrt_llm can be imported (from either module path it has used) our connector derives from its classes,
+elsewhere from the classes below, which have the same abstract methods. The embedded engine takes its rules from the
+versions, so that the connector is tested with each. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
 `kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3 release candidates and main).
 """
 
@@ -130,7 +130,7 @@ class ContractVersion:
     `scheduler_methods` and `worker_methods` are those that the engine may call. `request_attributes` are what the query
     can read of a request under the V1 cache manager, which hands it another object than the later calls. The rest:
 
-    - `floors_local_match`: V1 tells the query only whole shared blocks of what the engine has.
+    - `floors_local_match`: V1 tells the query of whole shared blocks only.
     - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
       disappears.
     - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
@@ -247,17 +247,17 @@ def contract_version(name: str) -> ContractVersion:
 
 @dataclass(frozen=True, slots=True)
 class ContractMatch:
-    """The version of the contract that a connector module is most like, and what the module has otherwise."""
+    """The version of the contract that a connector module is most like, and where the module differs from it."""
 
     version: ContractVersion
     differences: tuple[str, ...]
 
 
 def match_of(module: ModuleType) -> ContractMatch:
-    """The known version that `module`, TensorRT-LLM's connector module, differs from in the fewest places.
+    """The known version from which `module`, TensorRT-LLM's connector module, differs in the fewest places.
 
-    Compared are its path, the fields of RequestData and the methods of the base classes, because releases are matched
-    to versions of the contract by what they have and not by their number.
+    Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
+    what they have, not by their number.
     """
     matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
     return min(matches, key=lambda match: len(match.differences))
@@ -397,8 +397,8 @@ KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else
 def version_of(llm_args: Any) -> ContractVersion:
     """The version of the contract that the engine of `llm_args` keeps.
 
-    The embedded engine names it in `contract`. TensorRT-LLM's is told by what its module has; where nothing is known
-    it is the oldest, which holds and tells least.
+    The embedded engine names it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
+    oldest, which holds and tells least.
     """
     named = VERSIONS.get(getattr(llm_args, "contract", ""))
     if named is not None:
@@ -419,7 +419,8 @@ Method = TypeVar("Method", bound="Callable[..., Any]")
 
 
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
-    """A method that answers `answer()` when it fails, and counts that under its name in the runtime's `faults`.
+    """Decorates a method to return `answer()` when it fails, and to count the failure under its name in the runtime's
+    `faults`.
 
     An exception in a leader call would leave the other ranks waiting in the broadcast of its result.
     """

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 MAX_PLANNING_ROUNDS = 3
 # Each fetch and each promotion holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
-# Of the fetches, what may be under way when one more is begun that no lookup has asked for.
+# Fetches that no look-up has asked for begin only while fewer than this are under way.
 MAX_PREFETCHES = 2
-# Taking a found donor in indexes its text; a lookup waits for no more of them than this.
+# A look-up indexes at most this many donors that were found on disk: it waits for them.
 _FOUND_AT_ONCE = 4
 
 
@@ -60,7 +60,7 @@ class _Saving:
 
 
 class DonorIndex:
-    """Span index, planner and catalog kept in step: a donor is found only while its bytes are held.
+    """Span index, planner and catalog, kept in step: a donor is found only while its bytes are held.
 
     What the catalog decides about the tiers is collected in `offload`.
     """
@@ -74,8 +74,8 @@ class DonorIndex:
         count: Callable[[OffloadEventKind], None],
         kinds: KindReader | None,
     ) -> None:
-        """`publisher` is told which donors are held, and where. `disk` is None without an open disk tier. `count` is
-        told of every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for it."""
+        """`publisher` hears which donors are held, and where. `disk` is None without an open disk tier. `count` hears
+        every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for it."""
         self._settings, self._publisher, self._kinds = settings, publisher, kinds
         self._index = SpanIndex()
         self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
@@ -169,10 +169,8 @@ class DonorIndex:
     def begin_save(
         self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32], block_ids: Iterable[int] = ()
     ) -> bool:
-        """True when `tokens` (int32 [n], the donor's whole text) are worth saving and wait for the worker's word.
-
-        They lie in the engine's blocks `block_ids`.
-        """
+        """Waits for the worker's answer on `tokens` (int32 [n], the donor's whole text, in the engine's blocks
+        `block_ids`). Returns False when they are too few to be saved."""
         if len(tokens) < self._settings.min_donor_tokens:
             self.cancel(intent)
             return False
@@ -181,16 +179,14 @@ class DonorIndex:
         return True
 
     def copied_into(self, block_id: int) -> None:
-        """The engine copies into this block, in no known order to a save that may still read it. A donor that is being
+        """The engine copies into this block, in no known order to a save that may still read it: a donor that is being
         saved from it is not kept."""
         for saving in self._saving.values():
             saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, saved: SavedDonor) -> None:
-        """The worker holds the donor, could not save it, or lost it on its way to the host.
-
-        Only a held one is found.
-        """
+        """The worker holds the donor, could not save it, or lost it on its way to the host. Only a held one is
+        found."""
         entry = self._saving.pop(saved.donor_id, None)
         if entry is None:
             if saved.error is not None:
@@ -208,7 +204,7 @@ class DonorIndex:
         self._publisher.held(saved.donor_id, tokens, tier.value)
 
     def cancel(self, intent: SaveIntent) -> None:
-        """Gives the reservation of a request that does not become a donor back."""
+        """Gives back the reservation of a request that does not become a donor."""
         self._saving.pop(intent.donor_id, None)
         self.catalog.cancel(intent.donor_id)
         self.forget(intent.donor_id)
@@ -225,13 +221,13 @@ class DonorIndex:
     # -- the tiers -------------------------------------------------------------------------------------------------
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
-        """Takes what the tiers tell, and the kinds that were read of donors' texts."""
+        """Takes the tiers' events, and the kinds that were read of donors' texts."""
         self.offload.take_events(events)
         for donor_id, mix in () if self._kinds is None else self._kinds.known():
             self.catalog.describe(donor_id, mix)
 
     def remember(self, donor_id: str, text: DonorText) -> None:
-        """A donor whose file was found can be found as well, and its text is not kept a second time."""
+        """Makes a donor whose file was found known to look-ups and to the fleet; its text is not kept a second time."""
         self._add(text.namespace_key, donor_id, text.tokens)
         self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
         if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
@@ -242,7 +238,7 @@ class DonorIndex:
         self._publisher.moved(donor_id, tier.value)
 
     def forget(self, donor_id: str) -> None:
-        """The donor is found no more, and its text may be kept anew."""
+        """The donor is not found any more, and its text may be kept anew."""
         self._publisher.gone(donor_id)
         self._index.remove(donor_id)
         self.offload.remove_text(donor_id)
@@ -271,9 +267,9 @@ class DonorIndex:
 
 
 class OffloadQueue:
-    """Collects commands for the tiers, and keeps index and catalog in step with what the tiers tell.
+    """Collects commands for the tiers, and keeps index and catalog in step with the tiers' events.
 
-    A donor on disk alone is never promised: a lookup that would have used it has it fetched, and a later one finds it
+    A donor on disk alone is never promised: a look-up that would have used it has it fetched, and a later one finds it
     in memory. A donor that is used from host memory is promoted to the device, if there is one.
     """
 
@@ -284,12 +280,12 @@ class OffloadQueue:
         self._promoting: set[str] = set()
 
     def take_commands(self) -> OffloadCommands:
-        """What the tiers have to do since the last call; it must reach the workers before any later intent."""
+        """The commands since the last call; they must reach the workers before any later intent."""
         taken, self._commands = self._commands, OffloadCommands()
         return taken
 
     def make_room(self, moves: TierMoves) -> None:
-        """Commands what makes room for a donor that the catalog has placed."""
+        """Adds the commands that make room for a donor that the catalog has placed."""
         self.drop(moves.dropped)
         for donor_id in moves.released:
             self._commands.releases.append(donor_id)
@@ -300,7 +296,7 @@ class OffloadQueue:
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
     def drop(self, donor_ids: Iterable[str]) -> None:
-        """Commands that donors go which the catalog holds no more."""
+        """Has donors dropped that the catalog no longer holds."""
         for donor_id in donor_ids:
             self._commands.drops.append(donor_id)
             self._index.forget(donor_id)

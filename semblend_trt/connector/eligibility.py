@@ -1,7 +1,7 @@
-"""Which engines, models and requests may take part at all, judged from TensorRT-LLM's LlmArgs and LlmRequest.
+"""Which engines, models and requests may be served with reuse, by TensorRT-LLM's LlmArgs and LlmRequest.
 
 TensorRT-LLM lets several combinations reach a connector that give wrong data (block ids that are no pool rows, more
-than one beam, multimodal placeholders that are equal for different images); they are refused here, by name.
+than one beam, multimodal placeholders that are equal for different images). They are refused here, by name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MISSING = object()
-# How an engine tells a salt: main as text, 1.3rc as an unsigned number of 64 bits.
+# A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
 _SALTS = {"cache_salt": str, "cache_salt_id": int}
-# Settings that must be off, or no plan can be executed, each with its refusal. A missing one is not known to be off.
+# Settings that must be off for plans to be executed, with their refusals. A missing setting may be on.
 _OFF = {
     "torch_compile_config": "compiled_prefill",
     "cuda_graph_config": "cuda_graphs",
@@ -74,14 +74,14 @@ def _parallel_refusal(llm_args: Any) -> str | None:
 
 
 def _orders_blocks_by_head(llm_args: Any) -> bool:
-    """Whether a block is known to hold [heads, tokens, head_dim], which the pool's shape does not tell."""
+    """Whether a block is known to hold [heads, tokens, head_dim]: the pool's shape does not say."""
     backend = str(getattr(llm_args, "attn_backend", None) or "TRTLLM").upper()
     return backend == "TRTLLM" or (backend == "FLASHINFER" and flashinfer_layout(llm_args) == "HND")
 
 
 def check_eligible(request: Any) -> None:
-    """Raises IneligibleRequest for every request whose KV may not be shared; `refusal` is what another engine's half
-    has found."""
+    """Raises IneligibleRequest for every request whose KV may not be shared. `request.refusal` is what the engine's own
+    half has found."""
     if getattr(request, "refusal", None) is not None:
         raise IneligibleRequest(request.refusal)
     if _flag(request, "is_dummy_request"):
@@ -99,10 +99,10 @@ def check_eligible(request: Any) -> None:
 
 
 def cache_salt_of(request: Any) -> str | None:
-    """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc); None when the request has none.
+    """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc); None when it has none.
 
-    Raises IneligibleRequest when the engine exposes neither attribute, because isolation is unknown then, and for a
-    salt of another type or size: its written form could be that of another.
+    Raises IneligibleRequest when the engine has neither attribute, because isolation is unknown then, and for a salt of
+    another type or size: its text could equal another salt's.
     """
     for name, kind in _SALTS.items():
         salt = getattr(request, name, _MISSING)
@@ -128,7 +128,7 @@ def _flag(request: Any, name: str) -> bool:
 
 
 def decoder_refusal(llm_args: Any) -> str | None:
-    """Why no plan can be executed under these settings, None when they do not stand in the way."""
+    """Why no plan can be executed under these settings; None when it can."""
     for name, reason in _OFF.items():
         value = getattr(llm_args, name, None if name in _OPTIONAL else _MISSING)
         if value is _MISSING:

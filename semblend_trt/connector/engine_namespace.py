@@ -82,7 +82,7 @@ def _quantization(facts: ModelFacts, llm_args: Any) -> str | None:
 
 
 def _configuration(llm_args: Any, facts: ModelFacts, adapters: Adapters) -> str:
-    """The model's configuration, with what the engine was told beside it: quantisation and adapters."""
+    """A digest of the model's configuration, and of the quantisation and adapters that the engine was started with."""
     asked = getattr(llm_args, "quant_config", None)
     # An engine that quantises nothing may say so at length.
     algorithms = [getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
@@ -94,7 +94,7 @@ def _configuration(llm_args: Any, facts: ModelFacts, adapters: Adapters) -> str:
 
 
 def _content(options: Any) -> str:
-    """The options of an object in one text, the same for equal ones."""
+    """The options of an object as text, the same for equal ones."""
     dump = getattr(options, "model_dump", None)
     values = dump(mode="json") if callable(dump) else getattr(options, "__dict__", options)
     try:
@@ -104,7 +104,8 @@ def _content(options: Any) -> str:
 
 
 def _model_revision(llm_args: Any, cache: DigestCache | None) -> str:
-    """The digest of the weights; unknown for dummy ones, which are random, and where an own loader may read others."""
+    """The digest of the weights. It is unknown for dummy weights, which are random, and with a loader of the user's
+    own, which may read others."""
     is_dummy = "dummy" in str(getattr(llm_args, "load_format", "")).lower()
     if not is_dummy and getattr(llm_args, "checkpoint_loader", None) is None:
         with suppress(ConfigurationError):
@@ -115,7 +116,7 @@ def _model_revision(llm_args: Any, cache: DigestCache | None) -> str:
 
 
 def _tokenizer_source(llm_args: Any) -> str | Path | None:
-    """The path or hub id of the tokenizer; None for an object that does not say where it comes from."""
+    """The path or hub id of the tokenizer; None for an object that does not name its source."""
     tokenizer = getattr(llm_args, "tokenizer", None)
     if tokenizer is None:
         source: Any = llm_args.model
@@ -143,7 +144,7 @@ def _tokenizer_revision(llm_args: Any) -> str:
 
 
 def _name(model: str | Path) -> str:
-    """A hub id as it is; a directory's own name, so that replicas may keep it at different places."""
+    """A hub id as it is; of a directory its name alone, so that replicas may keep it at different places."""
     return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
@@ -174,7 +175,7 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of `llm_args`' lora_config.lora_dir are read when this is made; requests read nothing.
+    """The adapters of an engine. Those in `lora_config.lora_dir` are read when this is made; requests read nothing.
 
     An adapter that first comes with a request has an identity of its own, for the life of this engine.
     """
@@ -187,14 +188,15 @@ class Adapters:
 
     @property
     def identities(self) -> list[str]:
-        """Of the adapters that the engine was started with: their embeddings may stand for the base model's."""
+        """The identities of the adapters that the engine was started with: their embeddings may replace the base
+        model's."""
         return [identity for identity, _ in self._read.values()]
 
     def of(self, request: Any) -> str | None:
-        """The identity of the request's adapter, None for the base model.
+        """The identity of the request's adapter; None for the base model.
 
-        The engine keeps the first adapter that it sees under a task id. One that comes under it from elsewhere matches
-        nothing.
+        The engine keeps the first adapter that comes under a task id. One that comes under the same id from another
+        place matches nothing.
         """
         task = getattr(request, "lora_task_id", None)
         if task is None:
@@ -208,7 +210,8 @@ class Adapters:
         return identity if path == seen else unknown_value()
 
     def _unchanged(self, path: str | None) -> str:
-        """The identity of an adapter that was read at the start, if it is as it was: the engine reads it about now."""
+        """The identity of an adapter that was read at the start, if its files have not changed since: the engine reads
+        them about now."""
         if path is not None and (read := self._read.get(_place(path))) is not None:
             with suppress(OSError, ConfigurationError):
                 if _states(path) == read[1]:

@@ -1,4 +1,4 @@
-"""What the scheduler tells every rank each iteration. Picklable; the worker takes no decision of its own."""
+"""What the scheduler tells every rank in each iteration. Picklable; workers only obey it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """Should the request finish, its leading `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
+    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
 
-    `is_written`: from there it goes on to disk.
+    With `is_written` the donor then gets a file on disk as well.
     """
 
     request_id: int
@@ -33,9 +33,9 @@ class SaveIntent:
 
 
 class RequestProgress(NamedTuple):
-    """Blocks that the request gained, and the tokens whose KV is written once this iteration's forward is done.
+    """The blocks that the request gained, and its tokens whose KV is written once this iteration's forward is done.
 
-    There may be many in an iteration: Python would pickle a dataclass many times slower.
+    A tuple, because there may be many in an iteration, and Python pickles a dataclass many times slower.
     """
 
     request_id: int
@@ -46,11 +46,10 @@ class RequestProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SemBlendConnectorMetadata:
-    """Plans to load, requests to follow, donors to keep, what the tiers have to do, requests to forget.
+    """Plans to load, requests to follow, donors to keep, commands for the tiers, requests to forget.
 
-    An empty one does nothing. Room that an intent counts on is made by commands of the same metadata or an earlier one.
-    `grown` are requests that gained one token and no block: in most iterations, all that may become donors.
-    `version` is the sender's.
+    An empty one does nothing. Room for an intent is made by commands of the same metadata or an earlier one. `grown`
+    are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
@@ -63,10 +62,11 @@ class SemBlendConnectorMetadata:
 
 
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
-    """`bound` as metadata; None when nothing is bound, or nothing of this version.
+    """`bound` as metadata; None when nothing of this version is bound.
 
-    The latter is counted as `metadata`, and nothing more is reused from then on: ranks of two versions would decide
-    differently. Raises DonorUnavailableError when it holds plans: the engine skips tokens that are placed by no rank.
+    Metadata of another version counts as the fault `metadata`, and nothing more is reused: ranks of two versions would
+    decide differently. Raises DonorUnavailableError when it holds plans: no rank would place the tokens that the engine
+    skips.
     """
     if bound is None or (isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__):
         return bound

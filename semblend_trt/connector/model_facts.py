@@ -1,4 +1,4 @@
-"""What must be known of a model before its KV may be moved: its geometry, its rotation, and the pool that holds its KV.
+"""What must be known of a model before its KV may be moved: geometry, rotation, and the pool that holds its KV.
 
 Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
 safe is refused by name: a wrong rotation is worse than none.
@@ -48,7 +48,7 @@ _FAMILIES = {
 }
 
 
-# Of config.json: who made it and with what, and what a generation or a classification takes from it.
+# Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
 HARMLESS_FIELDS = frozenset(
     {
         "_commit_hash",
@@ -268,9 +268,9 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
-    """One description of the rotation, equal for every form and version: `rope_type`, `rope_theta` and what it needs.
+    """The rotation's parameters, equal for every form and version: `rope_type`, `rope_theta` and what the type needs.
 
-    `raw` is the configuration as written, `config` as Transformers understands it, which is what the engine rotates by.
+    `raw` is the configuration as written; `config` is as Transformers understands it, by which the engine rotates.
     Raises UnsupportedModelError where the two differ, or layers do.
     """
     understood = _understood(config)
@@ -282,10 +282,10 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
                     f"{name} of RoPE is {written[name]!r} in the configuration, but Transformers "
                     f"{metadata.version('transformers')} reads {understood[name]!r}; save the model with that version",
                 )
-        # A model that rotates whole heads does not read this one: it is kept, to be refused.
+        # A model that rotates whole heads ignores partial_rotary_factor; it is kept here so that it is refused.
         understood = {**written, **understood} if "partial_rotary_factor" in written else understood
     if understood["rope_type"] in ("llama3", "yarn"):
-        # Engines take different values for one that is not named.
+        # Engines take different defaults for it.
         understood.pop("original_max_position_embeddings", None)
         understood.update(_original_positions(raw))
     if understood.get("partial_rotary_factor") == 1:  # only some model types name it

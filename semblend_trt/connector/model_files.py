@@ -37,7 +37,7 @@ CHUNK_BYTES = 32 << 20
 READ_BYTES = 1 << 20
 MAX_THREADS = 32
 PROGRESS_SECONDS = 5.0
-# Two writes may share one time stamp where a file system counts in steps; the coarsest counts in two seconds.
+# The coarsest step in which a file system counts time: within it two writes may have one time stamp.
 STAMP_NS = 2_000_000_000
 
 _lock = threading.Lock()
@@ -46,7 +46,7 @@ _known: dict[FileState, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What a file shows without being read. No write leaves all of it as it was: only the kernel sets `ctime_ns`."""
+    """What a file shows without being read. Every write changes it: only the kernel sets `ctime_ns`."""
 
     path: str
     size: int
@@ -66,7 +66,7 @@ class FileState:
 
     @property
     def shows_writes(self) -> bool:
-        """Whether another write would make another state: the last one was not just now."""
+        """Whether another write would change the state: the last one was not just now."""
         return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > STAMP_NS
 
 
@@ -101,7 +101,7 @@ def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
 
 
 def _read(states: Sequence[FileState]) -> list[str]:
-    """The digest of each file: SHA-256 over its size and the digests of its chunks. Says how far it is meanwhile."""
+    """The digest of each file: SHA-256 over its size and the digests of its chunks. Logs its progress."""
     chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
     trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
     total, done, begun = sum(state.size for state in states), 0, time.monotonic()
@@ -141,9 +141,9 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DigestCache:
-    """One small file for each file whose digest is known, in `folder`; its mode is 700, and theirs 600.
+    """Digests in `folder`, one small file for each file that was read; the folder has mode 700, its files 600.
 
-    A folder or an entry that belongs to another user, or that others can write, is left alone. Nothing raises: what
+    A folder or an entry that belongs to another user, or that others can write, is not used. Nothing raises: what
     cannot be read or kept is computed again.
     """
 
@@ -152,8 +152,8 @@ class DigestCache:
 
     @classmethod
     def from_setting(cls, path: Path | None) -> DigestCache | None:
-        """The cache of SEMBLEND_DIGEST_CACHE: unset stands for the user's cache folder. None for off, and without a
-        home."""
+        """The cache that SEMBLEND_DIGEST_CACHE names, by default in the user's cache folder. None for `off`, and
+        without a home."""
         if path is None:
             path = user_folder()
         return None if path is None or str(path) == OFF else cls(path)
@@ -218,7 +218,7 @@ def _own_content(name: str, folder: int) -> bytes:
         return os.read(file, _MAX_BYTES)
 
 
-# Engines load the first kind that they find; which one that is does not matter when all of them count.
+# An engine loads the first kind that it finds; all kinds count, so it does not matter which.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "*.index.json"
 _CONFIGURATIONS = ("config.json", "config.*.json")

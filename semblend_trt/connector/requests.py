@@ -1,4 +1,4 @@
-"""Requests between their look-up and their end: their blocks, their plans, and what became of their reuse."""
+"""Requests between look-up and end: their blocks, their plans, and what became of their reuse."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One engine runs at most a few thousand sequences; anything older was lost by an error path that never reports.
+# An engine runs at most a few thousand sequences; older ones ended on an error path that does not report.
 MAX_TRACKED_REQUESTS = 4096
-# Running requests are scheduled almost every iteration; one that was cancelled may never be heard of again (1.2 and
-# later). A request that is given up too early is not kept as a donor, and nothing else.
+# Running requests are scheduled almost every iteration; a cancelled one may just disappear (1.2 and later). A request
+# that is given up too early does not become a donor; nothing else is lost.
 MAX_SILENT_ITERATIONS = 32
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One request between its lookup and its end.
+    """One request between its look-up and its end.
 
-    `reason` says why no KV was placed; `is_followed`, that the workers were told of it, and can save it from
-    `block_ids`. `evidence` is what the check of its plan found, None until the engine says. `is_scheduled`: it has been
-    in an iteration; until then what it was promised is still to be loaded. `forward_failed`: the forward of its last
-    iteration did.
+    `reason` says why no KV was placed. `is_followed`: the workers know of it, and can save it from `block_ids`.
+    `evidence` is what the check of its plan found, None until the engine says. `is_scheduled`: it has been in an
+    iteration; until then what it was promised is still to be loaded. `forward_failed`: the forward of its last
+    iteration failed.
     """
 
     request_id: int
@@ -74,7 +74,7 @@ class TrackedRequest:
 
     @property
     def awaits_load(self) -> bool:
-        """True while the engine counts on tokens that are not loaded yet: it must not be given up."""
+        """True while the engine counts on tokens that are not loaded yet; the request must not be given up."""
         return self.matched_tokens > 0 and not self.is_scheduled
 
     def release_leases(self) -> None:
@@ -84,7 +84,7 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """Requests, the one that was scheduled longest ago first. `add` keeps within the limit by giving up the first ones,
+    """Requests, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the limit,
     but never one that awaits a load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
@@ -103,10 +103,11 @@ class RequestTable:
         return self._give_up(islice((each for each in self._requests.values() if not each.awaits_load), surplus))
 
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
-        """Releases what the loads of the iteration before read; returns, and forgets, requests silent for too long.
+        """Releases the leases of the last iteration's loads; returns, and forgets, requests that were silent for too
+        long.
 
-        Those loads were ordered before the forward that has been issued since. If that forward failed, the requests in
-        it have ended, even if the engine does not say so.
+        Those loads were queued before the forward that has been issued since. With `last_failed` that forward failed,
+        and the requests in it have ended, even if the engine does not say so.
         """
         ended = self._give_up(filter(self.is_running, self._requests.values())) if last_failed else []
         for request in ended:
@@ -120,7 +121,7 @@ class RequestTable:
         return ended + self._give_up(each for each in silent if not each.awaits_load)
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
-        """The request with this id, which runs in the iteration; with `loads` its donors are read in it."""
+        """The request with this id, which runs in this iteration; with `loads` its donors are read in it."""
         request = self._requests.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
@@ -131,11 +132,12 @@ class RequestTable:
         return request
 
     def holds(self, request: TrackedRequest, block_ids: Iterable[int]) -> None:
-        """The engine says that the request has these blocks, its own or shared ones."""
+        """Notes that the request has these blocks, its own or shared ones."""
         self._holder_of_block.update(dict.fromkeys(block_ids, request))
 
     def displaced(self, block_ids: Iterable[int], by: TrackedRequest) -> list[TrackedRequest]:
-        """Returns, and forgets, requests that had one of these blocks, which are `by`'s own now: they have ended."""
+        """Returns, and forgets, requests that had one of these blocks, which are `by`'s own now: those requests have
+        ended."""
         holders = {id(each): each for each in map(self._holder_of_block.get, block_ids) if each is not None}
         return self._give_up(
             each for each in holders.values() if each is not by and self._requests.get(each.request_id) is each
@@ -166,7 +168,8 @@ class RequestTable:
 
 
 def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine has them as an array, which spares reading a long list."""
+    """The first tokens, int32 [count]. The embedded engine has them as an array, which is faster to read than a
+    list."""
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
@@ -176,9 +179,9 @@ def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
 def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
     """Fits the request's plan to its blocks.
 
-    Where the engine took less than it was offered, the plan is cut to that. If it does not fit its blocks for another
-    reason, the wrapper computes what was promised. A stock engine cannot; the plan then stays without blocks, and the
-    load fails alike on every rank.
+    Where the engine took less than it was offered, the plan is cut to that. Where the plan does not fit its blocks for
+    another reason, the wrapper computes what was promised. A stock engine cannot: the plan then stays without blocks,
+    and its load fails alike on every rank.
     """
     plan = tracked.plan
     if plan is None:
@@ -222,8 +225,8 @@ class Iteration:
     grown: list[int] = field(default_factory=list)
 
     def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
-        """Takes in what the engine says of one request. The plan of one whose `data` cannot be read is taken in as
-        well, since its tokens were promised; then raises AttributeError, TypeError or ValueError."""
+        """Adds what the engine says of one request. The plan of a request whose `data` cannot be read is added as well,
+        since its tokens were promised; AttributeError, TypeError or ValueError is raised then."""
         unapplied = _unapplied_tokens(tracked, data) if is_first else 0
         if unapplied:
             tracked.plan, tracked.reason = None, "not_honoured"
@@ -240,7 +243,7 @@ class Iteration:
                 self.followed.append(tracked)
 
     def metadata(self, forgotten: Sequence[int], commands: OffloadCommands) -> SemBlendConnectorMetadata:
-        """All of it, with what else there is to tell."""
+        """The iteration's metadata, with the requests to forget and the commands for the tiers."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
             intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
@@ -252,10 +255,10 @@ class Iteration:
 
 
 def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
-    """How much of an ended request its workers can save; `block_ids` are those that the engine names at the end.
+    """The tokens of an ended request that its workers can save; `block_ids` are those that the engine names at the end.
 
-    0 for one that ended while it was paused: the blocks that it had are another request's. Raises ValueError where the
-    engine names others than those that the workers were told of.
+    0 for a request that ended while it was paused: its blocks are another request's. Raises ValueError where the engine
+    names other blocks than the workers were told of.
     """
     if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
         return 0
@@ -267,15 +270,15 @@ def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size
 
 
 def _unapplied_tokens(tracked: TrackedRequest, data: Any) -> int:
-    """The tokens of an offer that the engine asked for and applied nothing of, as main does under V1 with block reuse
-    off. It takes them for a load all the same, and so tells a position that lies in front of the computed tokens."""
+    """The tokens of an offer that the engine asked for and did not apply, as main does under V1 with block reuse off.
+    It takes them for a load all the same: its position lies in front of the computed tokens."""
     offered = tracked.matched_tokens
     is_behind = getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered
     return offered if is_behind else 0
 
 
 def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first: bool) -> RequestProgress | None:
-    """What the request gained, None for the token that a known one gains in most iterations, without a block."""
+    """The request's progress; None where a known request gains one token and no block, as in most iterations."""
     position, scheduled = index(data.computed_position) + unapplied, index(data.num_scheduled_tokens)
     if not is_first and position == tracked.written_tokens and scheduled == 1 and len(data.new_block_ids) == 0:
         tracked.written_tokens += 1
@@ -312,12 +315,12 @@ def _taken_tokens(plan: SemanticKvPlan, request: Any, block_ids: Sequence[int]) 
     return plan.matched_tokens if not isinstance(taken, int) else max(0, min(taken, plan.matched_tokens))
 
 
-# Runs were found, but none where it could have helped.
+# Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
 
 
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
-    """The one outcome of a request, with the reason where reuse, or all of it that is not exact, was declined."""
+    """The outcome of a request, with the reason where reuse was declined in full or in part."""
     plan, evidence = tracked.plan, tracked.evidence
     if tracked.forward_failed:
         return Outcome.COLD_FALLBACK if plan is None else Outcome.BACKEND_DECLINED_REUSE, "forward_failed"
@@ -340,7 +343,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
 
 
 def report_of(tracked: TrackedRequest) -> ReuseReport:
-    """What is known of a request's reuse by now."""
+    """The report of a request, as far as its reuse is known by now."""
     outcome, reason = outcome_of(tracked)
     plan, evidence, exact_prefix = tracked.plan, tracked.evidence, tracked.num_computed_tokens
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
@@ -365,6 +368,6 @@ def report_of(tracked: TrackedRequest) -> ReuseReport:
 
 
 def _without_heads(plan: SemanticKvPlan) -> int:
-    """Tokens of the plan's spans less those of the heads that are computed in every layer."""
+    """Tokens of the plan's spans without the head tokens, which are computed in every layer."""
     head = plan.execution.head_tokens
     return sum(span.length if span.exact else max(0, span.length - head) for span in plan.spans)

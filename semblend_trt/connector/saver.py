@@ -1,4 +1,4 @@
-"""Saves finished requests' KV, and moves donors down, in the background: `get_finished` must never block."""
+"""Saves finished requests' KV, and moves donors between tiers, in the background: `get_finished` must never block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kernels.rope import RopeRotation
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.host_tier import HostKv
     from semblend_trt.donors.offload import DiskTransfers
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
@@ -38,28 +37,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TIMINGS_KEPT = 256
-# Tokens of what has not ended, below those of all that has; and of an offload that lost nothing, of any length.
+# What a rank reports in place of tokens: a save or offload is still running, or an offload has lost nothing.
 _RUNS, _NOTHING_LOST = -1, 1
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTiming:
-    """One transfer that succeeded; `seconds` to its last byte from its start in the background, or a save's in the
-    engine's thread."""
-
-    donor_id: str
-    what: str
-    tokens: int
-    seconds: float
 
 
 @dataclass(slots=True)
 class _Save:
-    """`tokens` of a donor on their way from the engine's pool into its tier, and from there to disk.
+    """`tokens` of a donor that are being copied from the engine's pool into its tier, and later written to disk.
 
-    Each step of `chunks` queues a chunk of its copy into `room`, which is the donor's once it is left. `error` is what
-    kept a chunk from being queued.
+    Each step of `chunks` queues a chunk of the copy into `room`, which becomes the donor's when it is left. `error` is
+    what stopped the queueing of a chunk.
     """
 
     intent: SaveIntent
@@ -74,8 +61,9 @@ class DonorSaver:
     """Fills the tiers on one thread and one stream of its own, in the order of its calls.
 
     The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
-    change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy, which was queued
-    before any later forward. `timings` are those of the last transfers.
+    change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy that was queued
+    before any later forward. `save_seconds` are the times of the last saves, each
+    from its start to its last byte.
     """
 
     def __init__(
@@ -91,10 +79,10 @@ class DonorSaver:
         at_once: int = 0,
         snapshots: DeviceTier | None = None,
     ) -> None:
-        """`pool`: the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` learns what became
-        of the donors that were promoted, and `transfers` is given those that go on to disk. `ranks` save the same
-        donors, each its own heads of them. `start` itself queues up to `at_once` chunks of a copy to the host. Without
-        `snapshots` the engine holds what is saved."""
+        """`pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` hears what became
+        of promoted donors. `transfers` gets the donors that go on to disk. `ranks` save the same donors, each its own
+        heads. `start` itself queues up to `at_once` chunks of a copy to the host. Without `snapshots` the engine holds
+        what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._writer = writer
         self._events: deque[OffloadEvent] = deque() if events is None else events
@@ -107,11 +95,11 @@ class DonorSaver:
         self._newest: Future[Any] = self._thread.submit(int)
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._offloads: deque[Future[SavedDonor]] = deque()
-        self.timings: deque[TransferTiming] = deque(maxlen=_TIMINGS_KEPT)
+        self.save_seconds: deque[float] = deque(maxlen=256)
 
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
-        """Begins saving the first `tokens` positions of `block_ids`; of an engine that does not hold them, at most
-        as many as there is room for in the snapshots."""
+        """Begins to save the first `tokens` positions of `block_ids`. With snapshots it saves as many as these have
+        room for."""
         source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         room = ExitStack()
         if self._snapshots is not None:
@@ -132,25 +120,26 @@ class DonorSaver:
         self._saves[intent.request_id] = self._submit(self._save, save)
 
     def refuse(self, intent: SaveIntent, why: str) -> None:
-        """Ends a save that cannot begin: `finished` tells of it as of any other, so that all ranks drop the donor."""
+        """Ends a save that cannot begin. `finished` reports it like any other, so that all ranks drop the donor."""
         logger.warning("donor %s is not saved: %s", intent.donor_id, why)
         ended = self._saves[intent.request_id] = Future()
         ended.set_result(SavedDonor(intent.donor_id, 0, why))
 
     def offload(self, donor_id: str, *, is_written: bool = False) -> None:
-        """Begins moving a donor from the device to the host and then to disk; one that is not on the device is left
-        alone."""
+        """Begins to move a donor from the device to the host, and then to disk with `is_written`; a donor that is not
+        on the device stays."""
         self._offloads.append(self._submit(self._offload, donor_id, is_written))
 
     def promote(self, donor_id: str) -> None:
-        """Begins moving a donor from the host to the device, behind the loads that are queued by now."""
+        """Begins to move a donor from the host to the device, behind the loads that are queued by now."""
         self._submit(self._promote, donor_id, record(current_stream(self._pool.device)))
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
-        """Returns and forgets the saves that have ended since the last call, failed ones included.
+        """Returns and forgets the saves that have ended since the last call, failed ones included. Every rank must call
+        it.
 
-        With several ranks, those that have ended on all of them, with the tokens that all of them hold: what one rank
-        could not save is saved on none. To be called by every rank.
+        With several ranks these are the saves that have ended on all of them, with the tokens that all hold: what one
+        rank could not save is kept on none.
         """
         own = [future.result() if future.done() else None for future in self._saves.values()]
         ended = []
@@ -161,10 +150,8 @@ class DonorSaver:
         return ended
 
     def lost(self) -> list[SavedDonor]:
-        """Returns and forgets the donors that were lost on their way down since the last call, on any rank.
-
-        To be called by every rank.
-        """
+        """Returns and forgets the donors that any rank has lost on their way down since the last call. Every rank must
+        call it."""
         own = [future.result() if future.done() else None for future in self._offloads]
         lost = []
         for saved, tokens in zip(own, self._on_all_ranks(own), strict=True):
@@ -176,11 +163,11 @@ class DonorSaver:
         return lost
 
     def _on_all_ranks(self, own: list[SavedDonor | None]) -> list[int]:
-        """The tokens that every rank holds of each donor, _RUNS while a rank is not done (None) with it."""
+        """The tokens that every rank holds of each donor; _RUNS while a rank is not done (None)."""
         return self._ranks.least([_RUNS if saved is None else saved.tokens for saved in own]) if own else []
 
     def _agreed(self, saved: SavedDonor, tokens: int) -> SavedDonor:
-        """What this rank has saved, as all ranks have it; what others do not hold goes here as well."""
+        """What this rank has saved, as all ranks have it; a donor that another rank does not hold is dropped."""
         if saved.error is not None or tokens == saved.tokens:
             return saved
         if tokens:
@@ -212,15 +199,14 @@ class DonorSaver:
         except Exception as error:
             logger.exception("saving donor %s failed", intent.donor_id)
             return SavedDonor(intent.donor_id, 0, f"{type(error).__name__}: {error}")
-        seconds = time.perf_counter() - save.began
-        self.timings.append(TransferTiming(intent.donor_id, f"save_{intent.tier.value}", save.tokens, seconds))
+        self.save_seconds.append(time.perf_counter() - save.began)
         if intent.is_written:
             self._write(intent.donor_id)
         return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
-        """Queues a copy of the first `tokens` positions on the engine's own stream, where all that writes these blocks
-        next comes behind it; returns the copy, which is held until `room` is left."""
+        """Queues a copy of the first `tokens` positions on the engine's own stream, before anything can write these
+        blocks again. Returns the copy, which is held until `room` is left."""
         if not tokens:
             raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
         with torch.inference_mode(), snapshots.writing(donor_id, tokens) as copy:
@@ -230,13 +216,13 @@ class DonorSaver:
 
     @contextmanager
     def _queueing(self) -> Iterator[None]:
-        """The saver's stream is the current one. The engine's thread may be in inference mode, and what is made there
-        can be written in no other mode."""
+        """Makes the saver's stream the current one, in inference mode: the engine's thread may be in it, and tensors
+        that are made there can be written in no other mode."""
         with torch.inference_mode(), on(self._stream):
             yield
 
     def _queue(self, save: _Save, most: int | None = None) -> None:
-        """Queues the save's next chunks, at most so many."""
+        """Queues the save's next chunks, at most `most`."""
         try:
             with self._queueing():
                 for _ in islice(save.chunks, most):
@@ -260,46 +246,29 @@ class DonorSaver:
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:
-        began, moved = time.perf_counter(), 0
-
-        def copy(source: PagedKv, tokens: int, held: HostKv) -> None:
-            nonlocal moved
-            self._writer.copy(source, tokens, held)
-            moved = tokens
-
         try:
             with self._queueing():
-                offloaded = self._store.offload(donor_id, copy)
+                self._store.offload(donor_id, self._writer.copy)
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
             if is_written:
                 self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
-        if offloaded:
-            self.timings.append(TransferTiming(donor_id, "offload", moved, time.perf_counter() - began))
         if is_written:
             self._write(donor_id)
         return SavedDonor(donor_id, _NOTHING_LOST)
 
     def _promote(self, donor_id: str, loaded: Event | None) -> None:
-        began, moved = time.perf_counter(), 0
-
-        def copy(held: HostKv, target: PagedKv) -> None:
-            nonlocal moved
-            self._writer.copy_up(held, target)
-            moved = held.capacity
-
         try:
             wait(self._stream, [loaded])
             with self._queueing():
-                self._store.promote(donor_id, copy)
+                self._store.promote(donor_id, self._writer.copy_up)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
             self._events.append(
                 OffloadEvent(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
             )
             return
-        self.timings.append(TransferTiming(donor_id, "promote", moved, time.perf_counter() - began))
         self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
 
     def _write(self, donor_id: str) -> None:

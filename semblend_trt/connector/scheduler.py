@@ -99,8 +99,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
-        """Builds what lookups need once the caches are registered: it reads files, for which no request shall wait.
-        Engines of older versions do not call it; the worker has it called behind the registration."""
+        """Builds what look-ups need once the caches are registered, so that no request waits for the files that it
+        reads. Engines of older versions do not call it; there the worker calls it after the registration."""
         if self._standing_refusal() is None:
             self._serve()
 
@@ -158,7 +158,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """The flat form for the V2 cache manager. Of several groups the worker has refused the cache by then."""
+        """The flat form for the V2 cache manager. A cache of several groups has been refused by the worker."""
         self.update_state_after_alloc(request, _flat(block_ids))
 
     @never_raises(lambda: False)
@@ -288,7 +288,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(expired)
 
     def take_events(self) -> None:
-        """Takes what waits in the runtime: donors that are held now, what checks found, loads that failed."""
+        """Takes the runtime's waiting events: donors that are held now, evidence of checks, loads that failed."""
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
@@ -330,7 +330,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return metadata
 
     def _tell(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
-        """Adds what the engine says of one request; an entry that cannot be read spoils no other."""
+        """Adds what the engine says of one request. An entry that cannot be read harms no other."""
         tracked = None
         try:
             tracked = self._requests.scheduled(data.request_id, loads=is_first)
@@ -347,10 +347,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], serving: _Serving) -> None:
-        """Blocks behind the engine's own prefix are the request's alone: those that had them have ended, told or not.
+        """Notes whose blocks these are. Blocks behind the engine's own prefix are the request's alone: requests that
+        had them have ended, even if the engine does not say so.
 
-        Into the first of them the engine copies what it has of its tokens, beside the stream of its forwards. An engine
-        that does not hold what is saved may take a block for it from which a save still reads.
+        Into the first of them the engine copies its own part of the tokens, beside the stream of its forwards. An
+        engine that does not hold what is saved may take a block from which a save still reads.
         """
         shared, copied = divmod(tracked.num_computed_tokens, serving.pool.geometry.block_size)
         for ended in self._requests.displaced(block_ids[shared:], tracked):
@@ -385,7 +386,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._audit.materialized(tracked.plan)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
-        """Gives back what the request holds of donors, and has the workers forget it."""
+        """Releases the request's leases and its reservation, and has the workers forget it."""
         tracked.release_leases()
         self._cancel_intent(tracked)
         self._forgotten.append(tracked.request_id)

@@ -1,6 +1,7 @@
-"""The connector's worker half, on every rank: places donors' KV before the forward, keeps finished requests' KV after.
+"""The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV
+after it.
 
-It takes no decision: plans, save intents, offloads and drops arrive in the metadata, so that all ranks do the same.
+It decides nothing: plans, intents and commands arrive in the metadata, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the staging memory: enough slots for loads that copying never waits for the kernels behind it, one for saves.
+# Slots of the staging memory: as many for loads that copies never wait for the kernels behind them, one for saves.
 _LOAD_SLOTS = 3
 _SAVE_SLOTS = 1
-# Of a save on a card, what the engine's own thread queues, each chunk in about 0.1 ms. Another thread would take the
-# interpreter from the engine at every launch, which costs it several times as much. On the CPU queueing is copying.
+# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread would take the
+# interpreter's lock from the engine at every launch, which costs several times as much. On the CPU queueing is copying.
 _CHUNKS_AT_ONCE = 16
 
 
@@ -66,10 +67,10 @@ class _FollowedRequest:
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
-    """Loads are ordered before what follows on the given stream when `start_load_kv` returns, unless the engine wrapper
-    has said that it waits layer by layer; the layer hooks do nothing, because CUDA-graph replay skips them.
+    """When `start_load_kv` returns, loads are ordered before what follows on the given stream, unless the engine
+    wrapper waits layer by layer. The layer hooks do nothing, because CUDA-graph replay skips them.
 
-    `store` holds the donors, `saver` tells how long their transfers took; both exist once the caches are registered.
+    `store` holds the donors, `saver` tells how long saves took; both exist once the caches are registered.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -187,8 +188,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads, and says that its forward has completed: engines call this behind no other. A
-        save needs no waiting."""
+        """Ends this iteration's loads, and notes that its forward has completed: engines call this behind a completed
+        forward only. Saves are not waited for."""
         self._runtime.readiness.join(stream)
         self._completed_iteration = self._iteration
         self._runtime.is_forward_open = False
@@ -344,8 +345,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         return self._runtime.pool
 
     def _first_unknown(self, block_ids: list[int], tokens: int) -> int:
-        """`tokens`, or where the first block begins that is no row of the pool (-1 would be another request's), or that
-        was named before: no block holds two ranges."""
+        """`tokens`, or fewer: up to the first block that is no row of the pool (-1 would be another request's) or that
+        was named before."""
         known: set[int] = set()
         for index, block in enumerate(block_ids):
             if not 0 <= block < self._pool_facts.num_blocks or block in known:
@@ -355,7 +356,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
 
 def _check_single_rank(llm_args: Any) -> None:
-    """Ranks do not tell one another whose files are whole, and must not read different ones."""
+    """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
+    different ones."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
     if ranks > 1:

@@ -1,8 +1,8 @@
-"""Where donors hold each anchor: a table from the anchor's key to its newest place, and from a place to older ones.
+"""Where donors hold each anchor: a hash table from the anchor's key to its newest place, which links to older ones.
 
-The table is extendible (Fagin et al., "Extendible Hashing", TODS 1979): a directory of 2**depth bucket numbers is
-addressed by a key's leading bits, a full bucket splits in two, and the directory doubles when it must. So a change
-moves no more than the buckets that it fills. Every step handles all keys of a prompt or donor at once.
+The table uses extendible hashing (Fagin et al., "Extendible Hashing", TODS 1979): a key's leading bits select an entry
+in a directory of 2**depth bucket numbers, a full bucket splits in two, and the directory doubles when it must. So a
+change moves only the buckets that it fills. Every step handles all keys of a prompt or donor at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 
-# A slot is a word: 36 bits of a key, the last of them set, and the number of the key's newest place in the other 28.
-# Without a key it is 0, or _EMPTIED where one stood before.
+# A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
+# A free slot is 0, or _EMPTIED after a key was removed.
 _KEY_BITS, _NUMBER_BITS = 36, np.uint64(28)
 _NUMBER = np.uint64((1 << 28) - 1)
 _EMPTIED = np.uint64(1)
-# A bucket has rows of a cache line, which are filled from the left: a row that does not end in 0 may have overflowed.
+# A bucket's rows are cache lines, filled from the left: a row that does not end in 0 may have overflowed.
 _ROWS, _SLOTS = 256, 8
-# With more words, searches for keys that are not there take more steps.
+# With more words, searches for missing keys take more steps.
 _MOST_FILLED = _ROWS * _SLOTS * 6 // 10
-# With fewer keys a full bucket is only rid of its emptied slots.
+# With fewer keys a full bucket does not split; it only drops its emptied slots.
 _WORTH_SPLITTING = _MOST_FILLED * 7 // 10
 # Places are given to donors in pages.
 _PAGE_BITS, _PAGE = 4, 16
@@ -35,7 +35,7 @@ _GROWTH_BYTES = 1 << 22
 
 
 class AnchorTable:
-    """Places by key: uint64, all bits of which are random. Not thread safe."""
+    """Places by key. Keys are uint64 with all bits random. Not thread safe."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -43,8 +43,8 @@ class AnchorTable:
         self._buckets = 1
         self._rows: Keys = np.zeros((_ROWS, _SLOTS), dtype=np.uint64)
         self._filled: Integers = np.zeros(1, dtype=np.int64)
-        # Of each place: position in the donor, and the next older and newer place of its key. Place 0 stands for none;
-        # what is written to it is never read.
+        # Of each place: its position in the donor, and the next older and newer place of its key. Place 0 means none;
+        # its own values are never read.
         self._positions: Pages = np.zeros(_PAGE, dtype=np.int32)
         self._older: Pages = np.zeros(_PAGE, dtype=np.int32)
         self._newer: Pages = np.zeros(_PAGE, dtype=np.int32)
@@ -70,7 +70,7 @@ class AnchorTable:
         keys = _shortened(keys)
         order = np.argsort(keys, kind="stable")
         keys, places = keys[order], places[order]
-        # A key that comes again: the later place is the newer one.
+        # Where a key occurs again, the later place is the newer one.
         again = np.flatnonzero(keys[1:] == keys[:-1])
         self._older[places[again + 1]] = places[again]
         self._newer[places[again]] = places[again + 1]
@@ -87,7 +87,7 @@ class AnchorTable:
         return pages
 
     def remove(self, pages: Pages, keys: Keys) -> None:
-        """Takes out the places in the pages that `add` returned for `keys`."""
+        """Removes the places in the pages that `add` returned for `keys`."""
         places = _places_of(pages, len(keys))
         self._positions[places] = _GONE
         older, newer = self._older[places], self._newer[places]
@@ -103,9 +103,9 @@ class AnchorTable:
         self._free += pages.tolist()
 
     def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers]:
-        """The newest places of each key, `most` of a key and `limit` in all, those of all keys before more of any.
+        """The newest places of each key: at most `most` of a key and `limit` in all, the newest of all keys first.
 
-        Returns indices into `keys`, numbers of donors, and positions in them, int64 [places] each.
+        Returns indices into `keys`, donor numbers, and positions in the donors, int64 [places] each.
         """
         which, slots = self._find(_shortened(keys))
         places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
@@ -128,7 +128,7 @@ class AnchorTable:
         return rows
 
     def _find(self, keys: Keys) -> tuple[Integers, Integers]:
-        """Indices of those `keys` that are in the table, and their slots: int64 [found] each."""
+        """The indices of the `keys` that are in the table, and their slots: int64 [found] each."""
         rows, waiting = self._home_rows(keys), np.arange(len(keys))
         which, slots = [waiting[:0]], [waiting[:0]]
         while len(waiting):
@@ -145,7 +145,7 @@ class AnchorTable:
         return np.concatenate(which), np.concatenate(slots)
 
     def _slots_for(self, keys: Keys) -> Integers:
-        """The slots of `keys`, each given once, int64 [n]; keys that are not in the table get new ones."""
+        """The slots of the different `keys`, int64 [n]; missing keys are entered."""
         which, found = self._find(keys)
         missing = np.ones(len(keys), dtype=np.bool_)
         missing[which] = False
@@ -157,13 +157,13 @@ class AnchorTable:
         return slots
 
     def _claim(self, keys: Keys) -> Integers:
-        """Enters `keys`, each given once, which are not in the table and have room there; returns their slots."""
+        """Enters different `keys` that are missing and for which there is room; returns their slots."""
         slots = np.empty(len(keys), dtype=np.int64)
         rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
         while len(waiting):
             order = np.argsort(rows, kind="stable")
             rows, waiting = rows[order], waiting[order]
-            # A row's free slots are its last ones; keys of one row take one behind the other.
+            # A row's free slots are its last ones; keys of one row take them in order.
             column = np.count_nonzero(self._rows[rows], axis=1) + np.arange(len(rows)) - np.searchsorted(rows, rows)
             fits = column < _SLOTS
             entered, chosen = waiting[fits], rows[fits] * _SLOTS + column[fits]
@@ -174,7 +174,7 @@ class AnchorTable:
         return slots
 
     def _make_room(self, keys: Keys) -> bool:
-        """Makes room for new `keys`; True when words have moved for that, and there may still be too little."""
+        """Makes room for new `keys`. True when words have moved; there may still be too little room then."""
         buckets, coming = np.unique(self._home_rows(keys) // _ROWS, return_counts=True)
         filled = self._filled[buckets] + coming
         crowded = np.flatnonzero(filled > _MOST_FILLED)
@@ -185,7 +185,7 @@ class AnchorTable:
         return len(crowded) > 0
 
     def _rebuild(self, bucket: int, coming: int) -> None:
-        """Enters a bucket's words anew, without the emptied slots; into two buckets where they are many."""
+        """Rebuilds a bucket without its emptied slots, as two buckets when it has many keys."""
         held = self._rows[bucket * _ROWS : (bucket + 1) * _ROWS].reshape(-1)
         held = held[held > _NUMBER]
         other = bucket
@@ -226,13 +226,13 @@ class AnchorTable:
 
 
 def _shortened(keys: Keys) -> Keys:
-    """The bits of each key that a slot holds, which are never 0."""
+    """The bits of each key that a slot holds; never 0."""
     shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
     return shortened
 
 
 def _next_rows(rows: Integers, keys: Keys) -> Integers:
-    """Where in the same bucket a key stands whose row is full. Steps of many sizes keep full rows from clustering."""
+    """The next row of the same bucket for keys whose row is full. Different steps keep full rows from clustering."""
     steps = keys.view(np.int64) >> 9 | 1
     return rows & -_ROWS | rows + steps & _ROWS - 1
 
@@ -242,7 +242,7 @@ def _places_of(pages: Pages, count: int) -> Integers:
 
 
 def _grow(array: npt.NDArray[np.generic], count: int) -> None:
-    """Makes `array` at least `count` long. The C library moves pages of large arrays, it does not copy them."""
+    """Makes `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
     if len(array) < count:
         spare = min(count // 2, _GROWTH_BYTES * len(array) // array.nbytes)
         array.resize((count + spare, *array.shape[1:]), refcheck=False)

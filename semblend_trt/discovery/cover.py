@@ -1,11 +1,14 @@
-"""Chooses the runs that cover a prompt: `cover` may leave holes between them, `chain` may not."""
+"""Chooses the runs that cover a prompt. `cover` may leave holes between them, `chain` may not.
+
+A piece is a run, or the part of a run, that can be reused.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias
 
 from semblend_trt.discovery.span_index import Run
@@ -19,27 +22,27 @@ _Entry: TypeAlias = tuple[int, int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The order among pieces of equal length.
+    """Which of several pieces of equal length is taken.
 
-    First come donors that are near (`is_near`: their KV is on the GPU), then donors that are used already, then shifts
-    by whole blocks of `block_size` tokens, then the donor that offers most tokens, then the donor's name.
+    Preferred are, in this order: near donors (`is_near`: the KV is on the GPU), donors in use already, shifts by whole
+    blocks of `block_size` tokens, the donor that offers most tokens, and the lowest donor id.
     """
 
     is_near: Callable[[str], bool] = lambda _donor_id: False
     block_size: int = 1
 
     def is_aligned(self, piece: Run) -> bool:
-        """Whether the piece's tokens have the same places in their blocks on both sides."""
+        """Whether the piece's tokens have the same offsets in their blocks in donor and prompt."""
         return (piece.donor_start - piece.target_start) % self.block_size == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Disjoint `pieces` of runs, sorted by position, and how they were chosen.
+    """Disjoint `pieces` of runs, sorted by position, and counts of how they were chosen.
 
-    `considered` counts the pieces that were long enough to choose from. A longer piece that was chosen before them
-    covered some (`covered`) and cut others (`cut`); `dropped_short` counts the remains that were too short. `ties`
-    counts choices between equally long pieces, `near` and `aligned` the chosen pieces with these preferences.
+    `considered` pieces were long enough. Pieces chosen earlier covered some of them (`covered`) and cut others (`cut`);
+    `dropped_short` counts parts left by a cut that were too short. `ties` counts choices between equally long pieces,
+    `near` and `aligned` the chosen pieces from near donors and with aligned blocks.
     """
 
     pieces: tuple[Run, ...] = ()
@@ -52,18 +55,12 @@ class Cover:
     aligned: int = 0
 
     def explained(self) -> dict[str, int]:
-        """The same in plain numbers, for a plan's diagnostics."""
+        """The counts, for a plan's diagnostics."""
         return {
             "pieces": len(self.pieces),
             "tokens": sum(piece.length for piece in self.pieces),
             "donors": len({piece.donor_id for piece in self.pieces}),
-            "considered": self.considered,
-            "covered": self.covered,
-            "cut": self.cut,
-            "dropped_short": self.dropped_short,
-            "ties": self.ties,
-            "near": self.near,
-            "aligned": self.aligned,
+            **{count.name: getattr(self, count.name) for count in fields(self) if count.name != "pieces"},
         }
 
 
@@ -75,10 +72,10 @@ def cover(
     used_donors: Collection[str] = frozenset(),
     preference: Preference | None = None,
 ) -> Cover:
-    """Covers prompt positions [begin, end) by disjoint pieces of `runs`, each of at least `min_span` tokens.
+    """Covers prompt positions [begin, end) with disjoint pieces of `runs`, each of at least `min_span` tokens.
 
-    The longest piece is taken first. What it leaves of the others can be taken later. `preference` decides between
-    equally long pieces; `used_donors` are in use already. The order of `runs` does not matter.
+    The longest piece is taken first; the free parts of pieces that it cuts are considered again. `preference` decides
+    between equally long pieces, and `used_donors` are in use already. The order of `runs` does not matter.
     """
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
@@ -117,8 +114,8 @@ def cover(
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
     """Covers prompt positions from `begin` on without a hole, up to `end` or as far as the runs reach.
 
-    Each step takes the run that reaches furthest from the end of the last piece; of equally far ones that of a near
-    donor, then that of the last piece's donor. Every piece has at least `min_span` tokens.
+    Each piece starts where the last one ended and has at least `min_span` tokens. Of the runs that hold this position,
+    the one that reaches furthest is taken; of equally far ones a near donor's, then the last piece's donor's.
     """
     preference = preference or Preference()
     later = sorted(runs, key=lambda run: run.target_start, reverse=True)
@@ -146,7 +143,7 @@ def _entry(piece: Run) -> _Entry:
 
 
 def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: Preference) -> _Tie:
-    # All pieces of one donor follow each other, so that a donor once taken stays in front.
+    # The donor id comes before positions, so that one donor's pieces are taken together.
     return (
         not preference.is_near(piece.donor_id),
         piece.donor_id not in taken,
@@ -159,7 +156,7 @@ def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: 
 
 
 def _pop_longest(waiting: list[_Entry]) -> list[Run]:
-    """Takes all waiting pieces of the greatest length out of the heap."""
+    """Takes all pieces of the greatest length from the heap."""
     longest = waiting[0][0]
     pieces = []
     while waiting and waiting[0][0] == longest:
@@ -169,7 +166,7 @@ def _pop_longest(waiting: list[_Entry]) -> list[Run]:
 
 
 def _free_parts(piece: Run, chosen: list[Run]) -> list[Run]:
-    """The parts of a piece that no run in `chosen` (sorted, disjoint) covers."""
+    """The parts of a piece that `chosen` (sorted, disjoint) leaves free."""
     parts: list[Run] = []
     position = piece.target_start
     for index in range(bisect_left(chosen, piece.target_start, key=lambda run: run.target_end), len(chosen)):

@@ -16,7 +16,7 @@ PROGRAM = "python -m semblend_trt.discovery.export_embedder"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes a folder that serves as the embedder's model. Returns 0, or the status of `command_line.ended`."""
+    """Writes a folder for the setting SEMBLEND_EMBEDDER_MODEL. Returns 0, or the status of `command_line.ended`."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to write: the ONNX graph, the weights and the tokenizer")
     parser.add_argument(

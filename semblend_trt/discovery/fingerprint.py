@@ -1,10 +1,10 @@
 """Content-defined anchors of a token sequence, chosen by winnowing.
 
 Schleimer, Wilkerson, Aiken, "Winnowing: Local Algorithms for Document Fingerprinting" (SIGMOD 2003): of every 17
-consecutive grams of 16 tokens the one of the smallest rank is kept, or all of that rank. The choice depends on the
-window's tokens only, so sequences that share a run of 32 tokens keep the same anchor inside it, at any position. The
-smallest rank of a wider window is also the smallest of the windows of 17 around it: a lookup for longer runs needs
-fewer of the same anchors.
+consecutive grams of 16 tokens, those with the smallest rank are kept as anchors. The choice depends on the window's
+tokens only, so sequences that share a run of 32 tokens keep the same anchor inside it, at any position. The smallest
+rank of a wider window is also the smallest of each window of 17 that holds it, so a lookup for longer runs needs only
+some of the same anchors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
-# With fewer anchors a lookup is hardly quicker, and its bounds hide more.
+# Fewer anchors hardly make a lookup quicker, and its bounds would hide more runs.
 WIDEST_RUN = 64
 MAX_TOKENS = 1 << 28
-# Anchors of one hash kept of one sequence.
+# Anchors kept per hash and sequence.
 MAX_REPEATS = 8
 
 RANK_BASE = 0x9E3779B1
 _FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8)]
-# Grams of one repeated token rank behind all others: they say the least about where they stand.
+# Grams of one repeated token rank last: they say least about their position.
 _CONSTANT = np.uint32(0xFFFFFFFF)
 _HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
 _NO_ENDS: Positions = np.empty(0, dtype=np.int64)
@@ -41,7 +41,7 @@ _ROOM = _BLOCK + 4 * WIDEST_RUN
 
 
 class _Scratch(threading.local):
-    """A thread's memory for one block. Getting new memory for every block takes longer than the arithmetic."""
+    """A thread's arrays for one block. To allocate them for every block takes longer than the arithmetic."""
 
     def __init__(self) -> None:
         self.ranks, self.halves, self.minima, self.one, self.other = np.empty((5, _ROOM), dtype=np.uint32)
@@ -82,17 +82,18 @@ def fingerprint(
     shortest: int = GUARANTEED_RUN,
     ends: Positions = _NO_ENDS,
 ) -> Fingerprints:
-    """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): of ordinary text about one in 9 tokens, for
-    runs of 64 tokens one in 25.
+    """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): about one in 9 tokens of ordinary text, and
+    one in 25 for runs of 64 tokens.
 
-    Two sequences that share a run of at least `shortest` tokens (at least GUARANTEED_RUN; above WIDEST_RUN as that),
-    not all equal, keep the same anchor at the same place of that run; also when one sequence's anchors are those for a
-    smaller `shortest`. A stretch of one repeated token keeps its first and last gram only. Of one hash, the first half
-    of `max_repeats` anchors and the last half are kept: text that repeats itself then costs no more than text that does
-    not, and its ends still align. No anchors for shorter input.
+    Two sequences that share a run of at least `shortest` tokens, not all equal, keep the same anchor at the same place
+    of that run. This also holds when one of them was given a smaller `shortest`. `shortest` is at least GUARANTEED_RUN,
+    and a value above WIDEST_RUN counts as WIDEST_RUN. Shorter input has no anchors.
 
-    Before each of `ends` (int64 [texts - 1], ascending) a text ends, and the next begins: anchors are chosen of each by
-    itself.
+    A stretch of one repeated token keeps its first and last gram only. At most `max_repeats` anchors of one hash are
+    kept, the first half and the last: so repetitive text costs no more than other text, and its ends still align.
+
+    `ends` (int64 [texts - 1], ascending) says where a text ends and the next begins; the texts do not influence each
+    other's anchors.
     """
     shortest = min(shortest, WIDEST_RUN)
     if len(tokens) < shortest:
@@ -118,9 +119,9 @@ def fingerprint(
 
 
 def _rank(tokens: TokenArray) -> _Ranks:
-    """Of each gram the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
+    """The rank of each gram: the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
 
-    It is made of the sums over 1, 2, 4 and 8 tokens; those over 8 stay in the scratch memory.
+    It is made from the sums over 1, 2, 4 and 8 tokens; the sums over 8 stay in `_scratch.halves`.
     """
     rooms = (_scratch.other, _scratch.one, _scratch.halves, _scratch.ranks)
     sums: _Ranks = np.multiply(tokens.view(np.uint32), _FACTORS[0], out=_scratch.one[: len(tokens)])
@@ -132,25 +133,25 @@ def _rank(tokens: TokenArray) -> _Ranks:
 
 
 def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
-    """Which ranks are the least of some `window` consecutive ones of the same text.
+    """Which ranks are the least of some `window` consecutive ranks of the same text.
 
-    They equal the greatest of the minima of the windows that hold them.
+    Such a rank equals the greatest minimum of the windows that hold it.
     """
     minima = _scratch.minima[: len(ranks) + window - 1]
     minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
-    # Windows that reach beyond an end have the minimum 0, which is the greatest of none.
+    # Windows that reach beyond a text's end get the minimum 0, which is never the greatest.
     minima[: window - 1] = minima[len(ranks) :] = 0
     if len(ends):
         reaching = (ends[:, None] - np.arange(1, window + GRAM_TOKENS - 1)).reshape(-1) + window - 1
         minima[reaching[(reaching >= 0) & (reaching < len(minima))]] = 0
     greatest = _reduce(np.maximum, minima, window)
     chosen: _Flags = greatest == ranks
-    # Tokens of 0 on both sides of an end make a gram of that rank.
+    # Zero tokens on both sides of an end make a gram of rank 0.
     return chosen & (greatest > 0) if len(ends) else chosen
 
 
 def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
-    """`ufunc` over every `window` consecutive values, in the scratch memory."""
+    """`ufunc` over every `window` consecutive values, in the scratch arrays."""
     length, room, spare = 1, _scratch.one, _scratch.other
     while length < window:
         step = min(length, window - length)
@@ -161,9 +162,9 @@ def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
 
 
 def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
-    """Which grams are one repeated token, and which of them begin or end a stretch that fills a window of grams.
+    """Which grams are one repeated token, and which of those begin or end a stretch of at least GUARANTEED_RUN tokens.
 
-    None where no gram is. A gram of one token fills 8 tokens from a multiple of 8 on, which few texts have.
+    None where no gram is. The quick test: such a gram holds 8 equal tokens from a multiple of 8 on.
     """
     parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
     parts = parts[parts[:, 0] == parts[:, 7]]
@@ -180,7 +181,7 @@ def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags
 
 
 def _thinned(hashes: HashArray, positions: Positions, ends: Positions, most: int) -> Fingerprints:
-    """Keeps at most `most` anchors of one hash in a text, the first half of them and the last."""
+    """Keeps at most `most` anchors per hash and text, the first half and the last."""
     keys = hashes + np.searchsorted(ends, positions, side="right").astype(np.uint64) * _ODD if len(ends) else hashes
     ordered = np.sort(keys)
     if len(keys) <= most or not (ordered[most:] == ordered[:-most]).any():

@@ -1,7 +1,7 @@
-"""Fuzzy chunks: text that differs from a donor's in a few tokens, as runs that follow each other in both.
+"""Fuzzy chunks: text that differs from a donor's in a few tokens, as runs that follow each other in donor and prompt.
 
-Only equal tokens are reused. The tokens that differ are computed, and so is a margin behind each difference, because
-those tokens attend to it; tokens before a difference do not.
+Only equal tokens are reused. The tokens that differ are computed. So is a margin after each difference, because those
+tokens attend to it most; tokens before a difference do not attend to it at all.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.plan import gaps
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from semblend_trt.discovery.span_index import Run
 
-# Two differences of 8 tokens each, with up to 31 equal tokens between them: too few for the index to find.
+# Two differences of 8 tokens each, and up to 31 equal tokens between them, which are too few for the index to find.
 MAX_GAP = 48
-# Where text was inserted, the tokens before and behind it may be equal by chance; then both runs hold them.
+# Around inserted text, the tokens before and after it may be equal by chance; then both runs hold them.
 MAX_OVERLAP = 16
-# A shorter piece saves less than the work of placing it.
+# A shorter piece saves less than placing it costs.
 LEAST_PIECE = 16
-# Chunks of one donor that a run may join; text that repeats itself starts many.
+# A run may join one of the newest chunks of its donor only: repetitive text starts many.
 _OPEN_CHUNKS = 8
-# Chunks that a plan may be made of, the largest first.
+# Chunks of a plan at most; the largest are taken.
 MAX_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzyChunk:
-    """Two or more `runs` of one donor, by position, and the `pieces` of them that may be reused."""
+    """Two or more `runs` of one donor, by position, and their `pieces` that may be reused."""
 
     runs: tuple[Run, ...]
     pieces: tuple[Run, ...]
@@ -45,32 +47,23 @@ class FuzzyChunk:
     def reusable_tokens(self) -> int:
         return sum(piece.length for piece in self.pieces)
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkUse:
-    """A chunk, and how many tokens a plan reuses of it."""
-
-    chunk: FuzzyChunk
-    tokens: int
-
-    def explained(self) -> dict[str, Any]:
-        """What diagnostics say; `target` is the chunk's range in the prompt, `tokens` its length."""
-        runs = self.chunk.runs
-        begin, end = runs[0].target_start, runs[-1].target_end
+    def explained(self, tokens_reused: int) -> dict[str, Any]:
+        """For a plan's diagnostics: `target` is the chunk's range in the prompt, `tokens` its length."""
+        begin, end = self.runs[0].target_start, self.runs[-1].target_end
         return {
-            "donor_id": self.chunk.donor_id,
+            "donor_id": self.donor_id,
             "target": [begin, end],
-            "runs": len(runs),
+            "runs": len(self.runs),
             "tokens": end - begin,
-            "tokens_reused": self.tokens,
+            "tokens_reused": tokens_reused,
         }
 
 
 def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[list[FuzzyChunk], list[Run]]:
-    """Joins `runs` into chunks, with pieces inside prompt positions [begin, end). Also returns the runs left alone.
+    """Joins `runs` into chunks with pieces in prompt positions [begin, end). Returns the chunks and the other runs.
 
-    A run joins another of its donor that it follows in both donor and prompt, with at most MAX_GAP tokens between them.
-    Of several chunks it joins the one whose shift is nearest to its own.
+    A run joins a run of its donor when it follows it in both donor and prompt with at most MAX_GAP tokens between. Of
+    several chunks it joins the one with the most similar shift.
     """
     of_donor: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -87,46 +80,42 @@ def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[l
 
 def fill(
     chosen: Sequence[Run], chunks: Iterable[FuzzyChunk], begin: int, end: int, min_span: int, shortest: int
-) -> tuple[list[Run], list[ChunkUse]]:
+) -> tuple[list[Run], list[dict[str, Any]]]:
     """Fills prompt positions [begin, end) that `chosen` (disjoint runs) leaves free with pieces, largest chunk first.
 
     A piece needs at least `shortest` and LEAST_PIECE tokens. A chunk needs `min_span` tokens, counting those that
-    `chosen` holds of it. Returns the runs by position and the chunks in use.
+    `chosen` holds already. Returns the runs by position, and of each chunk in use what it says in diagnostics.
     """
     placed = sorted(chosen, key=_by_target)
     shortest = max(shortest, LEAST_PIECE)
-    gaps, donors, used = _gaps(placed, begin, end, shortest), {run.donor_id for run in placed}, []
+    free_ranges, donors, used = _free(placed, begin, end, shortest), {run.donor_id for run in placed}, []
     sized = [(chunk.reusable_tokens, chunk) for chunk in chunks]
     large = [(-tokens, *_entry(chunk.runs[0]), chunk) for tokens, chunk in sized if tokens >= min_span]
     for *_, chunk in nsmallest(MAX_CHUNKS, large, key=lambda each: each[:-1]):
         first, last = chunk.pieces[0].target_start, chunk.pieces[-1].target_end
-        if chunk.donor_id not in donors and not any(low < last and first < high for low, high in gaps):
+        if chunk.donor_id not in donors and not any(each.start < last and first < each.stop for each in free_ranges):
             continue
         free, held = _free_and_held(chunk, placed, begin, end)
         free = [part for part in free if part.length >= shortest]
         tokens = held + sum(part.length for part in free)
         if tokens < min_span:
             continue
-        used.append(ChunkUse(chunk, tokens))
+        used.append(chunk.explained(tokens))
         if free:
             placed.extend(free)
             placed.sort(key=_by_target)
-            gaps, donors = _gaps(placed, begin, end, shortest), donors | {chunk.donor_id}
+            free_ranges, donors = _free(placed, begin, end, shortest), donors | {chunk.donor_id}
     return placed, used
 
 
-def _gaps(placed: list[Run], begin: int, end: int, shortest: int) -> list[tuple[int, int]]:
+def _free(placed: list[Run], begin: int, end: int, shortest: int) -> list[range]:
     """Ranges of at least `shortest` positions of [begin, end) that `placed` (sorted, disjoint) leaves free."""
-    gaps = []
-    for run in placed:
-        if run.target_start - begin >= shortest:
-            gaps.append((begin, run.target_start))
-        begin = max(begin, run.target_end)
-    return [*gaps, (begin, end)] if end - begin >= shortest else gaps
+    taken = ((run.target_start, run.target_end) for run in placed)
+    return [each for each in gaps(taken, begin, end) if len(each) >= shortest]
 
 
 def _chains(runs: list[Run]) -> list[list[Run]]:
-    """Runs of one donor, each behind the one that it continues best."""
+    """Runs of one donor, each appended to the chain that it continues best."""
     if len(runs) == 1:
         return [runs]
     chains: list[list[Run]] = []
@@ -153,7 +142,7 @@ def _chains(runs: list[Run]) -> list[list[Run]]:
 def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, ...]:
     pieces, equal_from = [], chain[0].target_start
     for run in chain:
-        # Where two runs overlap, the difference between them ends with the first.
+        # Where two runs overlap, the difference between them ends where the first does.
         behind = max(run.target_start, equal_from)
         piece = run.within(max(begin, behind + (margin if run is not chain[0] else 0)), end)
         if piece is not None:
@@ -163,14 +152,14 @@ def _pieces(chain: list[Run], begin: int, end: int, margin: int) -> tuple[Run, .
 
 
 def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -> tuple[list[Run], int]:
-    """The parts of a chunk's pieces in [begin, end) that `placed` (sorted, disjoint) leaves free, and the number of the
-    chunk's tokens that it holds."""
+    """The parts of a chunk's pieces in [begin, end) that `placed` (sorted, disjoint) leaves free, and how many of the
+    chunk's tokens `placed` holds."""
     # An exact run may hold tokens of the chunk before `begin`.
-    first = bisect_right(placed, chunk.runs[0].target_start, key=_by_end)
+    at = bisect_right(placed, chunk.runs[0].target_start, key=lambda run: run.target_end)
     free: list[Run] = []
-    held, at = 0, first
+    held = 0
     for piece in chunk.pieces:
-        piece_end = piece.target_start + piece.length
+        piece_end = piece.target_end
         position, stop = max(piece.target_start, begin), min(piece_end, end)
         while at < len(placed) and placed[at].target_end <= piece.target_start:
             at += 1
@@ -188,13 +177,9 @@ def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -
 
 
 def _continues(piece: Run, other: Run) -> bool:
-    """True when both lie on one diagonal of one donor."""
+    """Whether both have the same donor and the same shift."""
     same_shift = piece.donor_start - piece.target_start == other.donor_start - other.target_start
     return same_shift and piece.donor_id == other.donor_id
-
-
-def _by_end(run: Run) -> int:
-    return run.target_start + run.length
 
 
 def _by_target(run: Run) -> int:

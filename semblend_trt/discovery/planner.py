@@ -1,7 +1,7 @@
 """From a prompt to a plan or a named refusal: the only place that decides which runs are reused.
 
-The planner neither leases nor moves anything; the scheduler leases the donors of a plan's spans and asks again,
-without them, when it cannot.
+The planner leases and moves nothing. The scheduler leases the donors of a plan's spans; where it cannot, it asks for a
+plan without those donors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.cover import Cover, Preference, chain, cover
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
-from semblend_trt.discovery.fuzzy_chunks import ChunkUse, FuzzyChunk, chunks_of, fill
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# Runs among which the best are chosen, the longest of all found: text that stands in hundreds of donors offers more.
+# A cover is chosen among so many of the longest runs; text that hundreds of donors hold has more.
 MAX_PIECES = 256
 
 
 class Deadline:
-    """`milliseconds` of work from now on, in processor time of this thread.
+    """Ends after `milliseconds` of this thread's processor time.
 
-    Time in which the thread waits for a processor or for the interpreter does not count: a lookup given up would not
-    bring it back, and the request would lose its reuse to another thread's work.
+    Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
+    would not bring that time back.
     """
 
     __slots__ = ("_clock", "_end")
 
     def __init__(self, milliseconds: float, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock` tells seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
         self._end = clock() + milliseconds / 1000
 
@@ -53,9 +53,11 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """One prompt as the scheduler knows it: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's
-    own exact prefix. `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` is
-    one that holds for the request's namespace; where there is none, `profile_refusal` says why."""
+    """One prompt to plan: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's own exact prefix.
+
+    `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` holds for the
+    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used.
+    """
 
     request_id: int
     namespace_key: str
@@ -69,18 +71,18 @@ class LookupRequest:
     profile_refusal: str = "no_profile"
 
     def excluding(self, donor_ids: frozenset[str]) -> LookupRequest:
-        """The same request, planned without these donors as well."""
+        """The same request without these donors as well."""
         return replace(self, exclude=self.exclude | donor_ids)
 
     @property
     def last_usable(self) -> int:
-        """End of the positions that may be reused: one prompt token always stays to be computed."""
+        """End of the positions that may be reused: the last prompt token is always computed."""
         return len(self.tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, or the reason why there is none; `runs_found` counts the namespace's runs before any rule."""
+    """A plan, or the reason for none; `runs_found` counts the runs found in the namespace before any rule applied."""
 
     plan: SemanticKvPlan | None
     outcome_reason: str | None
@@ -89,14 +91,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """The spans to place, sorted and disjoint, and the fuzzy chunks that some of them belong to.
+    """The spans to place, sorted and disjoint, and the diagnostics of the fuzzy chunks that some belong to.
 
-    `withheld` are spans that the settings only let be reported. `cover` says how the spans behind the exact one came
-    about, where they may leave holes.
+    `withheld` are spans that the settings only allow to be reported. `cover` says how the spans after the exact one
+    were chosen, where holes are allowed.
     """
 
     spans: list[PlanSpan]
-    chunks: list[ChunkUse]
+    chunks: list[dict[str, Any]]
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
     cover: Cover | None = None
@@ -111,15 +113,15 @@ class _Refusal(Exception):  # noqa: N818 - an answer, not an error
 
 
 class Planner:
-    """Plans one prompt at a time under one policy. Thread safe: it keeps nothing between calls.
+    """Plans one prompt at a time under one policy. Thread safe: it has no state between calls.
 
-    `is_near` says whether a donor's KV lies on the card; of equally good donors such a one is taken.
+    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken.
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
-    than a span), invalid_tokens, lookup_timeout (the search took longer than the setting allows), no_donor_match,
-    hole_needs_wrapper (no run goes on where the engine's prefix ends, and a stock engine computes no hole),
-    strict_prefix_boundary (none goes on there up to a block's end, and the setting asks for that), low_reuse; and where
+    than a span), invalid_tokens, lookup_timeout (the lookup took longer than the setting allows), no_donor_match,
+    hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
+    strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
     only runs that are not exact were found: not_exact (policy exact, or a profile that justifies no more), no_profile,
     profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
     stock engine), no_publication_guard (approximate KV could be published).
@@ -143,7 +145,7 @@ class Planner:
     def plan(self, request: LookupRequest, deadline: Deadline | None = None) -> Planned:
         """Looks `request` up and plans its reuse; with the setting discovery_only the plan promises nothing.
 
-        `deadline` is asked between the stages, each of which is bounded; without one, the settings' begins now.
+        `deadline` is checked between the stages, each of which is bounded; by default it is the settings', from now on.
         """
         deadline = deadline or Deadline(self._settings.lookup_deadline_ms)
         runs: list[Run] = []
@@ -176,15 +178,15 @@ class Planner:
         try:
             tokens = as_token_array(request.tokens)
         except ValueError:
-            # Engines mark multimodal placeholders with ids outside the vocabulary; equal ids are not equal content.
+            # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
-        # Fuzzy chunks are made of shorter runs; otherwise the lookup need not look for them.
+        # Only fuzzy chunks use runs shorter than a span.
         shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
         runs = self._index.find(request.namespace_key, tokens, shortest)
         return [run for run in runs if run.donor_id not in request.exclude]
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
-        """How runs that are not exact are executed for this request; None, and the reason, where none may be placed."""
+        """How runs that are not exact are executed; None and a reason where none may be placed."""
         terms = self._terms
         if self._policy is ReusePolicy.VERIFIED:
             if request.mode is EngineMode.STOCK:
@@ -209,33 +211,32 @@ class Planner:
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
         first = exact_run(usable, begin, end, self._is_near)
-        chosen, uses = [] if first is None else [first], list[ChunkUse]()
+        chosen, used = [] if first is None else [first], list[dict[str, Any]]()
         preference, found = Preference(self._is_near, request.block_size), None
-        # Exact KV comes first, even before a longer shifted run: it costs nothing in quality and may be published.
+        # Exact KV comes before a longer shifted run: it costs no quality and may be published.
         position = begin if first is None else first.target_end
         strict = self._settings.strict_prefix_boundary
-        # A run of head tokens alone would be moved and then computed all the same.
+        # A run of head tokens alone would be moved and then computed anyway.
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
         if terms is not None and (strict or request.mode is EngineMode.STOCK):
             chosen += chain(usable, position, end, worth_moving, preference)
             refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
-            used = {run.donor_id for run in chosen}
             pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
             longest = nlargest(MAX_PIECES, alone + pieces, key=lambda run: run.length)
-            found = cover(longest, position, end, worth_moving, used, preference)
+            found = cover(longest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
             chosen += found.pieces
-            chosen, uses = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
+            chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
-        spans = [span_of(run, exact=run is first) for run in chosen]
+        spans = [PlanSpan(*run, exact=run is first) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, uses, cover=found)
+        return _Selection(spans, used, cover=found)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
-        """What the switches that only let donors be reported leave of a selection."""
+        """The selection under the settings that only report donors: discovery_only and exact_materialization_only."""
         if self._settings.discovery_only:
             return replace(selection, discovery_only=True)
         if not self._settings.exact_materialization_only or all(span.exact for span in selection.spans):
@@ -257,12 +258,11 @@ class Planner:
         self, request: LookupRequest, runs: list[Run], selection: _Selection, terms: ReuseTerms | None
     ) -> SemanticKvPlan:
         computed, spans = request.num_computed_tokens, selection.spans
-        holes = holes_of(spans, computed)
         if selection.discovery_only:
             kind = PlanKind.DISCOVERY_ONLY
         else:
             kind = PlanKind.EXACT_PREFIX if all(span.exact for span in spans) else PlanKind.REQUEST_LOCAL
-        # Exact spans alone need nothing computed again and nothing checked.
+        # Exact spans need no token computed again or checked.
         terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
         return SemanticKvPlan(
             request_id=request.request_id,
@@ -279,7 +279,7 @@ class Planner:
                 check=terms.check,
                 head_tokens=terms.head_tokens,
             ),
-            diagnostics=_diagnostics(runs, selection, holes),
+            diagnostics=_diagnostics(runs, selection, computed),
         )
 
 
@@ -288,34 +288,30 @@ def _check_time(deadline: Deadline) -> None:
         raise _Refusal("lookup_timeout")
 
 
-def _diagnostics(runs: list[Run], selection: _Selection, holes: list[range]) -> dict[str, Any]:
+def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[str, Any]:
+    spans = selection.spans
+    taken = ((span.target_start, span.target_end) for span in spans)
     found: dict[str, Any] = {
         "runs_found": len(runs),
         "donors_considered": len({run.donor_id for run in runs}),
-        "tokens_reused": sum(span.length for span in selection.spans),
-        "holes": [[hole.start, hole.stop] for hole in holes],
+        "tokens_reused": sum(span.length for span in spans),
+        "holes": [[hole.start, hole.stop] for hole in gaps(taken, computed, spans[-1].target_end)],
     }
     if selection.cover is not None:
         found["cover"] = selection.cover.explained()
     if selection.chunks:
-        found["fuzzy_chunks"] = [use.explained() for use in selection.chunks]
+        found["fuzzy_chunks"] = selection.chunks
     if selection.withheld:
-        found["withheld"] = [[each.donor_id, *_place(each)] for each in selection.withheld]
+        found["withheld"] = [
+            [span.donor_id, span.donor_start, span.target_start, span.length] for span in selection.withheld
+        ]
     return found
-
-
-def _place(span: PlanSpan) -> tuple[int, int, int]:
-    return span.donor_start, span.target_start, span.length
-
-
-def span_of(run: Run, *, exact: bool = False) -> PlanSpan:
-    return PlanSpan(run.donor_id, run.donor_start, run.target_start, run.length, exact)
 
 
 def exact_run(
     runs: Sequence[Run], begin: int, end: int, is_near: Callable[[str], bool] = lambda _donor_id: False
 ) -> Run | None:
-    """The longest run whose donor starts as the prompt starts, cut to [begin, end); None when there is none.
+    """The longest run that starts at position 0 of donor and prompt, cut to [begin, end); None when there is none.
 
     Of equally long ones a near donor's is taken.
     """
@@ -327,20 +323,10 @@ def exact_run(
 
 
 def cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
-    """`spans` up to the last block's end that they reach; a last span that has less than `min_span` left is dropped."""
+    """`spans` up to the last block's end that they reach; a last span that keeps less than `min_span` is dropped."""
     for last in range(len(spans) - 1, -1, -1):
         span = spans[last]
         length = span.target_end // block_size * block_size - span.target_start
         if length >= min_span:
             return [*spans[:last], replace(span, length=length)]
     return []
-
-
-def holes_of(spans: Sequence[PlanSpan], position: int) -> list[range]:
-    """Ranges between `position` and the end of the last span that no span covers."""
-    holes = []
-    for span in spans:
-        if span.target_start > position:
-            holes.append(range(position, span.target_start))
-        position = span.target_end
-    return holes

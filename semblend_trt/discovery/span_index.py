@@ -1,6 +1,6 @@
-"""Index of donors' tokens: where else, in the same namespace, does a part of this prompt stand word for word?
+"""Index of donors' tokens: finds the runs of a prompt that donors of the same namespace hold token for token.
 
-Anchors (fingerprint.py) nominate places; only a comparison token by token makes a run of them.
+Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from semblend_trt.discovery.fingerprint import HashArray, Positions, TokenArray
 
 _ALL_BITS = (1 << 64) - 1
-# A diagonal is a donor's number << 32 plus the distance from a place in the prompt to that in the donor.
+# A diagonal is a donor's number << 32 plus the distance from a position in the prompt to that in the donor.
 _DONOR_SHIFT = 32
-# Tokens compared at once, first and at most.
+# Tokens compared at once: at first, and at most.
 _FEWEST_COMPARED, _MOST_COMPARED = 64, 1 << 15
 
 
@@ -53,17 +53,18 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScanBounds:
-    """What one lookup may cost at most; the newest places of every anchor are tried before more of any.
+    """What one lookup may cost at most.
 
-    `max_repeats`: anchors of one hash kept of one sequence. `max_bucket`: newest donor places tried of one anchor.
-    `max_pairs`: places tried in all. `max_extensions`: places compared token by token, those first whose donor holds
-    most anchors of the prompt at the same distance. `max_compared`: tokens found equal, after which no further place is
-    compared.
-    Below them all, every run of the wanted length that is not one repeated token is found; above them, what is found is
-    still right.
+    `max_repeats`: anchors kept per hash and sequence. `max_bucket`: places tried per anchor, the newest first.
+    `max_pairs`: places tried in all; the newest of every anchor come before older ones. `max_extensions`: places
+    compared by tokens; those come first whose donor holds most anchors of the prompt at the same distance.
+    `max_compared`: equal tokens after which no further place is compared.
 
-    So a prompt of n tokens with a anchors costs no more, however many donors hold its text, than a x max_bucket places
-    read, max_extensions comparisons, and max_compared + n + 2 tokens found equal.
+    Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the runs
+    found are still right, but some may be missing.
+
+    So a prompt of n tokens with a anchors costs at most a x max_bucket places read, max_extensions comparisons, and
+    max_compared + n + 2 equal tokens, however many donors hold its text.
     """
 
     max_repeats: int = 8
@@ -75,8 +76,8 @@ class ScanBounds:
 
 @dataclass(frozen=True, slots=True)
 class ScanWork:
-    """What one lookup did cost: the prompt's anchors, places read for them, places compared token by token, and tokens
-    found equal, with one more for each end."""
+    """What one lookup cost: the prompt's anchors, the places read for them, the places compared by tokens, and the
+    equal tokens, with one more for each end of a comparison."""
 
     anchors: int = 0
     places: int = 0
@@ -106,10 +107,11 @@ class _Donor:
 
 
 class SpanIndex:
-    """Donors by the text they hold. Thread safe: a lock is held while anchors are entered or looked up, never while
-    tokens are compared.
+    """Donors by their tokens. Thread safe: a lock is held while anchors are entered or looked up, never while tokens
+    are compared.
 
-    `hash_mask` says which bits of a gram's hash count. Tests force collisions with it; answers are right with any mask.
+    `hash_mask` selects the bits of a gram's hash that are used. Tests force collisions with it; results are right with
+    any mask.
     """
 
     def __init__(self, bounds: ScanBounds | None = None, hash_mask: int = _ALL_BITS) -> None:
@@ -123,7 +125,7 @@ class SpanIndex:
         self._namespaces: dict[str, _Namespace] = {}
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
-        """Makes `tokens` (integers [n]; copied) findable as `donor_id`.
+        """Adds a donor with these `tokens` (integers [n]; copied).
 
         Raises ValueError when the id is taken or a token id is bad, CapacityError when the index is full.
         """
@@ -144,7 +146,7 @@ class SpanIndex:
             space.donors += 1
 
     def remove(self, donor_id: str) -> bool:
-        """Forgets a donor; False when it is not indexed."""
+        """Removes a donor; False when it is not indexed."""
         donor = self._donors.get(donor_id)
         if donor is None:
             return False
@@ -165,9 +167,9 @@ class SpanIndex:
     def find(self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN) -> list[Run]:
         """Returns the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
 
-        A run is maximal when neither the token before nor the one behind is equal too. Runs shorter than GUARANTEED_RUN
-        are never returned; the larger `shortest` is, the quicker the lookup. Sorted by prompt position, the longest
-        first. Donors of other namespaces are never compared. Raises ValueError for bad token ids.
+        A run is maximal when the tokens before and after it differ. Runs shorter than GUARANTEED_RUN are never
+        returned; a larger `shortest` makes the lookup quicker. Sorted by prompt position, then the longest first.
+        Donors of other namespaces are never compared. Raises ValueError for bad token ids.
         """
         return self.find_counting(namespace_key, tokens, shortest)[0]
 
@@ -189,7 +191,7 @@ class SpanIndex:
                 target = targets[next_target]
                 place = target + shift
                 ahead = _equal(donor.tokens[place:], prompt[target:], targets[-1] - target + _FEWEST_COMPARED)
-                # Without an equal token here the anchor's key is another gram's.
+                # Without an equal token here, another gram has the anchor's key.
                 behind = _equal(donor.tokens[:place][::-1], prompt[:target][::-1], _FEWEST_COMPARED) if ahead else 0
                 extensions, compared = extensions + 1, compared + ahead + behind + 2
                 if ahead + behind >= shortest:
@@ -216,8 +218,8 @@ class SpanIndex:
     def _nominate(self, namespace_key: str, anchors: Fingerprints) -> tuple[list[tuple[_Donor, int, Positions]], int]:
         """Where the namespace's donors hold anchors of a prompt, and how many places were read.
 
-        Each is a donor, how much further on its tokens stand than the prompt's, and the anchors' positions in the
-        prompt; those of most anchors come first.
+        Each nomination is a donor, the shift from positions in the prompt to those in the donor, and the anchors'
+        positions in the prompt. Nominations with most anchors come first.
         """
         bounds = self._bounds
         with self._lock:
@@ -246,7 +248,7 @@ class SpanIndex:
 
 
 def _equal(left: TokenArray, right: TokenArray, step: int) -> int:
-    """Number of tokens that are equal from the beginning on; `step` are compared first, then ever more at once."""
+    """Number of equal tokens at the beginning; `step` are compared first, then four times as many each time."""
     length, done = min(len(left), len(right)), 0
     left, right = left[:length], right[:length]
     while done < length:

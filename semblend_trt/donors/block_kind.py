@@ -1,7 +1,7 @@
-"""Kinds of prompt text: what each is worth keeping, the rules that tell them, and a reader beside serving.
+"""Kinds of prompt text, the rules that tell them, and a reader that works beside serving.
 
-The rules are meant to be plain and cheap, not clever; eviction weights are all that hangs on them. They never decide
-what is reused. Text that no rule knows is OTHER.
+The rules are plain and cheap; only eviction weights depend on them, never what is reused. Text that no rule knows is
+OTHER.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _parts(text: str) -> Iterator[tuple[BlockKind, int]]:
 
 
 def _paragraphs(text: str, *, is_turn: bool) -> Iterator[tuple[BlockKind, int]]:
-    """What a user's turn, or text without turns, is made of."""
+    """The kinds and lengths in a user's turn, or in text without turns."""
     for fence in _FENCE.findall(text):
         yield BlockKind.CODE, len(fence)
     for paragraph in re.split(r"\n\s*\n", _FENCE.sub("\n\n", text)):
@@ -150,15 +150,15 @@ def _kind_of_paragraph(text: str, *, is_turn: bool) -> BlockKind:
     return BlockKind.USER_QUERY if is_turn else BlockKind.OTHER
 
 
-# Donors beyond keep the weight of text of no known kind; reading them late would be worth little.
+# More donors than this are not read, and keep the weight of OTHER.
 MAX_WAITING = 64
 
 
 class KindReader:
-    """Turns token ids back into text with the engine's tokenizer, off the serving path.
+    """Reads donors' texts with the engine's tokenizer, off the serving path.
 
-    `load` gives something with `decode(ids)`; it is called in the background, at the first donor. Where that fails
-    nothing is read, which is said once.
+    `load` gives something with `decode(ids)`. It is called in the background, at the first donor. Where it fails,
+    nothing is read, which is logged once.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -176,7 +176,7 @@ class KindReader:
             self._thread.submit(self._read_next)
 
     def known(self) -> list[tuple[str, KindMix]]:
-        """Returns and forgets what has been found out since the last call."""
+        """Returns and forgets the kinds that were found since the last call."""
         return [self._known.popleft() for _ in range(len(self._known))]
 
     def drain(self) -> None:

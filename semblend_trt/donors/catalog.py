@@ -1,8 +1,8 @@
 """DonorCatalog: the one owner of capacity, in all tiers. It runs on the scheduler and decides for every rank.
 
-A donor is *saving* from `reserve` to `commit`, then *ready*. Only ready donors can be leased, moved or evicted, and a
-leased one neither moves down nor goes. A donor counts in one tier only: from the decision to offload it on, in the
-host's; while it is promoted, in both. A file is a copy beside its tier, until memory lets the donor go.
+A donor is *saving* from `reserve` to `commit`, then *ready*. Only ready donors can be leased, moved or evicted; a
+leased one neither moves down nor goes. A donor counts in one tier: in the host's from the decision to offload it on,
+and in both while it is promoted. A file is a second copy, and stays when the donor leaves memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROMOTION_SHARE = 16
 
 
 class Lease:
-    """One reader's hold on one donor, which is not dropped until `release`. Releasing twice is once."""
+    """One reader's hold on one donor, which is not dropped before `release`. A second release does nothing."""
 
     def __init__(self, donor_id: str, end: Callable[[Lease], None]) -> None:
         self.donor_id = donor_id
@@ -108,7 +108,7 @@ class DonorCatalog:
                 self._table.count_use(donor_id)
 
     def describe(self, donor_id: str, kinds: KindMix) -> None:
-        """Learns of what kinds the donor's text is; nothing happens when it is gone."""
+        """Notes the kinds of the donor's text; nothing happens when it is gone."""
         with self._lock:
             entry = self._table.entries.get(donor_id)
             if entry is not None:
@@ -147,7 +147,7 @@ class DonorCatalog:
             return dropped
 
     def written(self, donor_id: str, succeeded: bool) -> None:
-        """The donor's file is there, or will not be."""
+        """The donor's file has been written, or could not be."""
         with self._lock:
             entry = self._table.entries.get(donor_id)
             if entry is not None and entry.file is FileState.WRITING:
@@ -172,7 +172,7 @@ class DonorCatalog:
             return moves
 
     def fetched(self, donor_id: str, succeeded: bool) -> bool:
-        """The donor has been read back, or is lost; False when it was not being fetched."""
+        """The donor has been read back, or is lost. Returns False when it was not being fetched."""
         with self._lock:
             entry = self._table.entries.get(donor_id)
             if entry is None or entry.state is not DonorState.FETCHING:
@@ -185,7 +185,8 @@ class DonorCatalog:
             return True
 
     def promote(self, donor_id: str) -> TierMoves | None:
-        """Makes room on the device for a donor of the host; None when it is not there, or too much would go for it.
+        """Makes room on the device for a donor of the host; None when it is not there, or when too many tokens would be
+        dropped for it.
 
         It stays readable on the host until `promoted` says that it has been copied.
         """
@@ -205,7 +206,7 @@ class DonorCatalog:
             return table.apply(moves)
 
     def promoted(self, donor_id: str, succeeded: bool) -> None:
-        """The donor is on the device and no longer on the host, or still where it was."""
+        """The donor has been copied to the device and left the host, or stays where it was."""
         with self._lock:
             table, entry = self._table, self._table.entries.get(donor_id)
             if entry is None or not entry.is_promoting:

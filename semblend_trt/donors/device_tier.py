@@ -1,8 +1,7 @@
-"""The device tier: donors in an arena that we allocate once, a paged pool of the engine pool's shape and dtype.
+"""The device tier: donors in an arena that is allocated once, a paged pool of the engine pool's shape and dtype.
 
-A donor is a list of blocks, so that nothing fragments. Blocks go back as soon as their donor is dropped and no
-thread is queueing work on it. The work that was queued may still run then, so the next writer of the blocks waits for
-it on the device.
+A donor is a list of blocks, so nothing fragments. Its blocks are free again once it is dropped and no thread queues
+work on them. The queued work may still run then, so the blocks' next writer waits for it on the device.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> 
 
 @dataclass(slots=True)
 class _Donor:
-    """`block_ids`: int64 [blocks], on the host. `readers` queue work on the blocks just now; `reads` are the ends of
-    work queued before."""
+    """`block_ids`: int64 [blocks], on the host. `readers` threads are queueing work on the blocks; `reads` are the ends
+    of work that was queued before."""
 
     block_ids: torch.Tensor
     tokens: int
@@ -47,8 +46,8 @@ class _Donor:
 class DeviceTier:
     """Donor KV in `blocks` blocks of `geometry` on `device`, which may be the CPU. Thread safe.
 
-    Reads and writes queue their work on the stream that is current within their `with` block; only a writer may ever
-    have to wait on the host, for a reader in another thread that is about to leave its block.
+    Reads and writes queue their work on the current stream of their `with` block. Only a writer may have to wait on the
+    host, for a reader in another thread that is about to leave its block.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The disk tier: a folder of donors' files that one engine owns.
 
-Its calls read and write files and are made in the background only. Files hold token ids and KV, from which text can be
-recovered: the folder is the owner's alone (0700, files 0600), and is to lie where prompts may lie. They are sealed with
-a key that lies elsewhere, so that a process that comes to write the folder can make none that is read.
+Its calls read and write files and are made in the background only. Files hold token ids and KV, from which prompts can
+be recovered: the folder is the owner's alone (0700, files 0600) and belongs where prompts may lie. A key that lies
+elsewhere seals the files, so a process that can write the folder can still make no file that is read.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _DONOR_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 class DiskTier:
     """Files of donors of one form in `path`/semblend-donors. Thread safe where each donor is handled by one thread.
 
-    A file appears whole or not at all: it is written beside its place, synced and renamed. The folder is locked: of
-    two engines that are given the same one, the second gets an OSError. It is held by its descriptor: where it, or its
-    lock, is moved or replaced, nothing is written or read any more, neither here nor there. `key_file` is made where
-    there is none; unset, it is the user's.
+    A file appears whole or not at all: it is written under another name, synced and renamed. The folder is locked: a
+    second engine gets an OSError. The folder is held by its descriptor: once it, or its lock, is moved or replaced,
+    nothing is written or read any more. `key_file` is made where there is none; unset, it is the user's.
     """
 
     def __init__(self, path: Path, form: KvForm, key_file: Path | None = None) -> None:
@@ -107,8 +106,8 @@ class DiskTier:
             self._remove(donor_id + _SUFFIX)
 
     def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
-        """The donors whose files lie in the folder, the longest unused first. Those that cannot be used are removed,
-        and the reason is given in their place; those that were not written to their end come first. Raises OSError."""
+        """The donors whose files lie in the folder, the longest unused first. A file that cannot be used is removed,
+        and its error comes in its place; unfinished files come first. Raises OSError."""
         for left in self._unfinished:
             yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
@@ -144,8 +143,8 @@ class DiskTier:
             os.unlink(name, dir_fd=self._descriptor)
 
     def _check_place(self) -> None:
-        """Raises OSError where the lock that stands under the folder's path is not ours: then it, or the folder, was
-        removed, moved or replaced, and another engine may have taken its place."""
+        """Raises OSError where the lock under the folder's path is not ours: it, or the folder, was removed, moved or
+        replaced, and another engine may have taken its place."""
         there = os.stat(self._folder / "lock", follow_symlinks=False)
         if not os.path.samestat(there, os.fstat(self._lock)):
             raise FileNotFoundError(f"{self._folder} is not the folder any more that this engine locked; start it anew")
@@ -213,14 +212,12 @@ def read_key(path: Path) -> bytes:
 
 
 def make_key(path: Path) -> bytes:
-    """The key of the file, made where there is none; of several who make it at once, all have the same one.
-
-    Raises OSError.
-    """
+    """The key in the file, made where there is none. Engines that make it at the same time get the same key. Raises
+    OSError."""
     with suppress(FileNotFoundError):
         return read_key(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Whole before it has its name, which is given only once: half a key is never read, and none is written over.
+    # Written whole under another name, then linked: half a key is never read, and no key is overwritten.
     unnamed = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open_file(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:

@@ -1,10 +1,12 @@
 """A donor's file: safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens].
 
-KV lies in it as in host memory, from a whole page on, so that it is read to its place. The header's metadata say whose
-it is, and hold a SHA-256 of every layer and of the tokens; the header is sealed by an HMAC-SHA256 over all of it. Who
-does not have the key can make no file that is read: the seal binds the header, and the header every other byte, its
-place and the file's length. The library writes safetensors only from a second copy in memory, and maps what it reads: a
-page that the disk cannot give would then end the process. So both are done here, with plain reads.
+KV lies in the file as in host memory and begins at a page boundary, so it is read straight to its place. The header's
+metadata name the donor and hold a SHA-256 of every layer and of the tokens. An HMAC-SHA256 seals the whole header: the
+seal binds the header, and the header binds every other byte, its place and the file's length. Without the key no file
+can be made that is read.
+
+The safetensors package is not used. It writes from a second copy in memory, and it maps what it reads: a page that the
+disk cannot give would then end the process.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ class DonorText:
     digest: bytes
 
 
+FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
+
+
 class DonorFileError(SemBlendError):
-    """A file cannot be used; `reason` is other_version, other_key, other_geometry, corrupt, unreadable or
-    unfinished."""
+    """A file cannot be used; `reason` is one of FILE_REASONS."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -131,8 +135,10 @@ class _Header:
 
 
 def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
-    """Writes an empty file; its bytes are on the disk when this returns its seal. Raises OSError, and leaves what there
-    is then. `text` holds as many tokens as `kv`."""
+    """Fills an empty file and returns its seal once all bytes are on the disk. `text` holds as many tokens as `kv`.
+
+    Raises OSError; the file is then incomplete.
+    """
     tokens = len(text.tokens)
     end = form.header_bytes + tokens * form.token_bytes
     # A full disk is met before anything is copied.
@@ -152,8 +158,7 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
 
 
 def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText, str]:
-    """Returns the donor's id, its text and the file's seal, checked. Raises DonorFileError, and OSError where the file
-    cannot be read."""
+    """The donor's id, its text and the file's seal, checked. Raises DonorFileError; OSError where reading fails."""
     header, seal = _header_of(descriptor, form, key)
     end = form.header_bytes + header.tokens * form.token_bytes
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
@@ -176,8 +181,8 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
 
 
 def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
-    """What `work` gives for each layer, some at a time. An error is raised when all have ended, because
-    it closes the file and gives the memory away."""
+    """The results of `work` for each layer, on several threads. An error is raised once all threads have ended: behind
+    it the file is closed and the memory given away."""
     results, errors = [""] * form.num_layers, []
 
     def run(layers: range) -> None:
@@ -215,8 +220,7 @@ def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer:
 
 
 def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
-    """The header and its seal, once the file is one that the key's owner wrote, of this form, and of its length.
-    Tokens and KV are not checked here."""
+    """The header and its seal. Checked are key, form and the file's length; tokens and KV are not."""
     length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
     if length > _MOST_HEADER_BYTES:
         raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
@@ -226,7 +230,7 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
         expected, seal = header.sealed(form, key)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DonorFileError("corrupt", f"this is no donor's file: {error!r:.140}") from error
-    # Nothing that a header says is used before this: whoever sealed another one does not have the key.
+    # Nothing that a header says is used before this: a header that another key sealed is forged.
     if not hmac.compare_digest(expected, written):
         raise DonorFileError("corrupt", "the file's header is not the one that was sealed")
     size = form.header_bytes + header.tokens * (form.token_bytes + 4)
@@ -236,8 +240,8 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
 
 
 def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
-    """What the header says of itself, of a version, key and form that are ours. Of a forged one it may raise anything
-    that `_header_of` catches."""
+    """The header as the file claims it. Refuses another version, key or form; a forged one may raise anything that
+    `_header_of` catches."""
     said = json.loads(encoded)
     about = said.get("__metadata__", {})
     if about.get("format") != FORMAT:
@@ -264,7 +268,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
 
 
 def _key_name(key: bytes) -> str:
-    """Tells keys apart, and nothing about them."""
+    """A name by which keys are told apart; it says nothing about them."""
     return hmac.digest(key, b"semblend donor key", "sha256").hex()[:16]
 
 

@@ -1,6 +1,6 @@
-"""DonorTable: every donor's entry, the room that it takes, and which donors would make more.
+"""DonorTable: every donor's entry, the room that it takes, and which donors would make more room.
 
-A new donor goes to the device first. Donors that it displaces move down to the host, then out. A donor that has a file
+A new donor goes to the device first. The donors that it displaces move down to the host, then out. A donor with a file
 on disk is not lost when it leaves memory: it is released, and may be fetched again.
 """
 
@@ -103,9 +103,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TierMoves:
-    """A donor goes to `tier`. Before its bytes move there, `dropped` go, `released` leave memory for their files, and
-    then `offloaded` move to the host, each in order. `written` of the offloaded, and the donor itself where it is named
-    there, go on to disk as soon as they are in host memory."""
+    """A donor goes to `tier`. Before its bytes move there, in this order, `dropped` go, `released` leave memory and
+    keep their files, and `offloaded` move to the host. `written` names those of the offloaded, and the donor itself,
+    that get a file as soon as they are in host memory."""
 
     tier: Tier
     offloaded: tuple[str, ...] = ()
@@ -229,7 +229,7 @@ class DonorTable:
         return moves
 
     def apply(self, moves: TierMoves) -> TierMoves:
-        """Carries `moves` out. What is returned says as well which donors get a file, and which are dropped for it."""
+        """Carries `moves` out. Returns them with the donors that get a file, and those that are dropped for it."""
         for donor_id in moves.dropped:
             self.remove(donor_id, evicted=True)
         for donor_id in moves.released:
@@ -309,7 +309,7 @@ class DonorTable:
 
 
 class RoomSearch:
-    """Looks once for the room of one donor of `tokens` tokens. Nothing moves before its result is applied."""
+    """Looks once for the room of one donor of `tokens` tokens. Nothing moves until its result is applied."""
 
     def __init__(self, table: DonorTable, tokens: int, *, is_held: bool = False) -> None:
         """`is_held`: the donor has a place in the table already."""
@@ -352,7 +352,8 @@ class RoomSearch:
         return self._moves(Tier.DEVICE, offloaded, leaving)
 
     def _from_host(self, missing: int) -> list[str] | None:
-        """The next donors of the host that hold `missing` tokens; None, and none is taken, when all do not."""
+        """The next donors of the host that together hold `missing` tokens; None, and none is taken, when there are too
+        few."""
         taken: list[str] = []
         while missing > 0:
             donor_id = next(self._host, None)
@@ -364,7 +365,7 @@ class RoomSearch:
         return taken
 
     def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
-        """The moves, with those that free a place in the table; None when there are not enough."""
+        """The moves, with more donors that go where the table has no place left; None when there are too few."""
         released = [each for each in leaving if self._table.entries[each].file is FileState.HELD]
         dropped = [each for each in leaving if each not in released]
         # Donors on disk go first, then those that leave memory anyway, the host's, those on their way there, and the

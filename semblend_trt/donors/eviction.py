@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DonorHistory:
-    """One donor's past, the same in whichever tier it is; the catalog keeps it.
+    """One donor's past, the same in every tier; the catalog keeps it.
 
-    `added` and `last_use` are ticks of one counter (adding is a use as well), `last_seconds` is the time of the last
-    use by the catalog's clock, `uses` counts uses after the first. `text` names the donor's text, empty where unknown.
+    `added` and `last_use` are ticks of one counter (adding is a use too). `last_seconds` is the time of the last use by
+    the catalog's clock, `uses` counts the uses after the first. `text` names the donor's text, empty where unknown.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ class Ranking:
         return (name for _, name in self.items())
 
     def items(self) -> Iterator[tuple[Rank, str]]:
-        """(rank, name), lowest rank first; the ranking must not change meanwhile."""
+        """(rank, name), the lowest rank first; the ranking must not change meanwhile."""
         heap, shown = self._heap, set[str]()
         # A heap of places in the heap: a place's two children are not lower than it, so they come in when it is taken.
         front = [(heap[0], 0)] if heap else []
@@ -81,10 +81,10 @@ class Ranking:
 
 
 class EvictionPolicy:
-    """Names the donors of one tier in the order in which they should go: the lowest rank first.
+    """Names the donors of one tier in the order in which they should go, the lowest rank first.
 
     Few calls look at all of them. Not thread safe: the catalog calls it under its own lock, and changes nothing while
-    it walks `candidates`. A donor's history is up to date when the policy is told of it.
+    it walks `candidates`. A donor's history is up to date when the policy hears of it.
     """
 
     def __init__(self, rank: Callable[[DonorHistory], Rank]) -> None:
@@ -123,8 +123,8 @@ class EvictionPolicy:
 class SizeAwareEviction(EvictionPolicy):
     """Large and long unused first: GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997).
 
-    A use is worth one over the donor's tokens on top of what the last donor that went was worth. Among donors of one
-    size that is least recently used first; a donor of half the tokens may stay unused for twice as many evictions.
+    A donor's rank is one over its tokens, on top of the rank of the last donor that was evicted. Among donors of one
+    size the least recently used goes first; a donor of half the tokens may stay unused for twice as many evictions.
     """
 
     def __init__(self) -> None:
@@ -141,19 +141,20 @@ class SizeAwareEviction(EvictionPolicy):
             self._floor = max(self._floor, rank[0])
 
 
-# Before anything is seen: the SemanticKV system's fixed time. It is worth some gaps, so that no early one decides.
+# The time before any gap was seen, which the SemanticKV system fixes. It weighs as much as some gaps, so that no early
+# gap decides.
 FIRST_SECONDS, _FIRST_GAPS = 60.0, 8
-# What an older gap keeps of its worth when another comes: about the last thousand count.
+# The weight that an older gap keeps when another comes: about the last thousand count.
 MEMORY = 0.999
 _LEAST_GAP_SECONDS = 1e-3
 
 
 class ReturnTimes:
-    """The mean time from any moment to the next use, of donors that are used again, by kind.
+    """The mean time from any moment to the next use, by kind, of donors that are used again.
 
-    Of gaps g between two uses it is sum(g^2) / (2 sum(g)): a moment falls into a long gap more often than into a short
-    one (the mean residual life of renewal theory). A kind of which few donors are asked for all the time and many now
-    and then has a long one, the turns of a conversation a short one.
+    For gaps g between two uses it is sum(g^2) / (2 sum(g)), the mean residual life of renewal theory: a moment falls
+    into a long gap more often than into a short one. A kind of which many donors are used now and then has a long time,
+    the turns of a conversation a short one.
     """
 
     def __init__(self) -> None:
@@ -172,12 +173,12 @@ class ReturnTimes:
         self._sums[kind] = MEMORY * gaps + gap, MEMORY * squares + gap * gap
 
 
-# An unused donor that had to go lowers its kind by the SemanticKV system's factor. That system also raises a kind on a
-# hit and on a regret, without saying by how much: a hit outweighs two unused donors, a regret ten.
+# An evicted donor that was never used lowers its kind by the SemanticKV system's factor. That system also raises a kind
+# on a hit and on a regret, without saying by how much; here a hit outweighs two unused donors, a regret ten.
 UNUSED_FACTOR = 0.995
 HIT_FACTOR = 1.01
 REGRET_FACTOR = 1.05
-# Neither a flood of one kind nor its absence may decide alone.
+# Bounds of a factor, so that neither a flood of one kind nor its absence decides alone.
 LEAST, MOST = 0.25, 4.0
 MAX_REMEMBERED = 4096
 
@@ -185,8 +186,8 @@ MAX_REMEMBERED = 4096
 class KindWeights:
     """A factor on each kind's default weight, shared by the tiers of one catalog.
 
-    A regret is text that becomes a donor again after its donor had to go, among the last MAX_REMEMBERED such texts.
-    `returns` are the times that hits and regrets were waited for.
+    A regret is a text that becomes a donor again after its donor was evicted; the last MAX_REMEMBERED evicted texts are
+    known. `returns` learns the gaps of hits and regrets.
     """
 
     def __init__(self) -> None:
@@ -215,8 +216,8 @@ class KindWeights:
                 self._gone.popitem(last=False)
 
     def came(self, donor_id: str, text: bytes, seconds: float) -> None:
-        """A donor is ready, last used at `seconds`. It is a regret when another donor of its text had to go, none when
-        it only moved."""
+        """A donor is ready, last used at `seconds`. It is a regret when another donor of its text was evicted; a donor
+        that only moved is none."""
         gone = self._gone.pop(text, None)
         if gone is not None and gone[0] != donor_id:
             _, kind, last_seconds = gone
@@ -234,13 +235,13 @@ _MOVED = math.log(1.1)
 class AdaptiveSemanticEviction(EvictionPolicy):
     """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
 
-    Weights and the sum over n are the SemanticKV system's. Its time of 60 s and its least freshness are not: t is what
-    donors of the kind were seen to wait for their next use, so that no count and no weight keeps one for long that is
-    overdue, and the order is the same at any pace of requests. Size does not count: what a donor saves and the room
-    that it takes both grow with its tokens.
+    Weights and the sum over n are the SemanticKV system's. Its fixed time of 60 s and its least freshness are not: t is
+    the time that donors of the kind were seen to wait for their next use. So no count and no weight keeps an overdue
+    donor for long, and the order is the same at any pace of requests. Size does not count: what a donor saves and the
+    room that it takes both grow with its tokens.
 
-    Time takes all donors of a kind down alike, and its factor is common to them. So each kind has a ranking that only
-    uses change, `candidates` merges them, and donors are ranked anew in the rare case that t has moved.
+    Age lowers all donors of a kind alike, and the kind's factor is common to them. So each kind has a ranking that only
+    uses change, `candidates` merges the rankings, and donors are ranked anew only when t has moved.
     """
 
     def __init__(self, weights: KindWeights, clock: Callable[[], float]) -> None:
@@ -290,7 +291,7 @@ class AdaptiveSemanticEviction(EvictionPolicy):
         self._rankings[kind].put(donor_id, self._rank(history))
 
     def _logarithm(self, history: DonorHistory) -> float:
-        """Of the donor's score, less what is common to its kind at any moment."""
+        """The logarithm of the donor's score, without the parts that are common to its kind."""
         uses = 1.0 + math.log1p(history.uses) + 0.25 * history.uses
         seconds = self._seconds[main_kind(history.kinds)]
         return math.log(mean_weight(history.kinds) * uses) + history.last_seconds / seconds
@@ -334,7 +335,7 @@ _RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {
 
 
 def eviction_factory(name: Eviction, clock: Callable[[], float]) -> Callable[[], EvictionPolicy]:
-    """What makes the order of one tier; the orders of one factory share what they learn."""
+    """Makes the policy of one tier at each call; the policies of one factory share what they learn."""
     if name is Eviction.ADAPTIVE_SEMANTIC:
         weights = KindWeights()
         return lambda: AdaptiveSemanticEviction(weights, clock)

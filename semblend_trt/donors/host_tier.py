@@ -1,8 +1,7 @@
-"""The host tier: donors' KV in host memory that we own. What is saved is copied and stays until it is dropped.
+"""The host tier: donors' KV in host memory that we own. A donor stays until it is dropped.
 
-Page-locked memory is taken from the system once, locked where it lies, and given out in ranges. Torch's allocator
-would round every donor up to a power of two and keep what was freed, and locking memory while requests run would hold
-them up.
+Page-locked memory is taken from the system once, and given out in ranges. Torch's allocator would round every donor up
+to a power of two and keep what was freed, and locking memory while requests run would hold them up.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Range(NamedTuple):
 class HostMemory:
     """`size` bytes, page-locked for the GPU with `lock`; not thread safe.
 
-    As long as all are taken in rows of one size, every free row can be had: what lies scattered is given out as several
+    As long as all takes have rows of one size, every free row can be had: scattered room is given out as several
     ranges. Raises ConfigurationError when the memory cannot be had.
     """
 
@@ -147,7 +146,7 @@ def _unlock_pages(memory: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """One donor's room; `kv` is None while its bytes are still being copied. `readers` queue work on them just now."""
+    """One donor's room. `kv` is None while its bytes are being copied; `readers` threads are queueing work on them."""
 
     size: int
     ranges: list[Range]
@@ -159,11 +158,11 @@ class _Slot:
 class HostTier:
     """Donor KV in host memory, at most `byte_budget` bytes of it. Thread safe; copies run outside the lock.
 
-    In memory a donor is [layers, tokens, kv_factor, kv_heads, head_dim]: any run of tokens of one layer is then one
-    copy to a device. Donors lie in `memory`, in one part or in several, or without it each in memory of its own. A GPU
-    reads page-locked `memory` asynchronously: the caller that queues such reads says by `read_until` when they end, and
-    no other donor is written before. `used_bytes` are those of all donors held or being copied, a dropped one's until
-    its copy has ended.
+    A donor lies in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so that any run of tokens of one layer is
+    one copy to a device. Donors lie in `memory`, in one part or in several; without it each has memory of its own. A
+    GPU reads page-locked `memory` asynchronously: the caller says by `read_until` when queued reads end, and no other
+    donor is written before. `used_bytes` counts all donors held or being copied, a dropped one until its copy has
+    ended.
     """
 
     def __init__(self, byte_budget: int, memory: HostMemory | None = None) -> None:
@@ -178,11 +177,12 @@ class HostTier:
     def writing(
         self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
     ) -> Iterator[HostKv]:
-        """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, held once the block is left.
+        """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, which is held once the block is
+        left; its bytes must be there by then.
 
-        Its bytes must be there by then. What reads the memory's former donor has ended when the block begins; where the
-        memory is written on `stream` alone, that waits for it instead. Raises ValueError for an id that is taken,
-        CapacityError when the budget has no room for it, DonorUnavailableError at the end when the donor was dropped
+        Reads of the memory's former donor have ended when the block begins; with `stream`, on which alone the memory
+        may then be written, that stream waits for them instead. Raises ValueError for an id that is taken,
+        CapacityError when the budget has no room, DonorUnavailableError at the end when the donor was dropped
         meanwhile. Nothing is held after an error.
         """
         slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
@@ -270,8 +270,7 @@ class HostTier:
         return HostKv(tuple(parts))
 
     def _await_reads(self, stream: Stream | None) -> None:
-        """Has `stream`, or else the caller, wait until all reads of former donors have ended, within hundredths of a
-        second."""
+        """Makes `stream`, or without one the caller, wait until all reads of former donors have ended."""
         with self._lock:
             self._reads = reads = [read for read in self._reads if not read.query()]
         wait(stream, reads)
@@ -285,7 +284,7 @@ class HostTier:
             self._memory.give_back(slot.ranges)
 
     def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
-        """Makes the copied donor readable. False, and its room is free, without `kv` or when it was dropped."""
+        """Makes the copied donor readable. Returns False, and frees its room, without `kv` or when it was dropped."""
         with self._lock:
             is_ours = self._slots.get(donor_id) is slot
             if is_ours and kv is not None:

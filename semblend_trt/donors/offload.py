@@ -1,4 +1,4 @@
-"""How donors move between tiers: the scheduler's commands, what rank 0's tiers tell of them, and the disk's part."""
+"""How donors move between tiers: the scheduler's commands, rank 0's events, and the transfers to and from disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class OffloadEventKind(str, Enum):
-    """What happened to a donor, or to the disk. The values are the metric's labels, in which a promotion is a lift."""
+    """What happened to a donor, or to the disk. The values are the metric's labels, which call a promotion a lift."""
 
     FILE_FOUND = "file_found"
     FILE_REFUSED = "file_refused"
@@ -36,7 +36,7 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event; `donor_id` is empty where it concerns no donor, `text` that of a file that was found."""
+    """One event. `donor_id` is empty where no donor is meant; `text` is there for FILE_FOUND alone."""
 
     kind: OffloadEventKind
     donor_id: str = ""
@@ -46,8 +46,8 @@ class OffloadEvent:
 
 @dataclass(slots=True)
 class DiskLink:
-    """Exists while the disk tier is open. `texts` are those of donors that may get a file and have none yet, entered
-    and withdrawn by the scheduler; `found` are donors whose files were there at the start."""
+    """Exists while the disk tier is open. The scheduler keeps in `texts` the donors that may get a file and have none
+    yet. `found` are events of the files that were there at the start."""
 
     texts: dict[str, DonorText] = field(default_factory=dict)
     found: deque[OffloadEvent] = field(default_factory=deque)
@@ -77,12 +77,12 @@ _CLOSING_SECONDS = 60.0
 class DiskTransfers:
     """Writes donors' files and reads them back in the background, on one thread each.
 
-    Every `write` and every `fetch` ends in one event, whatever goes wrong. A donor is readable only after all of its
-    bytes have been read back and checked.
+    Every `write` and every `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of
+    its bytes have been read back and checked.
     """
 
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
-        """Begins with finding the donors whose files are there."""
+        """Begins to look for the files that are there."""
         self._disk, self._host, self._link, self._events = disk, host, link, events
         self._waiting = 0
         self._lock = threading.Lock()

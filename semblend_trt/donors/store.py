@@ -1,4 +1,4 @@
-"""What one rank holds, in both tiers. It obeys the scheduler's catalog and decides nothing."""
+"""What one rank holds, in memory. It obeys the scheduler's catalog and decides nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class DonorStore:
     def offload(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
-        `copy(source, tokens, held)` fills `held`; nothing writes it any more once it returns or raises. After an error
-        the donor is in neither tier: the catalog has given its blocks away.
+        `copy(source, tokens, held)` fills `held`, and writes nothing more once it returns or raises. After an error
+        neither tier holds the donor: the catalog has given its blocks away.
         """
         if self.device is None or donor_id not in self.device:
             return False
@@ -60,8 +60,8 @@ class DonorStore:
         """Copies a donor of the host to the device, and then drops it from the host.
 
         `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
-        it, CapacityError without room on the device, and what `copy` raises; the host holds the donor then as before.
-        DonorUnavailableError as well when the donor was dropped meanwhile; neither tier holds it then.
+        the donor, CapacityError without room on the device, and what `copy` raises; the host then holds the donor as
+        before. Raises DonorUnavailableError too when the donor was dropped meanwhile; neither tier holds it then.
         """
         device = self.device_tier()
         with self.host.reading(donor_id) as held, device.writing(donor_id, held.capacity) as target:

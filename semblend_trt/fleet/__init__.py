@@ -1,1 +1,1 @@
-"""What the fleet is told of this worker's donors, and how it is read: events, sketches, publisher."""
+"""Donor events between the workers of a fleet, and the router that places requests by them."""

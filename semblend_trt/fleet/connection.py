@@ -1,7 +1,6 @@
-"""Connections to NATS: a publisher's, whose messages are known to have arrived, and a directory's, over lost servers.
+"""Connections to NATS: a publisher's, which knows what has arrived, and a directory's, which reconnects by itself.
 
-A publisher's connection is not made again when it is lost: it ends, and the publisher opens another and tells readers
-anew.
+A publisher's connection ends when it is lost. The publisher then opens another one and resyncs.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024
-# A server that takes longer than this to answer counts as lost, in seconds.
+# A server that has not answered after so many seconds counts as lost.
 ANSWER_SECONDS = 5.0
 STREAM_SECONDS = 3600
 STREAM_BYTES = 256 << 20
 DUPLICATE_SECONDS = 120
-# How long to wait before another attempt: at first, and at most.
+# The wait before another attempt: at first, and at most.
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
-# How often missed events are looked for, in seconds.
+# Seconds between two checks for missed events.
 TICK_SECONDS = 0.25
-# How long a task that was told to end may take before it is told again, in seconds.
+# Seconds after which a task that has not ended is cancelled again.
 END_SECONDS = 1.0
 
 
 class ConnectionLostError(SemBlendError):
-    """The server did not take or did not acknowledge what was sent."""
+    """The server did not take or did not acknowledge a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Where events go and as whom. Its representation shows no secret.
+    """Where events are sent, and the credentials. The representation shows no secret.
 
-    With `per_worker` each worker's events go to a subject of its own, the id behind `subject`, and readers believe an
-    event from its worker's subject only: the server's permissions then say who may speak for which worker.
+    With `per_worker` each worker's events go to a subject of its own, `subject` with the worker id appended, and
+    readers accept a worker's events from its own subject only. The server's permissions then decide who may send them.
     """
 
     servers: tuple[str, ...] = field(repr=False)
@@ -85,16 +84,16 @@ class ConnectionOptions:
         )
 
     def subject_of(self, worker_id: int) -> str:
-        """Where the events of a worker go."""
+        """The subject of a worker's events."""
         return f"{self.subject}.{worker_id}" if self.per_worker else self.subject
 
     @property
     def subjects(self) -> str:
-        """Where the events of all workers come from, and with `per_worker` requests for a resync too."""
+        """The subject of all workers' events; with `per_worker` it includes requests for a resync."""
         return f"{self.subject}.*" if self.per_worker else self.subject
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """What the server's certificate is checked with; None where no TLS setting is given. Raises OSError."""
+        """The TLS context; None without TLS settings. Raises OSError."""
         if self.tls_ca is None and self.tls_cert is None:
             return None
         context = ssl.create_default_context(cafile=None if self.tls_ca is None else str(self.tls_ca))
@@ -103,7 +102,7 @@ class ConnectionOptions:
         return context
 
     def client_arguments(self) -> dict[str, Any]:
-        """Arguments of `nats.connect` for one attempt that ends."""
+        """Arguments of `nats.connect` for a single attempt."""
         arguments: dict[str, Any] = {
             "servers": list(self.servers),
             "allow_reconnect": False,
@@ -122,29 +121,30 @@ class ConnectionOptions:
 
 
 async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
-    """A `nats` client after one attempt. Raises ConfigurationError without nats-py (extra nats), and what it raises."""
+    """A `nats` client after one attempt. Raises ConfigurationError without nats-py (extra nats), and its exceptions."""
     try:
         import nats
     except ImportError as error:
         raise ConfigurationError("events need nats-py; install semblend-trt[nats]") from error
 
-    is_told = False
+    has_warned = False
 
     async def erred(error: Exception) -> None:
-        """The exception that ends an attempt says it all; but what is not permitted ends none, and shows nowhere."""
-        nonlocal is_told
-        if not is_told and "permissions violation" in str(error).lower():
-            is_told = True
+        """Logs a missing permission once: it ends no connection and shows nowhere else."""
+        nonlocal has_warned
+        if not has_warned and "permissions violation" in str(error).lower():
+            has_warned = True
             logger.warning("NATS does not permit what this process needs, so that events are lost: %s", error)
 
     attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": erred} | arguments)))
-    # The outcome of an attempt that was given up is read here, or asyncio would log it.
+    # asyncio would log the exception of an abandoned attempt if it were not read.
     attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.wait_for(attempt, 2 * ANSWER_SECONDS)
 
 
 async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes, str | None], Awaitable[None]]) -> None:
-    """Subscribes: `take` gets each message, and the worker id that its subject names, None where all share one."""
+    """Subscribes `take` to events; it gets each message, and the worker id in its subject (None where all share
+    one)."""
 
     async def read(message: Any) -> None:
         sender = message.subject.rpartition(".")[2] if options.per_worker else None
@@ -155,7 +155,7 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
 
 
 class Connection:
-    """Sends one emitter's messages. Make one with `open`; all methods belong to its event loop."""
+    """Sends one emitter's messages. Made with `open`; all methods belong to its event loop."""
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
         self._options, self._emitter = options, emitter
@@ -167,7 +167,7 @@ class Connection:
 
     @classmethod
     async def open(cls, options: ConnectionOptions, emitter: Emitter, asked: Callable[[], None]) -> Connection:
-        """Connects once and listens for requests for a resync, each of which calls `asked`. Raises what fails."""
+        """Connects, and calls `asked` for each request for a resync. One attempt; raises what the client raises."""
         connection = cls(options, emitter)
         name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
         connection._client = await connect_client(options, closed_cb=connection._closed, name=name)
@@ -182,9 +182,10 @@ class Connection:
         return connection
 
     async def send(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Sends in order and waits until the server has all; returns those that are too large for it.
+        """Sends in order and waits until the server has all messages; returns those that are too large for it.
 
-        Raises ConnectionLostError, or what the client raises, when that is not certain; the connection is useless then.
+        Raises ConnectionLostError, or what the client raises, when messages may be lost; the connection cannot be used
+        again.
         """
         fit = [notice for notice in notices if len(notice.payload) <= self._client.max_payload]
         if self._jetstream is None:
@@ -200,13 +201,13 @@ class Connection:
         return [notice for notice in notices if len(notice.payload) > self._client.max_payload]
 
     async def close(self) -> None:
-        """Ends the connection; never raises, and waits no longer than the server may take to answer."""
+        """Ends the connection. Never raises, and waits ANSWER_SECONDS at most."""
         self.is_lost = True
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._client.close(), ANSWER_SECONDS)
 
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
-        """Publishes to the stream; returns what it has not acknowledged. One id is stored once, however often sent."""
+        """Publishes to the stream; returns the messages without acknowledgement. The stream stores each id once."""
         acks = self._acks = []
         for notice in notices:
             emitter = self._emitter
@@ -250,13 +251,13 @@ class Connection:
 
     async def _closed(self) -> None:
         self.is_lost = True
-        # No answer comes any more.
+        # No more answers come.
         for ack in self._acks:
             ack.cancel()
 
 
 def is_meant(request: bytes, emitter: Emitter) -> bool:
-    """True when a request for a resync is meant for this emitter: empty, or JSON that names its worker (and rank)."""
+    """Whether a request for a resync is for this emitter: it is empty, or JSON that names its worker (and rank)."""
     if not request:
         return True
     try:
@@ -276,8 +277,7 @@ def _is_acknowledged(ack: asyncio.Future[Any]) -> bool:
 class DirectoryReader:
     """Reads `options.subjects` into `directory` from `start` to `stop`, in the event loop that calls them.
 
-    A server that is out of reach is tried again for ever. No message makes it raise. After each
-    message other tasks of the loop have their turn.
+    It reconnects for ever, and no message makes it raise. After each message other tasks of the loop have their turn.
     """
 
     def __init__(self, options: ConnectionOptions, directory: Directory) -> None:
@@ -286,14 +286,14 @@ class DirectoryReader:
         self.connections = self.failures = 0
 
     async def start(self) -> None:
-        """Begins to read; returns before there is a connection."""
+        """Starts to read; returns before there is a connection."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="semblend-directory")
 
     async def stop(self) -> None:
-        """Ends reading; the directory keeps what it knows until that expires."""
+        """Stops reading; the directory keeps its workers until they expire."""
         task, self._task = self._task, None
-        # A cancellation that meets the end of what is waited for is lost: in asyncio.wait_for before Python 3.12.
+        # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives as the awaited task ends.
         while task is not None and not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=END_SECONDS)
@@ -310,13 +310,13 @@ class DirectoryReader:
                 return
             except Exception as error:
                 if retry_seconds == FIRST_RETRY_SECONDS:
-                    # An error's text may hold the server's address, which may name a user and a password.
+                    # The error's text may hold the server's address with a user and a password.
                     logger.warning("NATS is out of reach, donor events are not read: %s", type(error).__name__)
                 await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))
                 retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
 
     async def _follow(self) -> None:
-        """One connection, from its making to its loss. Raises what keeps it from being made."""
+        """Reads over one connection until it is lost. Raises when it cannot be made."""
         lost = asyncio.Event()
 
         async def closed() -> None:
@@ -325,7 +325,7 @@ class DirectoryReader:
         client = await connect_client(self._options, closed_cb=closed, name="semblend-trt directory")
         try:
             await listen(client, self._options, self._read)
-            # What was said before this subscription is unknown; all workers are asked.
+            # Events before this subscription are unknown, so all workers are asked for a resync.
             await client.publish(self._options.subject + RESYNC_SUFFIX, b"")
             await client.flush()
             self.connections += 1
@@ -344,6 +344,6 @@ class DirectoryReader:
             self._directory.observe(payload, sender)
         except Exception:
             self.failures += 1
-            if self.failures == 1:  # what fails once may fail with every message
+            if self.failures == 1:  # the same failure may repeat with every message
                 logger.exception("a message on the event subject could not be taken")
         await asyncio.sleep(0)

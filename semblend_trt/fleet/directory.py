@@ -1,9 +1,9 @@
-"""Directory: which worker of the fleet holds how much of a prompt, as the workers' events tell.
+"""Directory: how much of a prompt each worker of the fleet holds, according to the workers' events.
 
-All that comes in is checked, bounded and counted; a wrong or forged event can misplace requests for a while and
-nothing else. Only this reader's own clocks are used: a worker is gone when nothing that follows was heard of it for
-some of its heartbeats, or when as many heartbeats in its name were not believed. Then any generation is, so that
-a forgery blinds a reader for those heartbeats and no longer.
+All input is checked, bounded and counted; a wrong or forged event can misplace requests for a while and nothing else.
+Only this reader's clocks are used. A worker is forgotten after HEARTBEATS_MISSED intervals without an accepted event,
+or after as many heartbeats in its name that were not accepted. Any generation is accepted then, so that a forgery
+misleads a reader for those heartbeats at most.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ Worker: TypeAlias = tuple[int, int]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
-# Seconds between two heartbeats until a worker says what they are, and bounds of what it may say.
+# The seconds between two heartbeats until a worker states them, and the bounds of what it may state.
 FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
-# Heartbeats missed, or not believed, after which a worker is gone.
+# Heartbeats missed, or not accepted, after which a worker is forgotten.
 HEARTBEATS_MISSED = 3
-# A generation is a time in microseconds. One that lies further ahead of this reader's own time replaces no other.
+# A generation is a time in microseconds. One further ahead of this reader's clock replaces no other.
 MOST_AHEAD_US = 86_400_000_000
-# How often silent workers are looked for, in seconds.
+# Seconds between two checks for silent workers.
 _LOOK_SECONDS = 0.05
-# Donors of a cleared worker that leave the index with each event.
+# Donors of cleared workers that are removed from the index with each event.
 _REMOVED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker whose donors hold an estimated `tokens` of a prompt's tokens, all its donors taken together."""
+    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
 
     worker: Worker
     tokens: int
@@ -67,7 +67,7 @@ class Holder:
 
 @dataclass(slots=True, eq=False)
 class FollowedDonor:
-    """A donor as it was announced, and where it stands in the index of its namespace, if anywhere."""
+    """A donor as it was announced, and its posting in the index of its namespace, if it has one."""
 
     tier: str
     tokens: int
@@ -78,11 +78,11 @@ class FollowedDonor:
 
 @dataclass(slots=True, eq=False)
 class FollowedWorker:
-    """A worker: its number in the indexes, where its events stand, its donors with their `wire.state_digest`.
+    """A worker: its number in the indexes, its last event, its donors and their `wire.state_digest`.
 
-    `is_synced` when nothing was missed since its last reset. `is_partial` when donors were left out for want of room:
-    heartbeats are compared again when there is some. `is_unplaced` when donors could not be placed for want of a
-    namespace. `unheeded` heartbeats came in its name and were not believed since one event was.
+    `is_synced`: no event was missed since its last reset. `is_partial`: donors were left out for lack of room, so
+    heartbeats are compared only when there is room again. `is_unplaced`: donors were left out because there were too
+    many namespaces. `unheeded` counts heartbeats not accepted since the last accepted event.
     """
 
     number: int
@@ -104,9 +104,9 @@ class FollowedWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker that speaks: how many donors it is known to hold, whether nothing that it said was missed.
+    """A worker that is followed: its number of known donors, and whether no event was missed.
 
-    `events` counts by kind what was believed, `compared` the heartbeats that were compared with what is known.
+    `events` counts accepted events by kind, `compared` the heartbeats that were compared with the known donors.
     """
 
     worker: Worker
@@ -118,35 +118,35 @@ class WorkerState:
 
 
 class Verdict(str, Enum):
-    """What an event is to a reader that saw all before it."""
+    """How an event relates to the events before it."""
 
-    RESET = "reset"  # forget the worker's donors; what follows is everything
-    NEXT = "next"  # follows what was seen since the reset: apply it
-    UNSYNCED = "unsynced"  # follows the one before, but something was missed earlier
-    GAP = "gap"  # something was missed just before it: ask for a resync
-    DUPLICATE = "duplicate"  # seen, or overtaken: leave it
-    STALE = "stale"  # of an earlier generation: leave it
-    REFUSED = "refused"  # of a worker that is not followed, or not believable: leave it
+    RESET = "reset"  # forget the worker's donors; all of them are registered again
+    NEXT = "next"  # the next event, and none was missed since the reset: apply it
+    UNSYNCED = "unsynced"  # the next event, but one was missed earlier: apply it
+    GAP = "gap"  # events just before it were missed: apply it and ask for a resync
+    DUPLICATE = "duplicate"  # seen already, or too late: ignore it
+    STALE = "stale"  # of an earlier generation: ignore it
+    REFUSED = "refused"  # of a worker that is not followed, or not plausible: ignore it
 
     @property
     def is_to_apply(self) -> bool:
-        """True when the event says something that is not known yet."""
+        """Whether the event is new."""
         return self in (Verdict.RESET, Verdict.NEXT, Verdict.UNSYNCED, Verdict.GAP)
 
 
 _MEANING = {
     Verdict.GAP: "events before it are missing",
-    Verdict.DUPLICATE: "was seen, or comes too late",
+    Verdict.DUPLICATE: "was seen already, or comes too late",
     Verdict.STALE: "is of an earlier generation; two processes may have this worker id",
 }
 
 
 class Directory:
-    """Feed it messages with `observe`; ask it with `holders`. Thread safe; raises nothing but what `holders` says.
+    """Takes messages with `observe` and answers with `holders`. Thread safe; only `holders` raises.
 
-    `clock` (seconds, monotonic) times expiry and requests for a resync, `wall_clock` (seconds since 1970) bounds
-    generations. Only workers in `accepted` are followed, where it is given. `counts` tells what became of messages;
-    `on_problem` gets the name and a sentence of what is wrong on the subject.
+    `clock` (seconds, monotonic) times expiry and requests for a resync; `wall_clock` (seconds since 1970) bounds
+    generations. Where `accepted` is given, only these workers are followed. `counts` counts messages by verdict and
+    problem; `on_problem` gets the name of each problem and a sentence.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Directory:
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
         self._free_numbers: list[int] = []
-        # Numbers that workers had, and what still stands in the indexes under them.
+        # Former numbers of workers, and the donors that are still in the indexes under them.
         self._cleared: deque[tuple[int, list[FollowedDonor]]] = deque()
         self._namespaces = KnownNamespaces()
         self._donors = self._entries = 0
@@ -176,9 +176,9 @@ class Directory:
         warm_up()
 
     def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
-        """Takes one message and says what it was to this reader; None for one that is no event.
+        """Takes one message and returns its verdict; None when it is not an event.
 
-        An event of another worker than `sender`, where that is given, is refused.
+        Where `sender` is given, events of other workers are refused.
         """
         try:
             event = decode(payload)
@@ -189,7 +189,7 @@ class Directory:
         return self.apply(event, sender)
 
     def apply(self, event: SemanticKvEvent, sender: str | None = None) -> Verdict:
-        """`observe` of a message that was read already."""
+        """`observe` for a message that is decoded already."""
         with self._lock:
             if sender is not None and str(event.worker_id) != sender:
                 self._problem("wrong_subject", f"came on the subject of worker {sender}", event)
@@ -214,10 +214,9 @@ class Directory:
     ) -> tuple[Holder, ...]:
         """The workers that hold text of a prompt (integers [n]), the largest share first.
 
-        A worker's `tokens` are estimated over all its donors of one namespace together: what two of them hold counts
-        once. Only donors of requests with the same `tenant_salt` (raw; None is no salt) are looked at, and where
-        `model` is given only those whose namespace names it. Raises ValueError for bad tokens, NamespaceError for a
-        bad salt.
+        A worker's `tokens` are estimated over all its donors of one namespace: text that two of them hold counts once.
+        Only donors with the same `tenant_salt` (raw; None is no salt) are searched, and where `model` is given, only
+        those whose namespace names it. Raises ValueError for bad tokens, NamespaceError for a bad salt.
         """
         prompts = self._fingerprints(token_ids, tenant_salt, model)
         return self._holders_of(prompts) if prompts else ()
@@ -239,13 +238,13 @@ class Directory:
             )
 
     def donors_of(self, worker: Worker) -> dict[str, str]:
-        """Tier by donor id, as far as is known; empty for a worker that is not followed."""
+        """Tier by donor id of the known donors; empty for a worker that is not followed."""
         with self._lock:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
     def tokens_of(self, worker: Worker) -> tuple[Counter[str], int]:
-        """How many tokens a worker's donors have in each tier, and how many tenants they belong to."""
+        """The tokens of a worker's donors by tier, and the number of their tenants."""
         with self._lock:
             followed = self._workers.get(worker)
             donors = [] if followed is None else list(followed.donors.values())
@@ -255,8 +254,8 @@ class Directory:
         return tokens, len({donor.tenant_key for donor in donors})
 
     def resyncs_due(self) -> tuple[Worker, ...]:
-        """The workers that have to be asked for a resync now; each is named once in `resync_seconds` at most, or in a
-        heartbeat where those come more often."""
+        """The workers to ask for a resync now; each is returned once per `resync_seconds` at most, or once per
+        heartbeat interval where that is shorter."""
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -271,7 +270,7 @@ class Directory:
     def _fingerprints(
         self, token_ids: npt.ArrayLike, salt: str | None, model: str | None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
-        """The prompt's fingerprints in each namespace that it may meet."""
+        """The prompt's fingerprints in each namespace that it may reuse from."""
         with self._lock:
             self._expire(self._clock())
             met = self._namespaces.met_by(salt, model)
@@ -302,14 +301,14 @@ class Directory:
         worker = (event.worker_id, event.dp_rank)
         followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
         if self._accepted is not None and worker not in self._accepted:
-            self._problem("unknown_worker", "is of no worker that is followed", event)
+            self._problem("unknown_worker", "is of a worker that is not followed", event)
             return Verdict.REFUSED
         if followed is None:
             if len(self._workers) < self._max_workers:
                 return Verdict.RESET if is_reset else Verdict.GAP
-            self._problem("too_many_workers", f"{self._max_workers} workers are followed, and no more", event)
+            self._problem("too_many_workers", f"{self._max_workers} workers are followed, which is the most", event)
             return Verdict.REFUSED
-        # An unknown kind may name none.
+        # An event of unknown kind may name no generation.
         generation = followed.generation if event.generation is None else event.generation
         if generation < followed.generation:
             return Verdict.STALE
@@ -318,7 +317,7 @@ class Directory:
                 self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
                 return Verdict.REFUSED
             if not is_reset:
-                # A restarted worker, whose reset was missed, answers with one; a forger does not have to.
+                # A restarted worker whose reset was missed sends another one when asked.
                 followed.wants_resync = True
                 self._problem("unproven_generation", f"generation {generation} began with no reset", event)
                 return Verdict.REFUSED
@@ -332,9 +331,9 @@ class Directory:
         return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
 
     def _is_given_up(self, event: SemanticKvEvent) -> bool:
-        """Counts a heartbeat that is not believed; True when there were so many that what was believed is forgotten.
+        """Counts a heartbeat that was not accepted; True when there were so many that the worker is forgotten.
 
-        A live worker's own heartbeats end in this way what another process said in its name.
+        So a live worker's own heartbeats undo what another process said in its name.
         """
         worker = (event.worker_id, event.dp_rank)
         followed = self._workers.get(worker)
@@ -374,7 +373,7 @@ class Directory:
     def _register(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
         if self._donors >= self._max_donors:
-            self._problem("too_many_donors", f"{self._max_donors} donors are known, and no more are kept", event)
+            self._problem("too_many_donors", f"{self._max_donors} donors are known, which is the most", event)
             followed.is_partial = True
             return
         donor = FollowedDonor(data.location.tier, data.token_count, data.tenant_key)
@@ -382,7 +381,7 @@ class Directory:
         followed.digest ^= donor_digest(data.donor_id, donor.tier)
         self._donors += 1
         try:
-            sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # it tells of the whole donor
+            sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # of the whole donor
             donor.namespace = self._namespaces.enter(data.namespace)
         except (NamespaceError, RecursionError) as error:
             self._problem("bad_namespace", str(error), event)
@@ -391,7 +390,7 @@ class Directory:
             self._problem("no_sketch", str(error), event)
         else:
             if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * self._max_donors:
-                self._problem("index_full", "the sketches that are kept leave no room for it", event)
+                self._problem("index_full", "the index has no room for its sketch", event)
             else:
                 donor.posting = donor.namespace.index.add(followed.number, sketch)
                 self._entries += len(donor.posting.entries)
@@ -399,24 +398,24 @@ class Directory:
     def _evict(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorEvicted) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
-            self._tell_unknown(event, followed)
+            self._unknown_donor(event, followed)
         elif data.segments is None:
             self._drop(followed, data.donor_id)
-        else:  # what is left of it cannot be told from what is gone
+        else:  # which part is left cannot be told from the sketch
             self._take_back(donor)
 
     def _relocate(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRelocated) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
-            self._tell_unknown(event, followed)
+            self._unknown_donor(event, followed)
         else:
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
             donor.tier = data.new_location.tier
             followed.digest ^= donor_digest(data.donor_id, donor.tier)
 
-    def _tell_unknown(self, event: SemanticKvEvent, followed: FollowedWorker) -> None:
+    def _unknown_donor(self, event: SemanticKvEvent, followed: FollowedWorker) -> None:
         if followed.is_synced and not followed.is_partial:
-            self._problem("unknown_donor", "speaks of a donor that was never registered", event)
+            self._problem("unknown_donor", "names a donor that was never registered", event)
 
     def _compare(self, event: SemanticKvEvent, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
@@ -429,8 +428,8 @@ class Directory:
         is_placed = not followed.is_unplaced or self._namespaces.is_full
         if (is_comparable and not is_known) or not is_placed:
             followed.is_synced = False
-            told = f"holds {heartbeat.donor_count} donors, and its events tell of {len(followed.donors)}"
-            self._problem("wrong_state", told, event)
+            sentence = f"reports {heartbeat.donor_count} donors where its events leave {len(followed.donors)}"
+            self._problem("wrong_state", sentence, event)
 
     def _drop(self, followed: FollowedWorker, donor_id: str) -> None:
         donor = followed.donors.pop(donor_id, None)
@@ -440,7 +439,7 @@ class Directory:
             self._donors -= 1
 
     def _take_back(self, donor: FollowedDonor) -> None:
-        """Takes a donor out of its namespace and of the index."""
+        """Removes a donor from the index and from its namespace."""
         self._leave_index(donor)
         if donor.namespace is not None:
             self._namespaces.leave(donor.namespace)
@@ -454,7 +453,7 @@ class Directory:
             donor.posting = None
 
     def _clear(self, worker: Worker, followed: FollowedWorker) -> None:
-        """Takes all of a worker's donors out, in no time: it gets another number, and `_tidy` does the work."""
+        """Removes all donors of a worker at once: it gets another number, and `_tidy` clears the index step by step."""
         for donor in followed.donors.values():
             if donor.namespace is not None:
                 self._namespaces.leave(donor.namespace)
@@ -466,7 +465,7 @@ class Directory:
         followed.donors, followed.digest = {}, 0
 
     def _tidy(self) -> None:
-        """Does a small part of the work that `_clear` left."""
+        """Does a small part of the work that `_clear` postponed."""
         for _ in range(_REMOVED_AT_ONCE if self._cleared else 0):
             number, donors = self._cleared[0]
             if donors:
@@ -485,7 +484,7 @@ class Directory:
         return number
 
     def _expire(self, now: float) -> None:
-        """Lets silent workers go, looking for them from time to time."""
+        """Forgets silent workers; checks every _LOOK_SECONDS."""
         if now < self._expire_at:
             return
         self._expire_at = now + _LOOK_SECONDS

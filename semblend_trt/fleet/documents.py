@@ -1,6 +1,6 @@
-"""The events' JSON Schema and AsyncAPI document, made from the models.
+"""JSON Schema and AsyncAPI document of the events, generated from the models in events.py.
 
-`python -m semblend_trt.fleet.documents FOLDER` writes both; a test compares those in docs/ with the models.
+`python -m semblend_trt.fleet.documents FOLDER` writes both; a test compares the files in docs/ with the models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SUBJECT = "semantic-kv-events"
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of one message in JSON, as a reader takes it."""
+    """JSON Schema of one message, as readers validate it."""
     schema = SemanticKvEvent.model_json_schema(mode="validation")
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
 
 
 def asyncapi() -> dict[str, Any]:
-    """AsyncAPI 3.0 document of the subject and of the requests for a resync."""
+    """AsyncAPI 3.0 document of the event subject and of requests for a resync."""
     schema = SemanticKvEvent.model_json_schema(mode="validation", ref_template="#/components/schemas/{model}")
     schemas = {**schema.pop("$defs"), "SemanticKvEvent": schema}
     messages = {
@@ -46,7 +46,7 @@ def asyncapi() -> dict[str, Any]:
     }
     messages["resync_request"] = {
         "title": "resync_request",
-        "summary": "Asks all workers, or the one that is named, to tell all their donors anew.",
+        "summary": "Asks all workers, or the named one, to register all their donors again.",
         "contentType": "application/json",
         "payload": {"$ref": "#/components/schemas/ResyncRequest"},
     }
@@ -59,16 +59,16 @@ def asyncapi() -> dict[str, Any]:
         "info": {
             "title": "Donor events of SemBlend-TRT",
             "version": f"{SCHEMA_VERSION}.0.0",
-            "description": f"Messages have at most {MAX_MESSAGE_BYTES} bytes; MessagePack of the same shape may come "
-            "in place of JSON. Readers ignore kinds and fields that they do not know.",
+            "description": f"Messages have at most {MAX_MESSAGE_BYTES} bytes. They are JSON, or MessagePack of "
+            "the same shape. Readers ignore unknown kinds and fields.",
         },
         "defaultContentType": "application/json",
         "channels": {
             "events": _channel(SUBJECT, KIND_NAMES),
             "eventsOfOneWorker": {
                 **_channel(SUBJECT + ".{worker_id}", KIND_NAMES),
-                "description": "In place of events, where each worker has a subject of its own.",
-                "parameters": {"worker_id": {"description": "The worker_id of each message there."}},
+                "description": "Used instead of events where each worker has a subject of its own.",
+                "parameters": {"worker_id": {"description": "The worker_id of every message on the subject."}},
             },
             "resync": _channel(SUBJECT + RESYNC_SUFFIX, ("resync_request",)),
         },

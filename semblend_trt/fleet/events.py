@@ -1,7 +1,7 @@
-"""Wire schema version 1 of donor events, as models for what comes from outside.
+"""Schema version 1 of donor events, as pydantic models that check what comes from outside.
 
-Readers ignore fields that they do not know, and take an event of an unknown kind as `UnknownEvent`, so that kinds and
-fields can be added. `wire.py` reads and writes whole messages; docs/events.md says what they mean.
+Readers ignore unknown fields and read an event of an unknown kind as `UnknownEvent`, so that fields and kinds can be
+added. `wire.py` reads and writes whole messages; docs/events.md explains the events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ShortText = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
 
 
 class EventError(SemBlendError, ValueError):
-    """A message that is no event of this schema; `reason` is its short name in counters."""
+    """A message that is not an event of this schema; `reason` is the label in counters."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -94,10 +94,10 @@ Location = Annotated[WorkerLocation | SharedLocation, Field(discriminator="kind"
 
 
 class Segment(_Part):
-    """A stretch of the donor: tokens [start, end) and what tells of them without giving them away.
+    """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
     `digest`: see `wire.token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
-    float32, only where the worker was told to send it.
+    float32, present only where the worker's settings ask for it.
     """
 
     segment_id: Count
@@ -109,14 +109,14 @@ class Segment(_Part):
 
 
 class ProviderGenerationReset(_Part):
-    """Whatever was known of this worker's donors no longer holds; all that are held follow."""
+    """Forget all donors of this worker; a registration of each held donor follows."""
 
     kind: Literal["provider_generation_reset"] = "provider_generation_reset"
     generation: Count
 
 
 class DonorRegistered(_Part):
-    """The worker holds a donor. Of a donor that is known already, it replaces what was known."""
+    """The worker holds a donor. An earlier registration of the same donor id is replaced."""
 
     kind: Literal["donor_registered"] = "donor_registered"
     donor_id: DonorId
@@ -129,14 +129,14 @@ class DonorRegistered(_Part):
 
     @property
     def tenant_key(self) -> str:
-        """Tenant key v1 of the namespace; that of requests without a salt where none is stated."""
+        """Tenant key v1 of the namespace; where it states none, that of requests without a salt."""
         extra = self.namespace.get("extra")
         key = extra.get("tenant_key") if isinstance(extra, dict) else None
         return key if isinstance(key, str) else TENANT_PREFIX + "none"
 
 
 class DonorEvicted(_Part):
-    """The worker no longer holds the donor, or the `segments` of it that are named."""
+    """The worker no longer holds the donor, or only the named `segments` of it are gone."""
 
     kind: Literal["donor_evicted"] = "donor_evicted"
     donor_id: DonorId
@@ -145,7 +145,7 @@ class DonorEvicted(_Part):
 
 
 class DonorsPurged(_Part):
-    """All donors of a scope are gone: `all` of this emitter, those at a `worker`, or those at a `location`."""
+    """All donors of a scope are gone: `all` donors of this emitter, those of a `worker`, or those at a `location`."""
 
     kind: Literal["donors_purged"] = "donors_purged"
     scope: dict[str, Any]
@@ -153,7 +153,7 @@ class DonorsPurged(_Part):
 
 
 class DonorRelocated(_Part):
-    """The donor is held in another place."""
+    """The donor is held at another location."""
 
     kind: Literal["donor_relocated"] = "donor_relocated"
     donor_id: DonorId
@@ -162,9 +162,9 @@ class DonorRelocated(_Part):
 
 
 class ProviderHeartbeat(_Part):
-    """The worker lives: another heartbeat follows within `interval_seconds`.
+    """The worker is alive, and sends the next heartbeat within `interval_seconds`.
 
-    A reader that followed all events knows `donor_count` donors whose `wire.state_digest` is `state_digest`.
+    A reader that received all events knows `donor_count` donors with the `wire.state_digest` `state_digest`.
     """
 
     kind: Literal["provider_heartbeat"] = "provider_heartbeat"
@@ -186,7 +186,7 @@ KIND_NAMES: tuple[str, ...] = tuple(model.model_fields["kind"].default for model
 
 
 class UnknownEvent(BaseModel):
-    """An event of a kind that this version does not know; nothing follows from it but that its id was used."""
+    """An event of a kind that this version does not know. Readers count its id and do nothing else."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -215,7 +215,7 @@ EventData = Annotated[
 
 
 class SemanticKvEvent(_Part):
-    """One message. `event_id` counts up by one from 1 in each generation of (`worker_id`, `dp_rank`)."""
+    """One message. `event_id` starts at 1 in each generation of (`worker_id`, `dp_rank`) and rises by one."""
 
     schema_version: Annotated[int, Field(strict=True, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     event_id: Count
@@ -225,7 +225,7 @@ class SemanticKvEvent(_Part):
 
     @property
     def generation(self) -> int | None:
-        """The generation that the event speaks of; None for an unknown kind that names none."""
+        """The generation that the event names; None for an unknown kind without one."""
         name = "generation" if isinstance(self.data, ProviderGenerationReset) else "provider_generation"
         value: JsonValue = getattr(self.data, name, None)
         return value if isinstance(value, int) else None

@@ -1,7 +1,7 @@
-"""EventPublisher: tells the fleet of this worker's donors, on a thread and an event loop of its own.
+"""EventPublisher: sends events of this worker's donors to NATS, on a thread and an event loop of its own.
 
-The serving path only appends to a bounded queue. What is lost, by a full queue or a lost server, is made good by a
-resync: a reset, and all that is held once more.
+The serving path only appends to a bounded queue. After a full queue or a lost server the publisher resyncs: it sends a
+reset and registers every held donor again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
 from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, donor_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, donor_digest, token_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,27 +41,27 @@ logger = logging.getLogger(__name__)
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")
-# Prometheus' name of each count, what it says, its label and the label's values.
+# Of each count: the name in Prometheus, the documentation, the label and the label's values.
 _SERIES = {
     "sent": ("semblend_events", "Donor events sent.", "kind", KIND_NAMES),
     "dropped": ("semblend_events_dropped", "Changes that became no event of their own.", "reason", DROP_REASONS),
-    "resyncs": ("semblend_event_resyncs", "Times all donors were told anew.", "reason", RESYNC_REASONS),
+    "resyncs": ("semblend_event_resyncs", "Resyncs: times all donors were registered again.", "reason", RESYNC_REASONS),
     "connections": ("semblend_event_connections", "Connections to NATS.", "result", ("made", "failed")),
 }
-# Donors are described together up to so many tokens, which stay in the processor's cache meanwhile.
-PORTION_TOKENS = 16384
+# Donors are sketched in groups of at least so many tokens, which stay in the processor's cache meanwhile.
+GROUP_TOKENS = 16384
 MAX_CHANGES = 65536
 BATCH = 512
-# How long a change may wait before the thread looks, in seconds. Being woken would cost the serving path more.
+# Seconds between two looks at the queue. To wake the thread for each change would cost the serving path more.
 TICK_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
 
 
 class EventCounters:
-    """Counts of one publisher, of fixed names only, in Prometheus too where it is there. Raises nothing.
+    """Counts of one publisher, also in Prometheus where prometheus_client is installed. Raises nothing.
 
-    `sent` by kind: handed to a server that answered since. `dropped` by reason: changes that did not go out as events
-    of their own; a resync tells readers their result. `resyncs` by reason; `connections` by result, made or failed.
+    `sent` counts events by kind, once the server has answered after them. `dropped` counts by reason the changes
+    without an event of their own; a resync makes up for them. `resyncs` are counted by reason, `connections` by result.
     """
 
     def __init__(self, enabled: bool = True, registry: CollectorRegistry | None = None) -> None:
@@ -72,7 +72,7 @@ class EventCounters:
         self._series = _series_in(registry) if enabled else {}
 
     def count(self, what: str, label: str, count: int = 1) -> None:
-        """Adds to the count of the name `what`, under its `label`."""
+        """Adds to the counter `what` (sent, dropped, resyncs or connections) under `label`."""
         if count:
             getattr(self, what)[label] += count
             if what in self._series:
@@ -83,19 +83,18 @@ _registered: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDic
 
 
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
-    """The series in a registry, made once for all publishers; none where they cannot be made."""
+    """The series in a registry, made once for all publishers; empty where they cannot be made."""
     try:
         from prometheus_client import REGISTRY
         from prometheus_client import Counter as Series
 
         registry = REGISTRY if registry is None else registry
         if registry not in _registered:
-            series = {name: Series(*told[:2], [told[2]], registry=registry) for name, told in _SERIES.items()}
-            for name, (_, _, _, values) in _SERIES.items():
-                for (
-                    value
-                ) in values:  # series that exist from the start can be told from a publisher that counts nothing
-                    series[name].labels(value)
+            series = {}
+            for what, (name, documentation, label, values) in _SERIES.items():
+                series[what] = Series(name, documentation, [label], registry=registry)
+                for value in values:  # a series at 0 differs from one that is missing
+                    series[what].labels(value)
             _registered[registry] = series
         return _registered[registry]
     except ImportError:
@@ -107,11 +106,11 @@ def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A donor as the serving path left it: `tokens` int32 [n] until it is sketched, then what was made of them.
+    """A donor as the serving path left it. `tokens` are int32 [n], and None once the donor is sketched.
 
-    `namespace` is None until it is known; no library holds such a donor. `salted_key` is the sketch key of a request
-    with a salt, empty for one without. `tier` may change, and `embedding` (float32 [dim]) may come later; `is_unfit`
-    marks a donor that no event can tell of.
+    `namespace` is None until a request names it; only then is the donor published. `salted_key` is the sketch key of a
+    request with a salt, empty for one without. `tier` may change, and `embedding` (float32 [dim]) may come later.
+    `is_unfit` marks a donor that cannot be announced.
     """
 
     namespace: CacheNamespace | None
@@ -125,13 +124,6 @@ class Held:
     is_unfit: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class HeldDonors:
-    """One library's donors by id. Written by the serving path, read by the publisher; each step of a dict is whole."""
-
-    donors: dict[str, Held] = field(default_factory=dict)
-
-
 class Notice(NamedTuple):
     """One message ready to be sent."""
 
@@ -140,10 +132,8 @@ class Notice(NamedTuple):
     payload: bytes
 
 
-class _Told(NamedTuple):
-    """What readers were told of a donor: which one the id meant, with which embedding, its tier, its part of the
-    state's digest.
-    """
+class _Announced(NamedTuple):
+    """What readers know of a donor id: which donor it was, its embedding and tier, and its part of the state digest."""
 
     held: Held
     embedding: npt.NDArray[np.float32] | None
@@ -152,113 +142,106 @@ class _Told(NamedTuple):
 
 
 class Outbox:
-    """Makes messages of changes. `changes` is what the serving path appends (library, donor id) to."""
+    """Turns changes of donors into messages. The serving path writes `donors`, and appends their ids to `changes`.
+
+    Each step of a dict or deque is atomic under the interpreter's lock, so that no other lock is needed.
+    """
 
     def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
         self._writer, self._counters = writer, counters
-        self._libraries: list[HeldDonors] = []
-        self._told: dict[str, _Told] = {}
+        self._announced: dict[str, _Announced] = {}
         self._digest = 0
-        self._waiting: deque[tuple[HeldDonors, str]] = deque()
+        self._waiting: deque[str] = deque()
         self._reset_due = True
-        self.changes: deque[tuple[HeldDonors, str]] = deque()
+        self.donors: dict[str, Held] = {}
+        self.changes: deque[str] = deque()
 
     def __len__(self) -> int:
-        """Donors that may have changed since they were told of."""
+        """Donors that may differ from what was announced."""
         return len(self._waiting) + len(self.changes) + self._reset_due
 
-    def add(self, library: HeldDonors) -> None:
-        self._libraries.append(library)
-
-    def remove(self, library: HeldDonors) -> None:
-        """Takes a library out; what was told of its donors is taken back."""
-        if library in self._libraries:
-            self._libraries.remove(library)
-            ids = list(library.donors)
-            library.donors.clear()
-            self._waiting.extend((library, donor_id) for donor_id in ids)
-
     def absorb(self, limit: int) -> int:
-        """Describes up to `limit` changed donors, so that their tokens can go; returns how many there were."""
+        """Sketches up to `limit` changed donors, which frees their tokens; returns how many changes there were."""
         changed = [self.changes.popleft() for _ in range(min(limit, len(self.changes)))]
         self._waiting.extend(changed)
-        self._describe(library.donors.get(donor_id) for library, donor_id in changed)
+        self._sketch(self.donors.get(donor_id) for donor_id in changed)
         return len(changed)
 
     def forget_changes(self) -> int:
-        """Drops what waits, since a resync will tell its result; returns the number."""
+        """Drops the changes that wait, since a resync will cover them; returns their number."""
         count = len(self._waiting)
         self._waiting.clear()
         return count
 
     def resync(self) -> None:
-        """From the next message on, readers are told everything from the start."""
+        """The next message is a reset, and a registration of every donor follows."""
         self._reset_due = True
 
     def take(self, limit: int) -> list[Notice]:
-        """The next messages, at most `limit`; what they say counts as told."""
+        """The next messages, at most `limit`; readers count as having received them."""
         taken: list[Notice] = []
         if self._reset_due and limit > 0:
             self._begin()
             taken.append(self._notice("provider_generation_reset", self._writer.reset()))
         while self._waiting and len(taken) < limit:
-            notice = self._change_of(*self._waiting.popleft())
+            notice = self._change_of(self._waiting.popleft())
             if notice is not None:
                 taken.append(notice)
         return taken
 
     def heartbeat(self, interval_seconds: float) -> Notice:
-        """A sign of life that says what a reader that followed knows."""
-        payload = self._writer.heartbeat(interval_seconds, len(self._told), self._digest)
+        """A sign of life with the number and digest of the announced donors."""
+        payload = self._writer.heartbeat(interval_seconds, len(self._announced), self._digest)
         return self._notice("provider_heartbeat", payload)
 
     def purge(self) -> Notice:
-        """The last word: nothing is held any more."""
-        self._told, self._digest = {}, 0
+        """The last message: no donor is held any more."""
+        self._announced, self._digest = {}, 0
         self._waiting.clear()
         return self._notice("donors_purged", self._writer.purged())
 
-    def describe_all(self) -> None:
-        """Describes all that is held, after changes were lost."""
-        for library in self._libraries:
-            self._describe(list(library.donors.values()))
+    def sketch_all(self) -> None:
+        """Sketches all held donors, after changes were lost."""
+        self._sketch(list(self.donors.values()))
 
     def _begin(self) -> None:
         self._reset_due = False
-        self._told, self._digest = {}, 0
-        # A list is one step for the interpreter's lock: the serving path cannot change the dict meanwhile.
-        self._waiting = deque((library, donor_id) for library in self._libraries for donor_id in list(library.donors))
+        self._announced, self._digest = {}, 0
+        # list() is one step: the serving path cannot change the dict meanwhile.
+        self._waiting = deque(list(self.donors))
 
     def _notice(self, kind: str, payload: bytes) -> Notice:
         return Notice(kind, self._writer.last_id, payload)
 
-    def _change_of(self, library: HeldDonors, donor_id: str) -> Notice | None:
-        """What has to be said of a donor; None when readers know all of it."""
-        held, told = library.donors.get(donor_id), self._told.get(donor_id)
+    def _change_of(self, donor_id: str) -> Notice | None:
+        """The message that brings readers up to date on a donor; None when they are."""
+        held, known = self.donors.get(donor_id), self._announced.get(donor_id)
         if held is None or held.is_unfit:
-            return None if told is None else self._evicted(donor_id)
-        # Nothing but a registration can carry an embedding, and one of a known donor replaces what was known.
-        if told is None or told.held is not held or told.embedding is not held.embedding:
+            return None if known is None else self._evicted(donor_id)
+        # Only a registration carries an embedding; one of a known donor replaces it.
+        if known is None or known.held is not held or known.embedding is not held.embedding:
             return self._registered(donor_id, held)
         tier = held.tier
-        if told.tier == tier:
+        if known.tier == tier:
             return None
-        self._note(donor_id, held, told.embedding, tier)
+        self._note(donor_id, held, known.embedding, tier)
         return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
 
     def _evicted(self, donor_id: str) -> Notice:
-        self._unlearn(donor_id)
+        self._forget(donor_id)
         return self._notice("donor_evicted", self._writer.evicted(donor_id))
 
     def _registered(self, donor_id: str, held: Held) -> Notice | None:
         if held.tokens is not None:
-            self._describe([held])
+            self._sketch([held])
         if held.is_unfit or held.namespace is None:
             return None
+        # Both may change at any time; the message and the note have to agree.
         tier, embedding = held.tier, held.embedding
-        announcement = Announcement(donor_id, held.namespace, tier, held.count, held.digest, held.sketch, embedding)
         try:
-            payload = self._writer.registered(announcement)
+            payload = self._writer.registered(
+                donor_id, held.namespace, tier, held.count, held.digest, held.sketch, embedding
+            )
         except EventError as error:
             logger.warning("donor %s is not announced: %s", donor_id, error)
             held.is_unfit = True
@@ -268,47 +251,47 @@ class Outbox:
         return self._notice("donor_registered", payload)
 
     def _note(self, donor_id: str, held: Held, embedding: npt.NDArray[np.float32] | None, tier: str) -> None:
-        self._unlearn(donor_id)
-        self._told[donor_id] = told = _Told(held, embedding, tier, donor_digest(donor_id, tier))
-        self._digest ^= told.digest
+        self._forget(donor_id)
+        self._announced[donor_id] = known = _Announced(held, embedding, tier, donor_digest(donor_id, tier))
+        self._digest ^= known.digest
 
-    def _unlearn(self, donor_id: str) -> None:
-        told = self._told.pop(donor_id, None)
-        if told is not None:
-            self._digest ^= told.digest
+    def _forget(self, donor_id: str) -> None:
+        known = self._announced.pop(donor_id, None)
+        if known is not None:
+            self._digest ^= known.digest
 
-    def _describe(self, donors: Iterable[Held | None]) -> None:
-        """Describes those that are not yet, as many at a time as have PORTION_TOKENS tokens."""
-        portion: list[Held] = []
+    def _sketch(self, donors: Iterable[Held | None]) -> None:
+        """Sketches those donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
+        group: list[Held] = []
         size = 0
         for held in donors:
             if held is None or held.tokens is None or held.namespace is None:
                 continue
-            portion.append(held)
+            group.append(held)
             size += held.count
-            if size >= PORTION_TOKENS:
-                self._describe_portion(portion)
-                portion, size = [], 0
-        if portion:
-            self._describe_portion(portion)
+            if size >= GROUP_TOKENS:
+                self._sketch_group(group)
+                group, size = [], 0
+        if group:
+            self._sketch_group(group)
 
-    def _describe_portion(self, donors: list[Held]) -> None:
-        """A donor that cannot be described costs only itself; it is left out, and counted."""
+    def _sketch_group(self, donors: list[Held]) -> None:
+        """Sketches donors together. A donor that fails is left out and counted; the others are not affected."""
         try:
-            _describe_all(donors)
+            _sketch_together(donors)
         except Exception:
             if len(donors) > 1:
                 for held in donors:
-                    self._describe([held])
+                    self._sketch([held])
                 return
-            logger.exception("a donor of %d tokens cannot be described and is not announced", donors[0].count)
+            logger.exception("a donor of %d tokens cannot be sketched and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
             self._counters.count("dropped", "internal_error")
 
 
-def _describe_all(donors: list[Held]) -> None:
-    """Makes sketches and digests and lets the tokens go."""
-    texts = [_together(held.tokens) for held in donors if held.tokens is not None]
+def _sketch_together(donors: list[Held]) -> None:
+    """Makes the donors' sketches and digests, and lets their tokens go."""
+    texts = [_contiguous(held.tokens) for held in donors if held.tokens is not None]
     tokens = np.frombuffer(bytearray().join(texts), dtype=np.int32)
     ends = np.cumsum([len(text) for text in texts])
     keys = [held.salted_key or _open_key(held.namespace.key) for held in donors if held.namespace is not None]
@@ -319,19 +302,19 @@ def _describe_all(donors: list[Held]) -> None:
         start = end
 
 
-def _together(tokens: TokenArray) -> memoryview:
-    """A request's ids as int32 that stand together; where they do, they are not looked through again."""
+def _contiguous(tokens: TokenArray) -> memoryview:
+    """Token ids as contiguous int32. Ids that are so already are not checked again."""
     return (tokens if tokens.dtype == np.int32 and tokens.flags.c_contiguous else as_token_array(tokens)).data
 
 
 @functools.lru_cache(maxsize=64)
 def _open_key(namespace_key: str) -> bytes:
-    """The sketch key of a namespace's requests without a salt; those with one are secrets, and not remembered."""
+    """The sketch key of a namespace's requests without a salt. Keys with a salt are secrets and are not cached."""
     return sketch_key(namespace_key, None)
 
 
 class EventPublisher:
-    """Publishes until `close`. `changed` is for the serving path: it never waits, and raises nothing.
+    """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises.
 
     `clock` (seconds, monotonic) times heartbeats and resyncs. Raises ConfigurationError without the extra nats.
     """
@@ -353,7 +336,7 @@ class EventPublisher:
         self._options, self._clock, self._max_changes = options, clock, max_changes
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
-        self._changes = self._outbox.changes
+        self.donors, self._changes = self._outbox.donors, self._outbox.changes
         self._overflowed = 0
         self._connection: Connection | None = None
         self._attempt: asyncio.Task[Connection] | None = None
@@ -367,25 +350,17 @@ class EventPublisher:
 
     # -- the serving path ------------------------------------------------------------------------------------------
 
-    def changed(self, library: HeldDonors, donor_id: str) -> None:
-        """Notes that a donor of `library` was added, moved or removed."""
+    def changed(self, donor_id: str) -> None:
+        """Notes that a donor was added to `donors`, changed or removed."""
         if len(self._changes) < self._max_changes:
-            self._changes.append((library, donor_id))
+            self._changes.append(donor_id)
         else:
             self._overflowed += 1
 
     # -- other threads ---------------------------------------------------------------------------------------------
 
-    def add(self, library: HeldDonors) -> None:
-        """Tells of this library's donors from now on."""
-        self._loop.call_soon_threadsafe(self._outbox.add, library)
-
-    def remove(self, library: HeldDonors) -> None:
-        """Tells that this library's donors are gone, and of none of them any more."""
-        self._loop.call_soon_threadsafe(self._outbox.remove, library)
-
     def flush(self, timeout: float) -> bool:
-        """Waits until all that was noted has reached the server; False when it did not within `timeout` seconds."""
+        """Waits until all changes have reached the server; False when they have not after `timeout` seconds."""
         waiting = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
         try:
             waiting.result(timeout)
@@ -395,7 +370,7 @@ class EventPublisher:
         return True
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Says that all donors are gone, if the server takes it in time, and ends the thread."""
+        """Announces that all donors are gone and ends the thread; waits `timeout` seconds at most."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(timeout)
@@ -416,7 +391,7 @@ class EventPublisher:
             try:
                 is_busy = await self._turn()
             except Exception:
-                logger.exception("a turn of the event publisher failed; readers are told everything anew")
+                logger.exception("a turn of the event publisher failed; all donors are registered again")
                 await self._lose(0)
                 is_busy = False
             if not is_busy:
@@ -461,7 +436,7 @@ class EventPublisher:
         if self._overflowed:
             lost, self._overflowed = self._overflowed, 0
             self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
-            self._outbox.describe_all()
+            self._outbox.sketch_all()
             self._resync("overflow")
 
     def _resync_when_due(self) -> None:
@@ -478,7 +453,7 @@ class EventPublisher:
         self.counters.count("resyncs", reason)
 
     async def _reconnect(self) -> None:
-        """Begins an attempt when one is due, and takes the one that has ended."""
+        """Starts an attempt when one is due, and takes the result of one that has ended."""
         if self._attempt is None:
             if self._loop.time() >= self._retry_at:
                 self._attempt = self._loop.create_task(Connection.open(self._options, self.emitter, self._ask))
@@ -491,8 +466,8 @@ class EventPublisher:
         except Exception as error:
             self.counters.count("connections", "failed")
             if self._retry_seconds == FIRST_RETRY_SECONDS:
-                logger.warning("NATS is out of reach, donor events wait for it: %s", _told(error))
-            # Workers that lost one server must not all come back to it at once.
+                logger.warning("NATS is out of reach, donor events wait for it: %s", _shown(error))
+            # The wait is random, so that not all workers come back to a server at once.
             self._retry_at = self._loop.time() + self._retry_seconds * random.uniform(0.5, 1.0)
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             return
@@ -505,7 +480,7 @@ class EventPublisher:
         self._is_asked = True
 
     async def _lose(self, in_flight: int) -> None:
-        """Gives the connection up; events that may not have arrived count as dropped."""
+        """Closes the connection; `in_flight` events may not have arrived and count as dropped."""
         self.counters.count("dropped", "disconnected", in_flight)
         connection, self._connection = self._connection, None
         self._outbox.resync()
@@ -540,6 +515,6 @@ class EventPublisher:
         await asyncio.sleep(0)
 
 
-def _told(error: Exception) -> str:
-    """An error without what its text might hold of the server's address, which may name a user and a password."""
+def _shown(error: Exception) -> str:
+    """The error for the log. A client's own text may hold the server's address with a user and a password."""
     return str(error) if isinstance(error, ConnectionLostError) else type(error).__name__

@@ -1,9 +1,9 @@
-"""Sketch: a sample of a donor's anchors, by which a router that holds a prompt's tokens estimates what is reusable.
+"""Sketch: a sample of a donor's anchors, from which a router estimates how much of a prompt the donor holds.
 
-Anchors (discovery/fingerprint.py) that two texts share are the same on both sides, so a sample that depends on the
-anchor alone is the same as well: at level L every 2**L-th anchor is kept, those whose keyed hash begins with L zero
-bits. The share of a prompt's anchors of that level that the sketch holds estimates the share of its tokens that the
-donor holds. Without the key, which takes the tenant's raw salt, neither side of the comparison can be computed.
+Two texts that share a run have the same anchors in it (discovery/fingerprint.py). A sample that depends on the anchor
+alone is therefore the same in both: level L keeps the anchors whose keyed hash begins with L zero bits, one in 2**L.
+The share of a prompt's anchors of that level that are in the sketch estimates the share of its tokens that the donor
+holds. Neither side can be computed without the key, which depends on the tenant's raw salt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _START = (
     np.uint64(0x6C7967656E657261),
     np.uint64(0x7465646279746573),
 )
-# The last block of an 8 byte message: its length in the top byte.
+# SipHash's last block for a message of 8 bytes: the length in the top byte.
 _LENGTH = np.uint64(8 << 56)
 _FINISH = np.uint64(0xFF)
 _ALL = 64
@@ -96,8 +96,8 @@ def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds
 def _sample(values: _Hashes, most: int) -> tuple[int, _Entries]:
     """A text's level and entries, from its anchors' keyed hashes (uint64 [n]).
 
-    The level is the lowest at which at most `most` of them begin with as many zero bits; the entries are the low 32
-    bits of those, in order.
+    The level is the lowest at which at most `most` hashes begin with that many zero bits; the entries are the low 32
+    bits of those hashes, in order.
     """
     level = 0
     if len(values) > most:
@@ -112,7 +112,7 @@ def _sample(values: _Hashes, most: int) -> tuple[int, _Entries]:
 class Sketch:
     """A donor's anchors of `level`: the low 32 bits of their keyed hashes, uint32 [n], in the donor's order.
 
-    `anchors` counts those that it was sampled from.
+    `anchors` is the number of all the donor's anchors.
     """
 
     level: int
@@ -142,8 +142,8 @@ class Sketch:
 class PromptFingerprints:
     """A prompt's anchors under one key, in the prompt's order.
 
-    `entries` uint32 [n] are what a sketch would hold, `levels` uint8 [n] the highest level at which it would, and
-    `eligible` int64 [MAX_LEVEL + 1] how many there are of each level. `tokens` is the prompt's length.
+    `entries` uint32 [n] are the low 32 bits of the hashes, `levels` uint8 [n] the highest level of each, and `eligible`
+    int64 [MAX_LEVEL + 1] the number of anchors of each level. `tokens` is the prompt's length.
     """
 
     entries: npt.NDArray[np.uint32]
@@ -158,7 +158,7 @@ class PromptFingerprints:
 def sketch_key(namespace_key: str, salt: str | None) -> bytes:
     """The 16 bytes under which a namespace's anchors are hashed: BLAKE2b of `CacheNamespace.key` and the raw salt.
 
-    A salt, even an empty one, differs from none. Only who knows the salt can compute a salted tenant's key.
+    An empty salt differs from none. A salted tenant's key cannot be computed without the salt.
     """
     secret = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     message = namespace_key.encode("utf-8") + b"\0" + secret
@@ -180,7 +180,7 @@ def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTR
 def sketches_of(
     tokens: TokenArray, ends: npt.NDArray[np.int64], keys: Sequence[bytes], max_entries: int = DEFAULT_ENTRIES
 ) -> list[bytes]:
-    """`sketch_of`, as bytes, for texts that stand one behind the other in `tokens` (from `as_token_array`).
+    """`sketch_of`, as bytes, for several texts in a row in `tokens` (from `as_token_array`).
 
     Text i ends at `ends[i]` (int64 [texts], ascending) and has the key `keys[i]`. Raises ValueError for a key that is
     not KEY_BYTES long.
@@ -197,13 +197,8 @@ def sketches_of(
     return sketches
 
 
-def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
-    """Anchors of a prompt (integers [n]) for `overlap`; one call serves all sketches of one key. Raises ValueError."""
-    return fingerprints_of(tokens, [key])[0]
-
-
 def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:
-    """`prompt_fingerprints` under each of `keys`; the prompt is read once for all of them. Raises ValueError."""
+    """A prompt's fingerprints (integers [n]) under each of `keys`. Raises ValueError for bad tokens."""
     prompt = as_token_array(tokens)
     hashes = fingerprint(prompt).hashes
     found = []
@@ -217,7 +212,7 @@ def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[Prompt
 
 
 def overlap(sketch: Sketch, prompt: PromptFingerprints) -> float:
-    """Estimated share, 0..1, of the prompt's tokens that stand in the donor too; 0 where the sample says nothing.
+    """Estimated share, 0..1, of the prompt's tokens that the donor holds; 0 where the sample is empty.
 
     Its standard deviation is about sqrt(share * (1 - share) / eligible[level]). Text shared in runs below
     GUARANTEED_RUN tokens is not seen.

@@ -1,7 +1,7 @@
-"""The donors' namespaces, and in each the index from a prompt's fingerprints to the workers that hold its text.
+"""The donors' namespaces, and for each an index from a prompt's fingerprints to the workers that hold its text.
 
-A hash table leads from an entry to the set of its holders. Texts are held as a whole, so most entries of a text have
-the same holders and share one set, which a search reads once.
+A hash table maps each entry of a sketch to the set of its holders. Workers hold whole texts, so most entries of a text
+share one set, which a search reads once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     _Entries = npt.NDArray[np.uint32]
     _Slots = npt.NDArray[np.int64]
 
-# Every 2**32nd value meets an entry that is not its own: one of them says nothing.
+# One match may be chance: one in 2**32 values equals an entry of another anchor.
 FEWEST_MATCHES = 2
-# A slot is entry << 32 | number of a set, 0 when it is free; the table doubles when it is so full.
+# A slot is entry << 32 | number of a set, and 0 when free. The table grows when more than this share is filled.
 _ENTRY_SHIFT, _NUMBER, _FREE = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 _MOST_FILLED, _FEWEST_SLOTS = 0.75, 1 << 10
-# A holder is worker << 26 | level << 20 | number of its donors, int64; a set is its holders' bytes, ascending.
+# A holder is worker << 26 | level << 20 | number of its donors, int64; a set is its holders in ascending order, as
+# bytes.
 _WORKER_SHIFT, _LEVEL_SHIFT = 26, 20
 _COUNT = (1 << _LEVEL_SHIFT) - 1
 # The number of the empty set.
@@ -43,15 +44,15 @@ _EMPTY = 1
 
 MAX_NAMESPACES = 16384
 _MAX_SPELLINGS = 1024
-# A request meets the namespaces of one tenant and model: more than one only where adapters or engines differ.
+# Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
 _MAX_MET = 8
-# One model is one namespace in folders of any name.
+# Names kept of one model, whose folder may have another name on each worker.
 _MAX_NAMES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Posting:
-    """A donor as it stands in an index: its worker's number, its level, its entries, uint32 [n], ascending."""
+    """A donor in an index: its worker's number, its sketch's level and entries, uint32 [n], ascending."""
 
     worker: int
     level: int
@@ -59,15 +60,15 @@ class Posting:
 
 
 class SketchIndex:
-    """The sketches of one namespace, by workers' numbers, which the caller gives. Not thread safe.
+    """The sketches of one namespace. The caller numbers the workers. Not thread safe.
 
-    A worker's estimate takes its donors together: an entry of the prompt that several of them hold counts once. For
-    one donor it is `sketch.overlap`; a donor of level L shows one in 2**L anchors, each of which stands for as many.
-    An entry takes 11 to 21 bytes, and each different set of holders 8 bytes a holder.
+    The estimate for a worker covers all its donors: an entry of the prompt that several of them hold counts once. For
+    one donor it is `sketch.overlap`. A donor of level L shows one in 2**L anchors, and each counts as 2**L.
+    An entry takes 11 to 21 bytes, and each different set of holders 8 bytes per holder.
     """
 
     def __init__(self) -> None:
-        # Odd and secret, so that a forger cannot choose entries that meet in one slot.
+        # Odd and secret, so that a forger cannot choose entries that collide.
         self._factor = np.uint64(secrets.randbits(64) | 1)
         self._table = np.zeros(_FEWEST_SLOTS, dtype=np.uint64)
         self._used = np.zeros(1, dtype=np.int64)
@@ -78,7 +79,7 @@ class SketchIndex:
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
-        """Enters a donor."""
+        """Adds a donor."""
         entries = np.sort(sketch.entries)
         posting = Posting(worker, sketch.level, entries[np.diff(entries, prepend=~entries[:1]) != 0])
         self._make_room(len(posting.entries))
@@ -87,25 +88,25 @@ class SketchIndex:
         return posting
 
     def remove(self, posting: Posting) -> None:
-        """Takes a donor out that was entered."""
+        """Removes a donor that was added."""
         self._donors_of_level[posting.level] -= 1
         self._change(self._slots_of(posting.entries), posting, -1)
 
     def search(self, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
         """The share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
-        # No sketch holds what lies below its level.
+        # A sketch has no entries below its level.
         is_asked = prompt.levels >= min((level for level, donors in self._donors_of_level.items() if donors), default=0)
         numbers = (self._table[self._slots_of(prompt.entries[is_asked])] & _NUMBER).astype(np.int64)
         is_held = numbers > _EMPTY
         found, row = np.unique(numbers[is_held], return_inverse=True)
-        # How many of the prompt's entries, of each level or a higher one, each set holds: int64 [sets, levels].
+        # The number of the prompt's entries of at least each level that each set holds: int64 [sets, levels].
         cells = row * (MAX_LEVEL + 1) + prompt.levels[is_asked][is_held]
         held = np.bincount(cells, minlength=len(found) * (MAX_LEVEL + 1)).reshape(-1, MAX_LEVEL + 1)
         held = held[:, ::-1].cumsum(axis=1)[:, ::-1]
         sets = [self._sets[number] for number in found.tolist()]
         holders, rows = _holders_in(b"".join(sets)), np.repeat(np.arange(len(sets)), [len(each) // 8 for each in sets])
         worker, level = holders >> _WORKER_SHIFT, holders >> _LEVEL_SHIFT & MAX_LEVEL
-        # Of a worker's levels in a set the lowest counts, which comes first.
+        # Of a worker's levels in a set, the lowest counts; it comes first.
         is_first = np.diff(rows * workers + worker, prepend=-1) != 0
         worker, level, matched = worker[is_first], level[is_first], held[rows[is_first], level[is_first]]
         share = np.bincount(worker, matched / np.maximum(prompt.eligible, 1)[level], workers)
@@ -115,7 +116,7 @@ class SketchIndex:
     # -- the sets ---------------------------------------------------------------------------------------------------
 
     def _change(self, slots: _Slots, posting: Posting, step: int) -> None:
-        """Counts `step` donors more like `posting` for the entries of `slots`."""
+        """Adds `step` to the number of donors of the posting's worker and level, for the entries in `slots`."""
         holder = posting.worker << _WORKER_SHIFT | posting.level << _LEVEL_SHIFT
         before = (self._table[slots] & _NUMBER).tolist()
         uses = Counter(before)
@@ -132,7 +133,7 @@ class SketchIndex:
         self._table[slots] = entries | np.array([after[number] for number in before], dtype=np.uint64)
 
     def _changed(self, number: int, holder: int, step: int) -> int:
-        """The number of a set in which `holder`, given without its donors, has `step` donors more."""
+        """The number of the set that results when `holder` (with a count of 0) has `step` more donors."""
         packed = self._sets[number]
         holders = _holders_in(packed)
         at = int(np.searchsorted(holders, holder))
@@ -158,7 +159,7 @@ class SketchIndex:
         return _probe(self._table, self._factor, entries, takes, self._used)
 
     def _make_room(self, count: int) -> None:
-        """Makes the table anew, without entries that are not held any more, where `count` more are too many."""
+        """Rebuilds the table without unused entries when it has no room for `count` more."""
         if self._used[0] + count > _MOST_FILLED * len(self._table):
             before = self._table[self._table & _NUMBER > _EMPTY]
             size = _FEWEST_SLOTS
@@ -171,7 +172,7 @@ class SketchIndex:
 
 @functools.cache
 def warm_up() -> None:
-    """Compiles what an index runs, or loads it from disk, so that no event has to wait for it."""
+    """Compiles the index's code, or loads it from disk, so that no event waits for that."""
     SketchIndex().add(0, Sketch(0, 1, np.ones(1, dtype=np.uint32)))
 
 
@@ -179,9 +180,9 @@ def warm_up() -> None:
 def _probe(
     table: npt.NDArray[np.uint64], factor: np.uint64, entries: _Entries, takes: bool, used: npt.NDArray[np.int64]
 ) -> _Slots:
-    """The slot of each entry, or the free one where it belongs, by linear probing: int64 [n].
+    """The slot of each entry, or the free slot for it, by linear probing: int64 [n].
 
-    With `takes`, which needs room, free ones become slots of the empty set and are counted in `used`, int64 [1].
+    With `takes`, for which there must be room, free slots get the empty set and are counted in `used`, int64 [1].
     """
     slots, mask = np.empty(len(entries), dtype=np.int64), len(table) - 1
     for number in range(len(entries)):
@@ -202,8 +203,8 @@ def _holders_in(packed: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace's key, its salt's digest, the names that its model was announced with, its donors' number and their
-    sketches."""
+    """A namespace: its key, its salt's digest, the announced names of its model, the number and sketches of its
+    donors."""
 
     key: str
     salt: str
@@ -213,7 +214,7 @@ class KnownNamespace:
 
 
 class KnownNamespaces:
-    """The namespaces of donors that are known. Not thread safe."""
+    """The namespaces of the known donors. Not thread safe."""
 
     def __init__(self, max_namespaces: int = MAX_NAMESPACES) -> None:
         self._max_namespaces = max_namespaces
@@ -226,15 +227,16 @@ class KnownNamespaces:
         return len(self._by_key) >= self._max_namespaces
 
     def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
-        """Counts one more donor in the namespace of these `values`.
+        """Adds a donor to the namespace with these `values`.
 
-        Raises NamespaceError for what is no namespace, one whose tenant key is not its salt's, and one too many.
+        Raises NamespaceError for bad values, for a tenant key that does not match the salt, and for too many
+        namespaces.
         """
         namespace = self._read(values)
         known = self._by_key.get(namespace.key)
         if known is None:
             if self.is_full:
-                raise NamespaceError(f"donors stand in more than {self._max_namespaces} namespaces; no more are kept")
+                raise NamespaceError(f"donors are in more than {self._max_namespaces} namespaces; no more are kept")
             salt = str(namespace.extra.get("cache_salt", NO_SALT))
             known = KnownNamespace(namespace.key, salt)
             self._by_key[known.key] = known
@@ -245,7 +247,7 @@ class KnownNamespaces:
         return known
 
     def leave(self, known: KnownNamespace) -> None:
-        """Takes back one `enter`; a namespace without donors is forgotten."""
+        """Removes a donor; a namespace without donors is forgotten."""
         known.donors -= 1
         if not known.donors:
             del self._by_key[known.key]
@@ -255,16 +257,16 @@ class KnownNamespaces:
                 del self._by_salt[known.salt]
 
     def met_by(self, salt: str | None, model: str | None) -> list[KnownNamespace]:
-        """The namespaces that a request with this raw salt may meet, those with the most donors first, a few at most.
+        """The namespaces that a request with this raw salt may reuse from, at most _MAX_MET, most donors first.
 
-        `model` None stands for all models. Raises NamespaceError for a salt that no request may have.
+        `model` None means all models. Raises NamespaceError for a salt that no request may have.
         """
         digest = NO_SALT if salt is None else salt_digest(salt)
         met = [each for each in self._by_salt.get(digest, {}).values() if model is None or model in each.models]
         return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
 
     def _read(self, values: Mapping[str, Any]) -> CacheNamespace:
-        """The namespace, read once for all donors that spell it alike."""
+        """The namespace; cached for donors that state it in the same words."""
         spelling = repr(values)
         namespace = self._spellings.get(spelling)
         if namespace is None:

@@ -1,7 +1,7 @@
-"""Messages of the event subject: reading bytes that anybody may have sent, and writing our own.
+"""Messages on the event subject: reads untrusted bytes, and writes this worker's own events.
 
-JSON is the default, MessagePack the alternative; a reader tells them by the first byte. In MessagePack the bytes of
-`provider_metadata` are binary, in JSON a list of integers, as schema version 1 has them.
+Messages are JSON, or MessagePack where the settings say so; a reader tells them apart by the first byte. The bytes of
+`provider_metadata` are binary in MessagePack, and in JSON a list of integers, as schema version 1 says.
 """
 
 from __future__ import annotations
@@ -40,37 +40,25 @@ class EventFormat(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
-    """Who speaks: one stream of events. `generation` is the same for the life of a process."""
+    """The source of one stream of events. `generation` is the same for the life of a process."""
 
     worker_id: int
     dp_rank: int
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """What is told of a donor: nothing from which its tokens can be read. `sketch` as `Sketch.to_bytes`."""
-
-    donor_id: str
-    namespace: CacheNamespace
-    tier: str
-    tokens: int
-    digest: int
-    sketch: bytes
-    embedding: npt.NDArray[np.float32] | None = None
-
-
 def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: bytes = b"") -> int:
     """BLAKE2b, 8 bytes, of the ids as little-endian int64, read as a little-endian number.
 
-    `key` is empty for requests without a salt, else their sketch key, so that no other tenant can test a guess.
+    `key` is empty for requests without a salt. With a salt it is their sketch key, so that no other tenant can test a
+    guess.
     """
     wide = tokens.astype("<i8", copy=False)
     return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
 
 
 def state_digest(donors: Iterable[tuple[str, str]]) -> int:
-    """Digest of who is held where, from (donor id, tier) of every donor in any order: the XOR of their hashes."""
+    """The XOR of the hashes of all donors' (donor id, tier), in any order."""
     digest = 0
     for donor_id, tier in donors:
         digest ^= donor_digest(donor_id, tier)
@@ -78,7 +66,7 @@ def state_digest(donors: Iterable[tuple[str, str]]) -> int:
 
 
 def donor_digest(donor_id: str, tier: str) -> int:
-    """One donor's part of `state_digest`: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, little-endian."""
+    """One donor's hash in `state_digest`: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, little-endian."""
     text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -112,7 +100,7 @@ def _parsed(payload: bytes) -> Any:
         return msgspec.msgpack.decode(payload)
     except ImportError:
         raise EventError("malformed", "a message in MessagePack; install the extra nats to read it") from None
-    except Exception as error:  # parsers raise many things of bytes that are no message
+    except Exception as error:  # parsers raise many types for bytes that are no message
         raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
@@ -136,45 +124,57 @@ class EventWriter:
         """Writes provider_generation_reset."""
         return self._message({"kind": "provider_generation_reset", "generation": self.emitter.generation})
 
-    def registered(self, donor: Announcement) -> bytes:
-        """Writes donor_registered. Raises EventError (oversize), using no id, for a namespace or vector too large."""
+    def registered(
+        self,
+        donor_id: str,
+        namespace: CacheNamespace,
+        tier: str,
+        tokens: int,
+        digest: int,
+        sketch: bytes,
+        embedding: npt.NDArray[np.float32] | None = None,
+    ) -> bytes:
+        """Writes donor_registered; `sketch` as `Sketch.to_bytes`, `embedding` float32 [dim].
+
+        Raises EventError (oversize) for a namespace or an embedding that is too large; no event id is used then.
+        """
         segment: dict[str, Any] = {
             "segment_id": 0,
-            "token_range": (0, donor.tokens),
-            "digest": donor.digest,
+            "token_range": (0, tokens),
+            "digest": digest,
             "block_hashes": (),
-            "provider_metadata": self._raw(_as_json_list(donor.sketch)) if self._is_json else donor.sketch,
+            "provider_metadata": self._raw(_as_json_list(sketch)) if self._is_json else sketch,
         }
-        if self._embeddings and donor.embedding is not None:
-            segment["embedding"] = _base64(donor.embedding)
-        return self._told(
+        if self._embeddings and embedding is not None:
+            segment["embedding"] = _base64(embedding)
+        return self._donor_message(
             "donor_registered",
-            donor_id=donor.donor_id,
-            namespace=self._namespace(donor.namespace),
-            location=self._location(donor.tier),
-            token_count=donor.tokens,
+            donor_id=donor_id,
+            namespace=self._namespace(namespace),
+            location=self._location(tier),
+            token_count=tokens,
             segments=(segment,),
             block_ids=(),
         )
 
     def evicted(self, donor_id: str) -> bytes:
-        """Writes donor_evicted, of a whole donor."""
-        return self._told("donor_evicted", donor_id=donor_id)
+        """Writes donor_evicted for a whole donor."""
+        return self._donor_message("donor_evicted", donor_id=donor_id)
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
         """Writes donor_relocated."""
-        return self._told("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
+        return self._donor_message("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
 
     def purged(self) -> bytes:
         """Writes donors_purged for all donors of this emitter."""
-        return self._told("donors_purged", scope={"kind": "all"})
+        return self._donor_message("donors_purged", scope={"kind": "all"})
 
     def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
-        """Writes provider_heartbeat; `digest` is the `state_digest` of what was announced."""
+        """Writes provider_heartbeat; `digest` is the `state_digest` of the announced donors."""
         fields = {"interval_seconds": interval_seconds, "donor_count": donor_count, "state_digest": digest}
-        return self._told("provider_heartbeat", **fields)
+        return self._donor_message("provider_heartbeat", **fields)
 
-    def _told(self, kind: str, **fields: Any) -> bytes:
+    def _donor_message(self, kind: str, **fields: Any) -> bytes:
         return self._message({"kind": kind, **fields, "provider_generation": self.emitter.generation})
 
     def _message(self, data: dict[str, Any]) -> bytes:
@@ -187,7 +187,7 @@ class EventWriter:
         return {"kind": "worker", "tier": tier, "worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
 
     def _namespace(self, namespace: CacheNamespace) -> Any:
-        """The encoded namespace, made once for all donors that share it."""
+        """The encoded namespace, cached for the donors that share it."""
         encoded = self._namespaces.get(namespace)
         if encoded is None:
             text = self._encode(namespace.to_dict())
@@ -201,12 +201,12 @@ class EventWriter:
         return encoded
 
 
-# Each byte's number and a comma, all of one width: blanks mean nothing in JSON, so one look-up writes a whole list.
+# Each byte as a number and a comma, padded to one width (JSON ignores blanks), so that one look-up writes a list.
 _BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 
 def _as_json_list(data: bytes) -> bytes:
-    """What JSON makes of `list(data)`, several times as fast."""
+    """`list(data)` in JSON, several times as fast as json.dumps."""
     return b"[" + _BYTES_IN_JSON.take(np.frombuffer(data, dtype=np.uint8)).tobytes()[:-1] + b"]"
 
 

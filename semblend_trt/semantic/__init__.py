@@ -1,1 +1,1 @@
-"""Semantic neighbours, the extra `semantic`: donors with texts like a request's. They are reported, never reused."""
+"""Semantic neighbours (extra `semantic`): donors with texts similar to a request's. They are reported, never reused."""

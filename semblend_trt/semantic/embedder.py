@@ -1,4 +1,4 @@
-"""What an embedder is, and the one that a setting names."""
+"""Embedders: the interface, the kinds, and how the one in the settings is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EmbedderKind(str, Enum):
-    """The embedders there are, and none."""
+    """The kinds of embedder; OFF is none."""
 
     OFF = "off"
     STATIC = "static"
@@ -27,9 +27,9 @@ class EmbedderKind(str, Enum):
 
 
 class Embedder(Protocol):
-    """Texts as vectors whose inner product says how much they share.
+    """Turns texts into vectors whose inner product is their similarity.
 
-    Two embedders of one `identity` give the same vectors; vectors of different ones cannot be compared.
+    Embedders of equal `identity` give equal vectors; vectors of different identities cannot be compared.
     """
 
     @property
@@ -44,11 +44,10 @@ class Embedder(Protocol):
 
 
 def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedder:
-    """Makes an embedder. It may read a model of 90 MB: not for a serving thread.
+    """Makes an embedder. Not for a serving thread: it may read a model of 90 MB.
 
-    `model` is a folder or hub id for those that run one; None finds all-MiniLM-L6-v2 on this machine. Nothing is
-    downloaded. Raises ConfigurationError for OFF, and for a package or a model that is not here, naming the extra to
-    install.
+    `model` is a folder or a hub id for the kinds that run a model; None finds all-MiniLM-L6-v2 on this machine. Nothing
+    is downloaded. Raises ConfigurationError for OFF, and for a missing package or model, naming the extra to install.
     """
     if kind in (EmbedderKind.STATIC, EmbedderKind.JACCARD):
         from semblend_trt.semantic.word_embedders import JaccardEmbedder, StaticEmbedder

@@ -1,6 +1,6 @@
-"""Entries near a vector, namespace by namespace. What is found may be reported; it never says that KV may be reused.
+"""Finds the entries of a namespace whose vectors are nearest to a given one.
 
-faiss compares short codes of all vectors of a namespace, then the vectors themselves of the best.
+In a large namespace, faiss compares short codes of the vectors first, and then the vectors of the best candidates.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-# Up to here the vectors themselves are compared, in half a millisecond; beyond, codes come first.
+# Up to so many entries the vectors are compared, in half a millisecond. With more, codes are compared first.
 EXACT_ENTRIES = 16_384
-# Up to here a search compares the codes of all entries, since texts need not cluster: with half of 100,000 passages of
-# books compared, a tenth of the neighbours is missed. Beyond, codes stand in clusters, and a search compares
-# COMPARED * sqrt(COMPARED / entries) of them: ever fewer, since more do not stay in a processor's cache.
+# Up to so many entries a search compares all codes, since texts need not cluster: a search of half of 100,000 passages
+# of books misses a tenth of the neighbours. With more, codes are in clusters, and a search compares
+# COMPARED * sqrt(COMPARED / entries) of them: fewer the more there are, since they do not fit in a processor's cache.
 COMPARED = 100_000
-# The best of the codes, whose vectors are compared: so many for each entry wanted, and so many at least.
+# The number of candidates whose vectors are compared: per entry wanted, and at least.
 CANDIDATES_PER_HIT, LEAST_CANDIDATES = 15, 150
 
-# A search spends about as long on opening a cluster as on 300 codes, so clusters are large.
+# To open a cluster takes a search as long as 300 codes, so clusters are large.
 CLUSTER_ENTRIES = 4096
-# Clusters are made again when a shelf has grown by this factor, so that each vector is encoded a few times.
+# Clusters are made again after growth by this factor, so that each vector is encoded a few times only.
 GROWTH = 4
 SAMPLES_PER_CLUSTER = 40
 LEAST_SAMPLES = 16_384
@@ -36,10 +36,10 @@ ENCODED_AT_ONCE = 65_536
 
 
 class SemanticIndex:
-    """Unit vectors by entry id, each in the namespace of a key; a search sees its own namespace only. Thread safe.
+    """Unit vectors by entry id, in namespaces; a search sees its own namespace only. Thread safe.
 
-    `dim` is the vectors' size, which must be even. Exact but for the rounding to half precision up to 16,384 entries of
-    a namespace, approximate beyond (see VectorShelf).
+    `dim` is the vectors' size, which must be even. Results are exact but for the rounding to half precision up to
+    16,384 entries of a namespace, and approximate with more (see NamespaceIndex).
     """
 
     def __init__(self, dim: int) -> None:
@@ -47,29 +47,30 @@ class SemanticIndex:
             raise ValueError(f"vectors of {dim} numbers; take an embedder with an even number of them")
         self.dim = dim
         self._lock = threading.Lock()
-        self._shelves: dict[str, VectorShelf] = {}
+        self._indexes: dict[str, NamespaceIndex] = {}
         self._namespace_keys: dict[str, str] = {}
 
     def add(self, namespace_key: str, entry_ids: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
-        """Enters vectors float32 [n, dim] of unit length under n different ids, in place of earlier ones of these."""
+        """Enters vectors float32 [n, dim] of unit length under n different ids; earlier vectors of the ids are
+        replaced."""
         with self._lock:
             for entry_id in entry_ids:
                 self._remove(entry_id)
-            if namespace_key not in self._shelves:
-                self._shelves[namespace_key] = VectorShelf(self.dim)
-            self._shelves[namespace_key].add(entry_ids, vectors)
+            if namespace_key not in self._indexes:
+                self._indexes[namespace_key] = NamespaceIndex(self.dim)
+            self._indexes[namespace_key].add(entry_ids, vectors)
             self._namespace_keys.update(dict.fromkeys(entry_ids, namespace_key))
 
     def remove(self, entry_id: str) -> bool:
-        """Takes an entry out; False when there is none."""
+        """Removes an entry; False when there is none."""
         with self._lock:
             return self._remove(entry_id)
 
     def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
         """At most `count` entries of the namespace with their inner products, the nearest to `vector` first."""
         with self._lock:
-            shelf = self._shelves.get(namespace_key)
-            return [] if shelf is None else shelf.find(vector, count)
+            index = self._indexes.get(namespace_key)
+            return [] if index is None else index.find(vector, count)
 
     def __len__(self) -> int:
         return len(self._namespace_keys)
@@ -78,20 +79,20 @@ class SemanticIndex:
         namespace_key = self._namespace_keys.pop(entry_id, None)
         if namespace_key is None:
             return False
-        shelf = self._shelves[namespace_key]
-        shelf.remove(entry_id)
-        if not len(shelf):
-            del self._shelves[namespace_key]
+        index = self._indexes[namespace_key]
+        index.remove(entry_id)
+        if not len(index):
+            del self._indexes[namespace_key]
         return True
 
 
-class VectorShelf:
+class NamespaceIndex:
     """Vectors of unit length by entry id, in rows without gaps. Not thread safe.
 
-    Vectors stand in half precision, 2 * dim bytes each. Beyond EXACT_ENTRIES, each has a code of 4 bits for every two
-    numbers as well (product quantisation; one instruction looks up 16 or more). Up to COMPARED entries every code is
-    compared; beyond, codes stand in clusters of 4,096 to 16,384. Crossing EXACT_ENTRIES and COMPARED, and each growth
-    by 4 after that, makes codes and clusters again: seconds for 100,000, amortised over those added since.
+    Vectors are kept in half precision, 2 * dim bytes each. With more than EXACT_ENTRIES entries, each also has a code
+    of 4 bits for every two numbers (product quantisation; one instruction looks up 16 or more). Up to COMPARED entries
+    all codes are compared; with more, codes are in clusters of 4,096 to 16,384. Codes and clusters are made again when
+    entries exceed EXACT_ENTRIES, COMPARED, and each further growth by 4: that takes seconds for 100,000 entries.
     """
 
     def __init__(self, dim: int) -> None:
@@ -118,7 +119,7 @@ class VectorShelf:
             self._codes.add(vectors)
 
     def remove(self, entry_id: str) -> None:
-        """Takes an entry out; that of the last row takes its row."""
+        """Removes an entry; the entry of the last row moves to its row."""
         row, last = self._rows.pop(entry_id), len(self) - 1
         moved = self._entry_ids.pop()
         if self._codes is not None:
@@ -152,9 +153,10 @@ class VectorShelf:
         ]
 
     def _code_of(self, row: int) -> tuple[int, npt.NDArray[np.int64], int]:
-        """The cluster with a row's code, the rows int64 [n] of that cluster's codes, and which of them it is."""
+        """The cluster that holds a row's code, the rows int64 [n] of that cluster's codes, and the code's place
+        there."""
         vector, lists = self._vectors.reconstruct(row), self._codes.invlists
-        # The nearest cluster but for rounding.
+        # It is the nearest cluster but for rounding.
         for cluster in self._codes.quantizer.assign(vector[None], self._codes.nlist)[0].tolist():
             if size := lists.list_size(cluster):
                 ids = faiss.rev_swig_ptr(lists.get_ids(cluster), size)
@@ -164,8 +166,10 @@ class VectorShelf:
         raise AssertionError(f"row {row} has no code")
 
     def _remove_code(self, row: int) -> None:
-        """Takes a row's code out: the last one of all, or of its cluster, takes its place. faiss's own removal looks at
-        all rows, and leaves codes behind the end that what is added later mixes with."""
+        """Removes a row's code; the last code, of all or of its cluster, moves to its place.
+
+        faiss's own removal looks at all rows, and leaves codes after the end that mix with codes added later.
+        """
         codes = self._codes
         if not self._is_clustered:
             packer, last = codes.get_CodePacker(), codes.ntotal - 1
@@ -188,7 +192,7 @@ class VectorShelf:
         self._entry_ids += entry_ids
 
     def _most_entries(self) -> int:
-        """How many entries there may be before clusters are made again."""
+        """Entries beyond which codes and clusters are made again."""
         if not self._is_clustered:
             return EXACT_ENTRIES if self._codes is None else COMPARED
         return GROWTH * CLUSTER_ENTRIES * int(self._codes.nlist)
@@ -211,9 +215,9 @@ class VectorShelf:
 
 
 def _move_code(packer: Any, content: Any, blocks: int, source: int, target: int, code_size: int) -> None:
-    """Moves a code to another place among `blocks` packed blocks, and clears its own."""
+    """Moves a code among `blocks` packed blocks and clears its old place."""
     packed = faiss.rev_swig_ptr(content, blocks * packer.block_size).reshape(blocks, 1, -1)
-    # Block by block: the packer refuses places far into a long list.
+    # One block at a time: the packer refuses places far into a long list.
     (source_block, source_place), (target_block, target_place) = (divmod(at, packer.nvec) for at in (source, target))
     packer.pack_1(packer.unpack_1(packed[source_block], source_place), target_place, packed[target_block])
     packer.pack_1(np.zeros(code_size, dtype=np.uint8), source_place, packed[source_block])

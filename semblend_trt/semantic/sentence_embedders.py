@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.semantic.sentence_model import (
     BATCH_WINDOWS,
     WINDOW_TOKENS,
     missing_extra,
     pooled,
     sentence_model,
-    window_tokenizer,
 )
 from semblend_trt.transformers_version import imported
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 GRAPH_FILE = "embedder.onnx"
 INPUTS = ("input_ids", "attention_mask")
-OUTPUT = "sentence_vector"  # no operator of the graph goes by this name
+OUTPUT = "sentence_vector"  # no operator of the graph has this name
 OPSET = 18
 
 
 class MiniLmEmbedder:
-    """A sentence-transformer on the CPU. Texts longer than its window are read as overlapping windows and averaged.
+    """A sentence-transformer on the CPU. Longer texts are cut into overlapping windows, whose vectors are averaged.
 
     Raises ConfigurationError without sentence-transformers, or without the model's files on this machine.
     """
@@ -52,7 +52,7 @@ class MiniLmEmbedder:
             self._model = kind(str(files.folder), device="cpu", local_files_only=True)
         except Exception as error:
             raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
-        self._tokenizer = window_tokenizer(files.folder)
+        self._tokenizer = tokenizer_file(files.folder)
         self.identity = files.identity
         self.dim = int(self._model.encode(["a"], show_progress_bar=False).shape[1])
 
@@ -70,7 +70,7 @@ class MiniLmEmbedder:
 class OnnxEmbedder:
     """Vectors equal to those of `MiniLmEmbedder` to 1e-3 in cosine distance. `threads` None takes half of the cores.
 
-    The graph is `embedder.onnx` in the model's folder where `export_embedder` has put it; otherwise it is exported
+    The graph is `embedder.onnx` in the model's folder, where `export_embedder` writes it; without one it is exported
     once, into the user's cache folder. Raises ConfigurationError without ONNX Runtime, without its CUDA part for
     `on_gpu`, or without the model's files on this machine.
     """
@@ -85,10 +85,10 @@ class OnnxEmbedder:
         if provider not in onnxruntime.get_available_providers():
             missing_extra(name, f"onnxruntime with {provider}", extra)
         files = sentence_model(model, name, extra)
-        self._tokenizer = window_tokenizer(files.folder)
+        self._tokenizer = tokenizer_file(files.folder)
         self._tokenizer.enable_truncation(WINDOW_TOKENS)
         self._tokenizer.enable_padding()
-        self._cutter = window_tokenizer(files.folder)
+        self._cutter = tokenizer_file(files.folder)
         graph = files.folder / GRAPH_FILE
         if not graph.is_file():
             graph = cache_folder() / f"{files.digest}.onnx"
@@ -127,7 +127,7 @@ def cache_folder() -> Path:
 
 
 class PooledEncoder(torch.nn.Module):
-    """The encoder, the mean over its tokens, and the division by the length: what sentence-transformers runs.
+    """The encoder, the mean over its tokens and the normalisation, as sentence-transformers runs them.
 
     Raises ConfigurationError when `folder` holds no encoder that transformers knows.
     """
@@ -191,7 +191,7 @@ def export(model: SentenceModel, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter logs every step and every operator that it has no use for."""
+    """Silences the exporter, which logs every step."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")
     levels = {name: logging.getLogger(name).level for name in names}
     try:

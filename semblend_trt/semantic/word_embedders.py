@@ -1,4 +1,4 @@
-"""The embedders that read no model: they compare words, by their hashes. Their loops are compiled."""
+"""The embedders without a model: they compare words by their hashes. Numba compiles their loops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _named(value: np.uint64, length: int) -> np.uint64:
 
 @entry
 def _word_hashes(characters: _Characters) -> _Hashes:
-    """The hash of every word, uint64 [words], in the order of the text; `characters` are code points in lower case."""
+    """The hash of every word in order, uint64 [words]; `characters` are code points in lower case."""
     hashes = np.empty(len(characters), dtype=np.uint64)
     found, length, value = 0, 0, _FNV_OFFSET
     for at in range(len(characters)):
@@ -78,7 +78,7 @@ def _word_hashes(characters: _Characters) -> _Hashes:
 
 @entry
 def _project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
-    """Writes the projected word weights into `vector`, zeros before, with unit length."""
+    """Writes the projected word weights into `vector` (zeros before), with unit length."""
     dim = np.uint64(len(vector))
     sums = np.zeros(len(vector), dtype=np.float64)
     for word in range(len(hashes)):
@@ -98,7 +98,7 @@ def _project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
 
 @entry
 def _sketch(hashes: _Hashes, vector: _Vector) -> None:
-    """Writes one sign for each of `len(vector)` hash functions, that of its least value over `hashes`."""
+    """Writes one sign per hash function, `len(vector)` of them: that of the function's least value over `hashes`."""
     if not len(hashes):
         return
     size = 1.0 / np.sqrt(float(len(vector)))
@@ -107,12 +107,12 @@ def _sketch(hashes: _Hashes, vector: _Vector) -> None:
         least = _ALL_BITS
         for word in hashes:
             least = min(least, _mixed(word ^ seed))
-        # The lowest bit has no part in making a value the least.
+        # The lowest bit does not decide which value is the least.
         vector[function] = size if least & np.uint64(1) else -size
 
 
 def _words_of(text: str) -> tuple[_Hashes, _Counts]:
-    """The different words of `text`: their hashes, ascending, and how often each stands there, int64 [words].
+    """The different words of `text`: their hashes, ascending, and how often each occurs, int64 [words].
 
     A word is a run of letters and digits, in lower case. Scripts that put no space between words (U+2E80 and above)
     give every pair of neighbouring characters instead.
@@ -123,12 +123,12 @@ def _words_of(text: str) -> tuple[_Hashes, _Counts]:
 
 
 class StaticEmbedder:
-    """Words only: neither their order nor their meaning. Deterministic and thread safe.
+    """Compares words, neither their order nor their meaning. Deterministic and thread safe.
 
-    A word adds (1 + ln count) * min(length, 8) / 8, with a sign, to 8 of the 384 entries, all taken from its hash: a
-    sparse random projection (Achlioptas 2003; Li, Hastie and Church 2006), whose inner products differ from those of
-    the word weights themselves by about 1 / sqrt(384). Short words are the frequent ones in most languages, so length
-    stands in for the rarity that nothing here has learnt.
+    A word adds (1 + ln count) * min(length, 8) / 8, with a sign, to 8 of the 384 entries; its hash chooses signs and
+    entries. This is a sparse random projection (Achlioptas 2003; Li, Hastie and Church 2006): inner products differ
+    from those of the word weights by about 1 / sqrt(384). Length stands in for rarity, since short words are frequent
+    in most languages.
     """
 
     identity = "static-384-v1"
@@ -145,8 +145,8 @@ class StaticEmbedder:
 class JaccardEmbedder:
     """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
 
-    Entry i is +-1/32, its sign a bit of the i-th hash function's least value over the set. Two sets agree in that value
-    with the probability of their Jaccard index J, and the signs of different values are independent, so the inner
+    Entry i is +-1/32; its sign is a bit of the i-th hash function's least value over the words. Two sets share that
+    value with a probability of their Jaccard index J, and signs of different values are independent. So the inner
     product has the mean J and a standard deviation of at most 1/32.
     """
 

@@ -20,11 +20,13 @@ from semblend_trt.plan import (
     SpanCheck,
 )
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.engine_wrapper.serving import Engines
+from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from engine_wrapper.embedded.llm import LLM, RequestOutput
 
 PlanMaker = Callable[..., SemanticKvPlan]
 
@@ -109,6 +111,18 @@ def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> I
     engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
     yield engines
     engines.shutdown()
+
+
+@pytest.fixture
+def shifted(engine: Engines) -> Callable[..., tuple[LLM, RequestOutput]]:
+    """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
+
+    def build(*module: str, **settings: Any) -> tuple[LLM, RequestOutput]:
+        llm = engine(*module, **settings)
+        teach(llm, DONOR)
+        return llm, serve(llm, SHIFTED)
+
+    return build
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class Bench:
         works = works_of(slices, NUM_LAYERS, keys_per_row)
         works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
         hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
-        return list(self.forward.logits(hidden).split([len(piece.token_ids) for piece in slices]))
+        return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
         self.lowest.append((work, layer))
@@ -119,7 +119,7 @@ class Bench:
 
 def last_rows_of(*slices: SequenceSlice) -> LayerSchedule:
     """The schedule, on the host, that puts out the last row of each slice."""
-    return build_schedule(slices, NUM_LAYERS).last_rows([len(piece.token_ids) for piece in slices])
+    return build_schedule(slices, NUM_LAYERS).last_rows([len(slice_.token_ids) for slice_ in slices])
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

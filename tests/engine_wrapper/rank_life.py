@@ -156,7 +156,7 @@ class Life:
             with self._breaking(host_of(llm), "writing"):
                 first = served(llm, DONOR)
             held = self._ranks.gather(len(host_of(llm)._slots))
-            # Nobody finds the donor; this request becomes one, and the next finds it.
+            # No request finds the donor; this one becomes a donor, and the next finds it.
             told = {"second": served(llm, SHIFTED), "third": served(llm, text(5, 50) + DOCUMENT + text(6, 9))}
             leaked = free - llm.block_manager.num_free_blocks
             return told | {"first": first, "held": held, "leaked": leaked}

@@ -87,46 +87,6 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
     assert len(evidence) == (1 if plan.is_checked else 0)
 
 
-@pytest.mark.parametrize("terms", ["threshold", "whole spans", "dropped"])
-def test_what_deviates_is_computed_in_parts_and_the_result_is_cold(
-    bench: Bench, make_plan: PlanMaker, terms: str
-) -> None:
-    plan = long_plan(make_plan, terms)
-    cold = place_donor(bench, plan)
-    assert close(bench.run(bench.planned(plan), max_rows=MAX_ROWS)[0], cold)
-    (evidence,) = bench.evidence
-    assert evidence.recomputed_tokens == {"threshold": 15, "whole spans": 15 + 5 + 14, "dropped": 45}[terms]
-
-
-def test_an_exact_prefix_and_exact_spans_are_not_written_by_parts(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(LENGTH)
-    logits, kv = bench.cold(tokens)
-    bench.place(1, kv, 0, 24)
-    exact = bench.kv(1)[:, :, :, :24]
-    bench.place(1, kv, 26, 80)
-    plan = make_plan(
-        tokens,
-        [(8, 24), (26, 80)],
-        **SIZES,
-        num_computed=8,
-        exact={0},
-        check=SpanCheck(1, 0.1),
-    )
-    assert close(bench.run(bench.planned(plan), max_rows=MAX_ROWS)[0], logits[80:])
-    assert torch.equal(bench.kv(1)[:, :, :, :24], exact)
-    assert bench.evidence[0].reused_tokens == 16 + 54
-    assert [len(part.positions) for part, _ in bench.lowest] == [20, 20, 16]
-
-
-def test_chunks_and_decode_steps_follow_a_plan_in_parts(bench: Bench, make_plan: PlanMaker) -> None:
-    plan = long_plan(make_plan, "threshold")
-    cold, tokens = place_donor(bench, plan), tuple(plan.prompt_token_ids.tolist())
-    parts = bench.run(bench.planned(plan, end=83), max_rows=MAX_ROWS)
-    parts += bench.run(bench.slice(1, tokens, 83, 88))
-    parts += [bench.run(bench.slice(1, tokens, position, position + 1))[0] for position in (88, 89)]
-    assert close(torch.cat(parts), cold)
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_ranks_that_share_the_heads_decide_over_all_parts(
     tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
@@ -158,7 +118,7 @@ def test_ranks_that_share_the_heads_decide_over_all_parts(
 def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
     make_plan: PlanMaker, cuts: list[int], terms: str, exact: bool, max_rows: int, seed: int
 ) -> None:
-    """The decision is a function of the deviations alone, whatever the parts: the very same bits."""
+    """The decision is a function of the deviations alone, not of the parts: the very same bits."""
     tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
     options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
     plan = make_plan(tokens, spans, prefix_end=85, **options)
@@ -199,16 +159,16 @@ def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
     return none if work.pending is None else work.positions[work.pending.checked]
 
 
-def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
+def slice_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
     """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
     tokens = tuple(range(begin + length))
     blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
-    piece = SequenceSlice(request_id, begin, tokens[begin:], blocks)
+    slice_ = SequenceSlice(request_id, begin, tokens[begin:], blocks)
     if begin < 12:
-        return piece
+        return slice_
     spans = [(2, begin // 2), (begin // 2 + 2, begin - 1)]
     options = {**SIZES, **TERMS[terms]}
-    return replace(piece, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
+    return replace(slice_, plan=make_plan(tokens, spans, request_id=request_id, prefix_end=begin, **options))
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,8 +181,8 @@ def piece_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, leng
 def test_every_row_runs_once_in_order_within_the_bound(
     make_plan: PlanMaker, parts: list[tuple[str, int, int]], slack: int
 ) -> None:
-    pieces = [piece_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
-    works = works_of(pieces, NUM_LAYERS)
+    slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
+    works = works_of(slices, NUM_LAYERS)
     # What must stay together, and one row behind it.
     max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
     found = micro_batches(works, NUM_LAYERS, max_rows)
@@ -247,15 +207,7 @@ def test_every_row_runs_once_in_order_within_the_bound(
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
-@pytest.mark.parametrize("max_rows", [None, 1000])
-def test_what_fits_is_one_forward_of_the_same_works(make_plan: PlanMaker, max_rows: int | None) -> None:
-    works = works_of([piece_of(make_plan, 0, "threshold", 40, 5), piece_of(make_plan, 1, "boundary", 0, 9)], NUM_LAYERS)
-    (part,) = micro_batches(works, NUM_LAYERS, max_rows)
-    assert part.works == works
-    assert (part.owners, part.scheduled) == ([0, 1], [5, 9])
-
-
-def test_rows_that_must_stay_together_run_whatever_the_bound(make_plan: PlanMaker) -> None:
+def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan: PlanMaker) -> None:
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
-    works = works_of([piece_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
+    works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
     assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55

@@ -1,15 +1,10 @@
-"""Donors on disk: they outlive the engine, answer as before, and whatever the disk does costs a cold prefill only."""
+"""Donors on disk: they outlive the engine, answer as before, and a failing disk costs a cold prefill only."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import hmac
-import json
 import os
 import random
 import shutil
-import stat
 from importlib.resources import files
 
 import pytest
@@ -18,7 +13,6 @@ from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.donors import donor_file
 from semblend_trt.donors.disk_tier import FOLDER
-from semblend_trt.donors.donor_table import Tier
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
 from validation.documents import stock_list
@@ -131,25 +125,11 @@ def test_another_salt_finds_nothing_after_a_restart(restart):
     assert reused(restart(DONOR_TENANT="another")) == [0, 0, 0]
 
 
-def test_files_are_the_owners_alone(engine, kept, tmp_path):
-    assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
-    for path in (tmp_path / FOLDER).iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("damage", ["kv", "tokens", "header", "truncated", "empty", "other_version"])
+@pytest.mark.parametrize("damage", ["kv", "header"])
 def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     (path,) = donor_files(tmp_path)
     data = bytearray(path.read_bytes())
-    if damage == "truncated":
-        data = data[:-1000]
-    elif damage == "empty":
-        data = bytearray()
-    elif damage == "other_version":
-        data = data.replace(donor_file.FORMAT.encode(), b"semblend-donor-1")
-    else:
-        place = {"kv": len(data) // 2, "tokens": len(data) - 2, "header": data.index(b"namespace_key") + 20}[damage]
-        data[place] ^= 1
+    data[len(data) // 2 if damage == "kv" else data.index(b"namespace_key") + 20] ^= 1
     path.write_bytes(bytes(data))
     restarted = restart()
     counts = events(restarted)
@@ -159,128 +139,28 @@ def test_damaged_file_costs_a_cold_prefill(restart, tmp_path, damage):
     assert len(restarted.connector_scheduler.donor_index.catalog) == 0
 
 
-def test_kv_that_was_altered_under_right_digests_is_never_served(restart, tmp_path):
-    """Who can write the folder and read the files there can make digests, but no seal."""
-    (path,) = donor_files(tmp_path)
-    data = bytearray(path.read_bytes())
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-    about, layers = header["__metadata__"], header["kv"]["shape"][0]
-    size = header["kv"]["data_offsets"][1] // layers
-    data[begin : begin + size] = bytes(size)
-    parts = [data[start : start + size] for start in range(begin, begin + layers * size, size)]
-    digests = [hashlib.sha256(part).hexdigest() for part in (*parts, data[begin + layers * size :])]
-    assert digests[1:] == about["digests"].split()[1:]
-    about["digests"] = " ".join(digests)
-    del about["seal"]
-    about["seal"] = hmac.digest(bytes(32), json.dumps(header, separators=(",", ":")).encode(), "sha256").hex()
-    data[8:begin] = json.dumps(header, separators=(",", ":")).encode().ljust(begin - 8)
-    path.write_bytes(data)
-    restarted = restart()
-    assert reused(restarted) == [0, 0, 0]
-    assert donor_files(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "hindrance", ["folder for all", "linked folder", "key for all", "linked key", "fifo for a lock"]
-)
-def test_a_folder_or_key_that_is_not_ours_alone_costs_the_disk_tier_only(engine, tmp_path, hindrance):
-    folder, target = tmp_path / FOLDER, tmp_path / "target"
-    folder.mkdir()
-    target.mkdir(mode=0o755)
-    if hindrance == "folder for all":
-        folder.chmod(0o777)
-    elif hindrance == "linked folder":
-        folder.rmdir()
-        folder.symlink_to(target)
-    elif hindrance == "fifo for a lock":
-        os.mkfifo(folder / "lock")
-    else:
-        key = tmp_path / ("key" if hindrance == "key for all" else "other")
-        key.write_bytes(bytes(32))
-        key.chmod(0o644 if hindrance == "key for all" else 0o600)
-        if hindrance == "linked key":
-            (tmp_path / "key").symlink_to(key)
-    llm = engine()
+@pytest.mark.parametrize("hindrance", ["key for all", "path of a file"])
+def test_a_folder_or_key_that_cannot_be_used_costs_the_disk_tier_only(engine, tmp_path, hindrance):
+    key, path = tmp_path / "key", tmp_path / "path"
+    key.write_bytes(bytes(32))
+    key.chmod(0o644 if hindrance == "key for all" else 0o600)
+    if hindrance == "path of a file":
+        path.write_text("in the way")
+    llm = engine(DISK_PATH=path)
     assert [news.kind.value for news in llm.connector_worker._runtime.offload_events] == ["disk_unavailable"]
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
-    assert (list(target.iterdir()), stat.S_IMODE(target.stat().st_mode)) == ([], 0o755)
-    assert donor_files(tmp_path) == []
+    assert not path.is_dir() or donor_files(path) == []
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path, is_replaced):
+def test_a_folder_that_goes_during_a_run_costs_its_donors_only(engine, tmp_path):
     llm = ready(engine())
     counts = events(llm)
     shutil.rmtree(tmp_path / FOLDER)
-    if is_replaced:
-        (tmp_path / FOLDER).mkdir()
     serve(llm, FIRST)
     assert serve(llm, SECOND).reused_tokens > 500
     assert counts == {"write_failed": 1}
     assert donor_files(tmp_path) == []
-
-
-def test_refused_files_are_counted(engine, kept, tmp_path):
-    donor_files(tmp_path)[0].write_bytes(b"nothing")
-    restarted = engine()
-    restarted.connector_worker.transfers.drain()
-    assert [news.kind.value for news in restarted.connector_worker._runtime.disk.found] == [
-        "file_refused",
-        "files_read",
-    ]
-
-
-def test_full_disk_is_counted_and_leaves_no_file(engine, tmp_path, monkeypatch):
-    def full(descriptor, offset, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    llm = ready(engine())
-    monkeypatch.setattr(donor_file.os, "posix_fallocate", full)
-    counts = events(llm)
-    assert serve(llm, FIRST).reused_tokens == 0
-    assert serve(llm, SECOND).reused_tokens > 500  # from memory
-    assert counts == {"write_failed": 1}
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
-    assert llm.connector_scheduler.donor_index.catalog.stats().disk_bytes_used == 0
-
-
-def test_file_that_vanishes_is_a_miss(restart, tmp_path):
-    restarted = restart()
-    donor_files(tmp_path)[0].unlink()
-    counts = events(restarted)
-    assert reused(restarted) == [0, 0, 0]
-    assert counts == {"fetch_failed": 1}
-
-
-def test_worker_killed_while_writing_leaves_nothing_that_is_found(engine, kept, tmp_path):
-    (path,) = donor_files(tmp_path)
-    path.rename(path.with_name(path.name.replace(".donor.safetensors", ".donor.unfinished")))
-    restarted = ready(engine())
-    assert len(restarted.connector_scheduler.donor_index.catalog) == 0
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["lock"]
-
-
-def test_folder_of_another_engine_is_left_alone(engine, tmp_path):
-    first, restarted = ready(engine()), engine()
-    assert (first.connector_worker.transfers is None, restarted.connector_worker.transfers is None) == (False, True)
-    assert serve(restarted, FIRST).reused_tokens == 0
-    assert serve(restarted, SECOND).reused_tokens > 500
-    assert donor_files(tmp_path) == []
-
-
-def test_unusable_path_costs_the_disk_tier_only(engine, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    llm = engine(DISK_PATH=tmp_path / "file")
-    assert llm.connector_worker.transfers is None
-    serve(llm, FIRST)
-    assert serve(llm, SECOND).reused_tokens > 500
-
-
-def test_bytes_without_a_path_stop_the_engine_with_a_sentence(engine):
-    with pytest.raises(Exception, match="set SEMBLEND_DISK_PATH"):
-        engine(DISK_PATH="")
 
 
 def test_memory_lets_donors_go_that_come_back_from_disk(engine):
@@ -316,26 +196,6 @@ def test_files_stay_within_their_budget(engine, tmp_path):
         assert sum(path.stat().st_size for path in donor_files(tmp_path)) <= budget
         assert restarted.connector_scheduler.donor_index.catalog.stats().disk_bytes_used <= budget
     assert donor_files(tmp_path)
-
-
-def test_used_donor_of_the_host_is_lifted_to_the_device(engine):
-    reference = engine(DISK_BYTES=0)
-    serve(reference, FIRST)
-    token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
-    expected = serve(reference, SECOND)
-    llm = engine(DISK_BYTES=0, DEVICE_BYTES=1024 * token_bytes)
-    serve(llm, FIRST)
-    library, store = llm.connector_scheduler.donor_index, llm.connector_worker.store
-    (donor_id,) = library._text_of_donor
-    serve(llm, OTHER)  # takes the device
-    assert library.catalog.tier(donor_id) is Tier.HOST
-    assert_same(serve(llm, SECOND), expected, 0)
-    assert library.catalog.tier(donor_id) is Tier.DEVICE
-    assert (donor_id in store.device, donor_id in store.host) == (True, False)
-    assert serve(llm, second(1)).reused_tokens == expected.reused_tokens
-    stats = library.catalog.stats()
-    assert (stats.promoted, stats.leases) == (1, 0)
-    assert stats.used_bytes == store.host.used_bytes
 
 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):

@@ -112,7 +112,7 @@ def test_the_cpu_needs_no_warm_up(tiny_qwen2_path: Path) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_a_prepared_length_gives_the_same_logits(tiny_qwen2_path: Path) -> None:
     runner = runner_with_pool(tiny_qwen2_path, "cuda")
-    piece = SequenceSlice(1, 0, tokens_of(131), tuple(range(17)))
-    cold = runner.forward([piece], all_rows=True)[0]
+    slice_ = SequenceSlice(1, 0, tokens_of(131), tuple(range(17)))
+    cold = runner.forward([slice_], all_rows=True)[0]
     runner.warm_up([131])
-    assert close_by_norm(runner.forward([piece], all_rows=True)[0], cold)
+    assert close_by_norm(runner.forward([slice_], all_rows=True)[0], cold)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine_wrapper.fused_layers import FusedRows
+from engine_wrapper.fused_layers import BegunLayer, FusedRows
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
@@ -135,7 +135,9 @@ def test_what_a_check_leaves_at_fixed_addresses_equals_the_eager_forward(
     shape = shape_of(rest, bench.decoder)
     inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
     with torch.inference_mode():
-        room = begun.room_for(shape.rows)
+        room = BegunLayer(
+            check_layer, *(each.new_zeros(shape.rows, *each.shape[1:]) for each in (begun.residual, begun.heads))
+        )
         room.fill(begun)
         inputs.upload(rest)
         assert_close(run_rest(bench.decoder, shape, inputs, room)[: len(wanted)], wanted)
@@ -160,7 +162,7 @@ def test_inputs_without_writes_leave_the_pool_alone(tiny_qwen2_path: Path, inter
         assert not torch.equal(bench.pool, before)
 
 
-def test_pieces_cover_every_reach(interpret: Callable[[], None]) -> None:
+def test_a_shape_has_no_piece_beyond_its_reach(interpret: Callable[[], None]) -> None:
     interpret()
     from kernels.sparse_prefill.captured import MIN_PIECE, launch_shape
 
@@ -254,7 +256,7 @@ def test_no_more_graphs_than_there_is_room_for(tiny_qwen2_path: Path, monkeypatc
 
 
 @needs_cuda
-def test_an_engine_that_is_dropped_meanwhile_does_not_end_a_capture(
+def test_a_capture_survives_that_another_engine_is_dropped(
     tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine_wrapper import graph_forward

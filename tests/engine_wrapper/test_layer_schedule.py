@@ -94,8 +94,8 @@ def drawn_slice(drawn: Drawn, request_id: int, make_plan: PlanMaker) -> Sequence
         tokens, spans, request_id=request_id, boundary=drawn.boundary, num_computed=drawn.num_computed,
         prefix_end=position, exact=drawn.exact, check=drawn.check, head=drawn.head, **SIZES,
     )  # fmt: skip
-    piece = slice_of(plan, min(drawn.slice_length, drawn.suffix))
-    return piece if drawn.has_plan else replace(piece, plan=None)
+    slice_ = slice_of(plan, min(drawn.slice_length, drawn.suffix))
+    return slice_ if drawn.has_plan else replace(slice_, plan=None)
 
 
 @dataclass
@@ -139,14 +139,14 @@ def decide(plan: SemanticKvPlan, deviating: frozenset[int], keys_per_row: int) -
 
 
 def expected_rows(
-    piece: SequenceSlice, deviating: frozenset[int], keys_per_row: int, layer: int
+    slice_: SequenceSlice, deviating: frozenset[int], keys_per_row: int, layer: int
 ) -> tuple[list[int], list[int]]:
     """Positions whose K and V are computed in `layer`, and those that go through its attention."""
-    own, plan = list(range(piece.begin, piece.end)), piece.plan
+    own, plan = list(range(slice_.begin, slice_.end)), slice_.plan
     if plan is None:
         return own, own
     head, check = plan.execution.head_tokens, plan.execution.check
-    promised = [p for p in range(plan.num_computed_tokens, piece.begin) if p not in exact_positions(plan)]
+    promised = [p for p in range(plan.num_computed_tokens, slice_.begin) if p not in exact_positions(plan)]
     placed = {p for span in plan.spans if not span.exact for p in range(span.target_start + head, span.target_end)}
     lowest = written_below = plan.execution.recompute_boundary_layer
     if plan.is_checked and check is not None:
@@ -169,7 +169,7 @@ def deviations_of(check: DeviationCheck, drawn: list[Drawn]) -> torch.Tensor:
 
 
 def walk(
-    schedule: LayerSchedule, pieces: list[SequenceSlice], drawn: list[Drawn]
+    schedule: LayerSchedule, slices: list[SequenceSlice], drawn: list[Drawn]
 ) -> tuple[Layers, Layers, list[CheckEvidence]]:
     """Walks as a forward does; of each layer and request the positions written and those that attend."""
     written: Layers = [[] for _ in range(NUM_LAYERS)]
@@ -189,12 +189,12 @@ def walk(
             assert [sequence.first_row for sequence in stage.sequences] == [
                 sum(map(len, of_requests[:index])) for index in range(len(of_requests))
             ]
-            assert [tuple(each.block_ids.tolist()) for each in stage.sequences] == [each.block_ids for each in pieces]
+            assert [tuple(each.block_ids.tolist()) for each in stage.sequences] == [each.block_ids for each in slices]
             for layer in layers:
                 attending[layer] = of_requests
                 written[layer] = written[layer] or of_requests
         if schedule.check is None:
-            wanted = [(piece.begin + i, token) for piece in pieces for i, token in enumerate(piece.token_ids)]
+            wanted = [(slice_.begin + i, token) for slice_ in slices for i, token in enumerate(slice_.token_ids)]
             assert [active[row] for row in schedule.output_rows.tolist()] == wanted
             return written, attending, evidence
         written[schedule.check.layer] = of_requests
@@ -206,18 +206,18 @@ def walk(
 def test_every_layer_computes_what_the_checks_leave(
     drawn: list[Drawn], keys_per_row: int, make_plan: PlanMaker
 ) -> None:
-    pieces = [drawn_slice(request, index, make_plan) for index, request in enumerate(drawn, start=1)]
-    schedule = schedule_of(works_of(pieces, NUM_LAYERS, keys_per_row), NUM_LAYERS)
-    written, attending, found = walk(schedule, pieces, drawn)
-    for index, (piece, request) in enumerate(zip(pieces, drawn, strict=True)):
+    slices = [drawn_slice(request, index, make_plan) for index, request in enumerate(drawn, start=1)]
+    schedule = schedule_of(works_of(slices, NUM_LAYERS, keys_per_row), NUM_LAYERS)
+    written, attending, found = walk(schedule, slices, drawn)
+    for index, (slice_, request) in enumerate(zip(slices, drawn, strict=True)):
         for layer in range(NUM_LAYERS):
-            wanted = expected_rows(piece, request.deviating, keys_per_row, layer)
+            wanted = expected_rows(slice_, request.deviating, keys_per_row, layer)
             assert (written[layer][index], attending[layer][index]) == wanted
-    checked = [piece for piece in pieces if piece.plan is not None and piece.plan.is_checked]
-    assert sorted(evidence.request_id for evidence in found) == [piece.request_id for piece in checked]
+    checked = [slice_ for slice_ in slices if slice_.plan is not None and slice_.plan.is_checked]
+    assert sorted(evidence.request_id for evidence in found) == [slice_.request_id for slice_ in checked]
     for evidence in found:
         number = evidence.request_id - 1
-        check_evidence(evidence, pieces[number].plan, drawn[number].deviating, keys_per_row)
+        check_evidence(evidence, slices[number].plan, drawn[number].deviating, keys_per_row)
 
 
 def check_evidence(
@@ -234,35 +234,10 @@ def check_evidence(
     assert evidence.largest_kept == 0.0
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        # Positions 8, 9, 18, 19 are holes and 33..39 the suffix.
-        ({}, [4 + 7]),
-        ({"boundary": 2}, [32, 4 + 7]),
-        ({"boundary": NUM_LAYERS}, [32]),
-        ({"boundary": 2, "exact": {0}}, [32 - 8, 4 + 7]),
-        ({"head": 3}, [4 + 3 + 3 + 7]),
-        ({"head": 100}, [32]),
-    ],
-)
-def test_rows_of_each_stage(make_plan: PlanMaker, options: dict[str, Any], rows: list[int]) -> None:
-    plan = make_plan(tokens_of(40), [(10, 18), (20, 33)], num_computed=8, **options, **SIZES)
-    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
-    assert [stage.num_rows for stage in schedule.stages] == rows
-
-
-def test_a_plan_that_lost_its_spans_computes_the_whole_promise(make_plan: PlanMaker) -> None:
-    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, num_computed=2, **SIZES).without_spans("donor_unavailable")
-    schedule = build_schedule([slice_of(plan)], NUM_LAYERS)
-    assert len(schedule.stages) == 1
-    assert schedule.positions.tolist() == list(range(2, 30))
-
-
 def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
-    piece = slice_of(plan)
-    bare, schedule = (build_schedule([each], NUM_LAYERS) for each in (replace(piece, plan=None), piece))
+    slice_ = slice_of(plan)
+    bare, schedule = (build_schedule([each], NUM_LAYERS) for each in (replace(slice_, plan=None), slice_))
     assert len(schedule.stages) == 1
     assert torch.equal(schedule.positions, bare.positions)
 
@@ -300,12 +275,12 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
     options = {"check": SpanCheck(1, 0.5), **SIZES}
     first = make_plan(tokens_of(30, 1), [(2, 6), (8, 20)], exact={0}, **options)
     second = make_plan(tokens_of(26, 2), [(9, 24)], request_id=2, num_computed=8, head=2, **options)
-    pieces = [
+    slices = [
         replace(slice_of(first), block_ids=(7, 2, 0, 9)),
         SequenceSlice(3, 3, (5,), (4,)),
         replace(slice_of(second), block_ids=(1, 11, 3, 8)),
     ]
-    schedule = build_schedule(pieces, NUM_LAYERS)
+    schedule = build_schedule(slices, NUM_LAYERS)
     # As in a fused layer: keys and values are views of the same rows.
     heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
     _, keys, values = heads.split([4, 2, 2], 1)

@@ -14,8 +14,6 @@ from tests.engine_wrapper.serving import PREFILL
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
-WAIT = 120.0
-
 
 def document(seed):
     """Sentences over words that no other document has."""
@@ -48,7 +46,7 @@ def serve(llm, prompt, **options):
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
     if scheduler._neighbourhood.neighbours is not None:
-        assert scheduler._neighbourhood.neighbours.drain(WAIT)
+        scheduler._neighbourhood.neighbours.drain()
     return output, scheduler.reuse_of(output.request_id)
 
 

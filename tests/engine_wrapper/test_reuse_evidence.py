@@ -1,5 +1,5 @@
-"""What reuse did is said alike by the request's output, the report, the ledger, the audit log and the metrics; and a
-reuse profile decides what may be reused, for the engine that it was made for."""
+"""A request's output, the report, the audit log and the metrics agree on what was reused; a reuse profile decides what
+may be reused on the engine that it was made for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from prometheus_client import REGISTRY
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, NONE_KEPT, SHIFTED, SOME_KEPT, serve, teach, text
 
 TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
-
-
-@pytest.fixture
-def shifted(engine):
-    """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
-
-    def build(*module, **settings):
-        llm = engine(*module, **settings)
-        teach(llm, DONOR)
-        return llm, serve(llm, SHIFTED)
-
-    return build
 
 
 def report_of(llm, output):
@@ -101,7 +89,7 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
         ({"POLICY": "position_fix"}, None, {"offered": 200, "checked": 0, "reused": 200, "recomputed": 0}),
     ],
 )
-def test_everyone_tells_the_same(engine, profile, variables, check, figures):
+def test_output_report_log_and_metrics_agree(engine, profile, variables, check, figures):
     if check is not None:
         variables = {"PROFILE": profile(check=check)}
     llm = engine(**variables)

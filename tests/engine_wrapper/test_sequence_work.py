@@ -6,7 +6,6 @@ import itertools
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,18 +73,6 @@ def test_a_threshold_against_the_same_token_by_token(
     assert choice.largest_kept <= threshold
 
 
-def test_many_tokens_that_deviate_by_little_are_computed_with_their_window() -> None:
-    check = SpanCheck(1, 0.5, window_threshold=0.1)
-    values = np.full(3 * WINDOW_TOKENS, 0.05, np.float32)
-    values[WINDOW_TOKENS : 2 * WINDOW_TOKENS] = 0.11
-    choice = choose(check, values, [values.size], 0, values.size)
-    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, 2 * WINDOW_TOKENS))
-    # Windows begin with their span, and its last one may be shorter.
-    half = WINDOW_TOKENS // 2
-    choice = choose(check, values, [WINDOW_TOKENS + half, 2 * WINDOW_TOKENS - half], 0, values.size)
-    assert np.flatnonzero(choice.computed).tolist() == list(range(WINDOW_TOKENS, WINDOW_TOKENS + half))
-
-
 @given(spans=span_lists, share=shares)
 def test_the_largest_share_is_the_share_that_deviates_most(spans: list[list[float]], share: float) -> None:
     values = np.nan_to_num(array(spans), nan=math.inf, posinf=math.inf)
@@ -97,27 +84,9 @@ def test_the_largest_share_is_the_share_that_deviates_most(spans: list[list[floa
     assert choice.is_dropped == (count == values.size)
 
 
-@given(spans=span_lists, low=st.floats(0, 2), high=st.floats(0, 2))
-def test_a_lower_threshold_never_keeps_more(spans: list[list[float]], low: float, high: float) -> None:
-    low, high = sorted((low, high))
-    strict, mild = (
-        choose(SpanCheck(1, threshold), array(spans), lengths(spans), 1, 9).computed for threshold in (low, high)
-    )
-    assert (strict >= mild).all()
-
-
 def test_of_equal_deviations_the_earlier_tokens_are_computed() -> None:
     choice = choose(SpanCheck(1, largest_share=0.5), np.full(6, 0.3, np.float32), [2, 4], 0, 6)
     assert choice.computed.tolist() == [True, True, True, False, False, False]
-
-
-@pytest.mark.parametrize(("deviating", "whole"), [(1, False), (2, False), (3, True)])
-def test_a_span_is_computed_whole_above_its_bound_only(deviating: int, whole: bool) -> None:
-    values = np.zeros(20, np.float32)
-    values[:deviating] = 1.0
-    choice = choose(SpanCheck(1, 0.5, max_span_share=0.25), values, [8, 12], 0, 20)
-    assert choice.computed[:8].all() == whole
-    assert not choice.computed[8:].any()
 
 
 @given(

@@ -24,18 +24,6 @@ from tests.engine_wrapper.serving import (
 pytestmark = pytest.mark.usefixtures("position_fix")
 
 
-@pytest.fixture
-def shifted(engine):
-    """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
-
-    def build(**options):
-        llm = engine(**options)
-        teach(llm, DONOR)
-        return llm, serve(llm, SHIFTED)
-
-    return build
-
-
 def test_without_enabled_everything_is_cold_and_nothing_is_kept(engine, shifted):
     llm, output = shifted(ENABLED=0)
     assert (output.reused_tokens, output.reuse_outcome, output.reuse_reason) == (0, "cold_fallback", "disabled")

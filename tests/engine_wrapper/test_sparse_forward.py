@@ -321,16 +321,6 @@ def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(
     assert (evidence.checked_tokens, evidence.reused_tokens, evidence.recomputed_tokens) == (40, 21, 19)
 
 
-def test_the_largest_share_finds_the_planted_tokens(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens, planted = tokens_of(60), [9, 10, 23, 40]
-    logits, donor = bench.cold(tokens)
-    donor[1:, :, :, planted] += 5
-    bench.place(1, donor, 5, 45)
-    plan = make_plan(tokens, [(5, 45)], check=SpanCheck(1, largest_share=0.1), **SIZES)
-    assert close(bench.run(bench.planned(plan))[0], logits[45:])
-    assert bench.evidence[0].recomputed_tokens == len(planted)
-
-
 def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
     family_bench: Bench, make_plan: PlanMaker
 ) -> None:

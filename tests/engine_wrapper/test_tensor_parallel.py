@@ -1,4 +1,4 @@
-"""Engines of two and of four processes serve what one does, and decide alike whatever fails on one of them."""
+"""Engines of two and of four processes serve what one does, and decide alike when something fails on one of them."""
 
 from __future__ import annotations
 

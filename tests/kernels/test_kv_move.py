@@ -243,18 +243,6 @@ def test_a_turn_replaces_the_difference_of_the_indices(turn: int, device: str) -
     assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
 
 
-def test_untouched_slots_stay_bitwise(device: str) -> None:
-    geometry, target = geometry_of(), target_of(geometry_of())
-    target.pool.copy_(seeded(*target.pool.shape))
-    before = target.pool.clone()
-    move_on(device, [Move(donor_of(geometry, 9, seed=8), 0, 6, 9)], target, ROTATION)
-    changed = (target.pool != before).view(9, 2, 2, 2, BLOCK, 8).any(-1).all(1).all(1).all(1)
-    assert {(int(block), int(slot)) for block, slot in changed.nonzero()} == {
-        (int(target.block_ids[position // BLOCK]), position % BLOCK) for position in range(6, 15)
-    }
-    assert torch.equal(target.pool[[0, 2, 4, 7, 6]], before[[0, 2, 4, 7, 6]])
-
-
 def test_moves_within_one_pool_may_not_overlap_but_may_share_blocks(device: str) -> None:
     geometry, target = geometry_of(), target_of(geometry_of())
     target.pool.copy_(seeded(*target.pool.shape))
@@ -365,18 +353,6 @@ def test_any_layers_are_those_of_one_move(at_once: int, dtype: torch.dtype, devi
         some.make(layers)
         assert_same(target.tensor[: len(layers)], expected.tensor[layers.start : layers.stop])
         assert target.tensor[len(layers) :].isnan().all()
-
-
-def test_what_does_not_turn_is_moved_bit_for_bit_into_blocks_as_well(device: str) -> None:
-    source = donor_of(DEEP, 13, 2, torch.bfloat16)
-    geometry = replace(DEEP, num_layers=2)
-    target = on(target_of(geometry, torch.bfloat16), device)
-    some = LayerMoves([Move(on(source, device), 3, 4, 9, turn=0)], target, ROTATION)
-    for first in range(LAYERS - 1):
-        some.make(range(first, first + 2))
-        expected = target_of(geometry, torch.bfloat16)
-        naive.kv_move([Move(source.layers(first, first + 2), 3, 4, 9, turn=0)], expected, ROTATION)
-        torch.testing.assert_close(target.pool.cpu(), expected.pool, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layers", [range(4, 6), range(-1, 1), range(3)])

@@ -15,7 +15,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.rope import RopeRotation, rotary_factors, rotate, rotate_keys
 from tests.kernels.builders import error_of, rotation_of, seeded
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -116,12 +116,6 @@ def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name
         assert error <= 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_missing_rotation_is_visible(name: str) -> None:
-    model, keys = RotaryModel(name), sample_keys()
-    assert error_of(model.keys_at(keys, 3), model.keys_at(keys, 515)) > 0.1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_shift_zero_returns_the_keys_bit_for_bit(dtype: torch.dtype) -> None:
     keys = sample_keys().to(dtype)
@@ -138,11 +132,12 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 
 @settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
-def test_rotations_compose(first: int, second: int, interleaved: bool) -> None:
-    rotation = rotation_of(32, interleaved)
-    keys = sample_keys(5)
-    twice = rotate_keys(rotate_keys(keys, first, rotation), second, rotation)
-    assert error_of(twice, rotate_keys(keys, first + second, rotation)) <= 1e-6
+def test_rotating_to_a_position_and_moving_by_shifts_are_one(first: int, second: int, interleaved: bool) -> None:
+    rotation, keys, positions = rotation_of(32, interleaved), sample_keys(5), torch.arange(5)
+    placed, expected = (
+        rotate(keys, rotary_factors(at, rotation), rotation) for at in (positions, positions + first + second)
+    )
+    assert error_of(rotate_keys(rotate_keys(placed, first, rotation), second, rotation), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -154,12 +149,6 @@ def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved: bo
     assert torch.equal(rotated[..., 4:], keys[..., 4:])
     assert not torch.equal(rotated[..., :4], keys[..., :4])
     assert torch.equal(keys, copy)
-
-
-def test_strided_keys_rotate_as_contiguous_ones() -> None:
-    rotation = RopeRotation((1.0, 0.1), 4)
-    keys = torch.randn(3, 7, 8)[:, ::2, 1:7]
-    assert torch.equal(rotate_keys(keys, -3, rotation), rotate_keys(keys.contiguous(), -3, rotation))
 
 
 @pytest.mark.parametrize(("frequencies", "rotary_dim"), [((1.0,), 4), ((), 0), ((1.0, 0.5), 3)])

@@ -108,26 +108,6 @@ def test_any_positions_match_naive(device: str, positions: list[list[int]], kv_h
     assert_matches_naive(device, Batch(positions, **sizes))
 
 
-def test_a_batch_equals_its_sequences_run_alone(device: str) -> None:
-    batch = Batch([[3, 4, 9], [12], list(range(6))], block_size=BLOCK)
-    q, pool, sequences = batch.on(device)
-    together = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
-    for sequence in sequences:
-        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
-        alone = SequenceRows(0, sequence.positions, sequence.block_ids)
-        torch.testing.assert_close(sparse_prefill(q[rows], pool, 0, [alone], batch.geometry, SCALE), together[rows])
-
-
-def test_a_later_key_never_reaches_an_earlier_query(device: str) -> None:
-    batch = Batch([[2, 5, 9]], block_size=BLOCK)
-    q, pool, sequences = batch.on(device)
-    before = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
-    pool_view(pool, batch.geometry)[sequences[0].block_ids[1], 0, :, :, 2:] += 10
-    after = sparse_prefill(q, pool, 0, sequences, batch.geometry, SCALE)
-    assert torch.equal(before[:2], after[:2])
-    assert not torch.equal(before[2], after[2])
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_write_rows_fills_the_positions_and_nothing_else(device: str, dtype: torch.dtype) -> None:
     batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, dtype=dtype)

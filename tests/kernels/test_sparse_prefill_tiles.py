@@ -140,21 +140,6 @@ def test_a_cut_never_ends_later_than_whole_tiles_or_one_round() -> None:
         assert best <= end_of(np.stack((np.arange(len(reach)), 0 * reach, reach), axis=1), PROGRAMS)
 
 
-@settings(max_examples=200)
-@given(reach=st.lists(st.integers(1, 9000), min_size=1, max_size=40), programs=st.integers(1, 20))
-def test_pieces_cover_each_tile_in_order(reach: list[int], programs: int) -> None:
-    pieces = balanced_pieces(np.array(reach), programs, 16)
-    ends = [0] * len(reach)
-    last_tile = 0
-    for tile, begin, end in pieces.tolist():
-        assert tile >= last_tile
-        last_tile = tile
-        assert begin == ends[tile] < end
-        assert begin % 16 == 0
-        ends[tile] = end
-    assert ends == reach
-
-
 @pytest.mark.parametrize("piece", [0, -16, 24])
 def test_pieces_are_whole_tiles(piece: int) -> None:
     with pytest.raises(ValueError, match="it must be a multiple of block_n, 16"):

@@ -53,7 +53,7 @@ def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_p
 
 @pytest.mark.known_defect(36)
 def test_ten_thousand_donors_come_and_go_in_the_memory_of_ten_thousand() -> None:
-    """Donors enter and leave one by one; what they took is taken by those that follow, and nobody is renumbered."""
+    """Donors enter and leave one by one; the next ones take their room, and none is renumbered."""
     count, length = 10_000, 128
     random = np.random.default_rng(0)
     index = SpanIndex()

@@ -101,7 +101,7 @@ def test_blocks_of_the_engines_prefix_stay_bitwise(engine, serve, text, document
     ids=str,
 )
 def test_what_is_not_promised_is_not_copied(engine, serve, copied, donor, shifted, variables):
-    """Where no token is promised, whatever was found, none is copied and all are computed."""
+    """Where no token is promised none is copied and all are computed, even if a donor was found."""
     llm = engine(**variables)
     serve(llm, donor)
     output = serve(llm, shifted)
@@ -218,15 +218,15 @@ def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, 
 
 @pytest.mark.known_defect(37)
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp_path, monkeypatch):
-    """Prompts that nobody shares are looked up once; nothing is copied in, fetched or promised for them."""
+    """Prompts that no donor shares are looked up once; nothing is copied in, fetched or promised for them."""
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
-    library = llm.connector_scheduler.donor_index
-    lookups, fetched, plan = [], [], library.plan
-    monkeypatch.setattr(library, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
+    index = llm.connector_scheduler.donor_index
+    lookups, fetched, plan = [], [], index.plan
+    monkeypatch.setattr(index, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
     monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)
     for seed in range(8):
         output = serve(llm, text(100 + seed, 120))
         assert (output.reused_tokens, output.computed_tokens) == (0, 120)
     assert len(lookups) == 8
     assert (copied, fetched) == ([], [])
-    assert library.catalog.stats().leases == 0
+    assert index.catalog.stats().leases == 0

@@ -299,7 +299,7 @@ def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.M
     assert lost(log) == {"not_written": 6}
 
 
-def test_a_pipe_that_nobody_reads_holds_nothing_up(path: Path) -> None:
+def test_a_pipe_without_a_reader_holds_nothing_up(path: Path) -> None:
     path.parent.mkdir()
     os.mkfifo(path)
     log = AuditLog(path)

@@ -56,7 +56,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_device_is_written_to(tmp_path: Path) -> None:
-    # A pseudo-terminal is a device that nobody else needs.
+    # A pseudo-terminal is a device that nothing else needs.
     ours, theirs = os.openpty()
     try:
         link = tmp_path / "link"

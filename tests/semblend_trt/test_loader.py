@@ -121,7 +121,7 @@ def test_the_exact_prefix_and_other_blocks_stay_bitwise(data):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_donor_in_parts_is_placed_like_one_in_a_piece(store, reader):
+def test_a_donor_in_parts_is_placed_like_one_in_one_part(store, reader):
     token_bytes = 3 * 2 * 2 * 8 * 4
     host = HostTier(20 * token_bytes, HostMemory(20 * token_bytes, lock=False))
     for donor_id in "abcd":

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.model_tokenizer import load_tokenizer, reason_of
+from semblend_trt.model_tokenizer import load_tokenizer, reason_of, tokenizer_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ TEXT = "It's 12 345 o'clock,  and naïve."
 
 
 def test_the_files_own_rules_hold(tiny_qwen2_path: Path) -> None:
-    """Transformers would split text as Qwen2's tokenizer does, whatever the file says."""
+    """Transformers would split text as Qwen2's tokenizer does, against the file."""
     written = Tokenizer.from_file(str(tiny_qwen2_path / "tokenizer.json"))
     assert load_tokenizer(str(tiny_qwen2_path)).encode(TEXT) == written.encode(TEXT).ids
     by_type, by_file = (
@@ -34,10 +34,12 @@ def test_the_files_own_rules_hold(tiny_qwen2_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"tokenizer {tmp_path} cannot be read"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
+        tokenizer_file(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("message", "reason"), [("\n Gone:\nadvice", "Gone"), ("", "OSError"), ("one line", "one line")]
 )
-def test_of_a_librarys_message_the_first_line_is_told(message: str, reason: str) -> None:
+def test_of_another_packages_message_the_first_line_is_told(message: str, reason: str) -> None:
     assert reason_of(OSError(message)) == reason

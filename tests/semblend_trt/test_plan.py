@@ -18,6 +18,7 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
     SpanCheck,
+    gaps,
 )
 
 NUM_LAYERS = 4
@@ -196,12 +197,19 @@ def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
     assert again.prompt_token_ids.tolist() == valid.prompt_token_ids.tolist()
 
 
+def test_gaps_are_before_between_and_after_what_is_taken() -> None:
+    assert list(gaps([(2, 5), (5, 7), (9, 20)], 0, 30)) == [range(2), range(7, 9), range(20, 30)]
+    assert list(gaps([(2, 5), (9, 20)], 4, 10)) == [range(5, 9)]
+    assert list(gaps([(2, 5)], 5, 5)) == list(gaps([(40, 50)], 8, 3)) == []
+    assert list(gaps([(40, 50)], 3, 8)) == [range(3, 8)]
+
+
 @given(plans())
 def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
     spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     covered = [range(span.target_start, span.target_end) for span in spans]
-    pieces = sorted([*valid.holes, *covered], key=lambda piece: piece.start)
-    assert [position for piece in pieces for position in piece] == list(
+    ranges = sorted([*valid.holes, *covered], key=lambda each: each.start)
+    assert [position for each in ranges for position in each] == list(
         range(valid.num_computed_tokens, valid.prefix_end)
     )
 

@@ -47,12 +47,6 @@ def test_unknown_policies_name_the_known_ones(text: str) -> None:
     assert len(str(e.value)) < 200
 
 
-@pytest.mark.parametrize("boundary", [1, 12, 24])
-def test_boundary_within_the_model(boundary: int) -> None:
-    terms = terms_of(ReusePolicy.BOUNDARY, Settings(recompute_boundary_layer=boundary), 24)
-    assert terms == ReuseTerms(boundary=boundary)
-
-
 @pytest.mark.parametrize("boundary", [0, 25])
 def test_boundary_outside_the_model_is_refused(boundary: int) -> None:
     with pytest.raises(ConfigurationError, match=rf"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1\.\.24"):

@@ -1,4 +1,4 @@
-"""Whatever came from outside is shown, and does nothing else."""
+"""Text from outside is shown, and controls no terminal."""
 
 from __future__ import annotations
 

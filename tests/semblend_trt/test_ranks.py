@@ -44,7 +44,7 @@ def test_several_ranks_get_the_same() -> None:
     assert on_ranks(3, work) == [([0, 1, 2], "of 0", [0, 3], [111.0, 111.0], [111.0, 111.0])] * 3
 
 
-def test_a_process_that_has_joined_nobody_is_one_rank_or_unknown() -> None:
+def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown() -> None:
     found = joined_ranks(1)
     assert found is not None
     assert found.size == 1

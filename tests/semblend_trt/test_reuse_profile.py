@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
@@ -89,10 +88,6 @@ def stored(path: Path, **changes: Any) -> Path:
 # -- where it holds -----------------------------------------------------------------------------------------------
 
 
-def test_it_holds_where_it_was_made() -> None:
-    assert profile().differences(namespace(), GEOMETRY) == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -137,7 +132,7 @@ def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
     assert "runs what is not known." in sentence
 
 
-def test_a_compute_dtype_that_nobody_tells_differs() -> None:
+def test_a_compute_dtype_that_is_not_told_differs() -> None:
     (sentence,) = profile().differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)
     assert sentence == "The profile was made for compute dtype bfloat16; this engine runs what is not known."
 
@@ -257,13 +252,6 @@ def test_none_is_made_of_an_engine_that_is_not_known() -> None:
             GEOMETRY,
             policy="position_fix",
         )
-
-
-def test_it_is_dated_and_says_which_version_made_it() -> None:
-    made = profile(figures=[{"family": "documents", "em": 0.98}], versions={"torch": "2"}, command="calibrate")
-    assert datetime.date.fromisoformat(made.date)
-    assert made.version == reuse_profile.__version__
-    assert made.figures == [{"family": "documents", "em": 0.98}]
 
 
 # -- the file -----------------------------------------------------------------------------------------------------
@@ -416,13 +404,6 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(
     assert (found.profile, found.refusal) == (None, "profile_mismatch")
     (record,) = caplog.records
     assert "made for KV dtype bfloat16; this engine runs float16." in record.getMessage()
-
-
-def test_a_request_with_an_adapter_is_another_namespace(path: Path) -> None:
-    asked = matcher(path)
-    assert match(asked, namespace()).profile is not None
-    assert match(asked, namespace().for_request(None, "legal")).refusal == "profile_mismatch"
-    assert match(asked, namespace()).profile is not None
 
 
 def test_any_number_of_adapters_is_compared_and_few_are_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,17 +41,6 @@ def test_same_arguments_share_a_runtime_and_equal_ones_do_not() -> None:
     assert runtime_for(first) is not runtime_for(second)
 
 
-def test_fresh_runtime_promises_only_what_a_stock_engine_can() -> None:
-    runtime = Runtime()
-    assert (runtime.mode, runtime.publication_guard, runtime.engine, runtime.pool, len(runtime.active_plans)) == (
-        EngineMode.STOCK,
-        False,
-        None,
-        None,
-        0,
-    )
-
-
 class Scheduler:
     """Takes the events of a runtime, or fails."""
 
@@ -116,13 +105,6 @@ def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None
     gc.collect()
     assert gone() is plans() is None
     assert len(runtime_module._runtimes) < before
-
-
-def test_engine_can_be_taken_away() -> None:
-    runtime, engine = Runtime(), Engine(LlmArgs())
-    runtime.engine = engine
-    runtime.engine = None
-    assert runtime.engine is None
 
 
 def test_arguments_without_weak_references_are_refused() -> None:
@@ -211,13 +193,6 @@ def test_each_layer_waits_for_its_own_group_only():
     assert not readiness.is_arriving
 
 
-def test_a_layer_further_up_waits_for_all_below():
-    readiness, stream = expecting(2, 4, 6), RecordingStream()
-    readiness.wait(3, stream)
-    assert stream.waited == ["below 2", "below 4"]
-    assert readiness.is_arriving
-
-
 def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness, stream = expecting(2, 4), RecordingStream()
     readiness.wait(0, stream)
@@ -237,17 +212,10 @@ def test_on_the_cpu_nothing_is_ever_on_its_way():
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.data())
-def test_whoever_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
+def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
     readiness, stream = expecting(*ends), RecordingStream()
     for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
         readiness.wait(layer, stream)
         assert f"below {next(end for end in ends if end > layer)}" in stream.waited
     readiness.join(stream)
     assert stream.waited == [f"below {end}" for end in ends]
-
-
-@pytest.mark.parametrize("layer", [0, 7])
-def test_waiting_with_nothing_expected_waits_for_nothing(layer):
-    stream = RecordingStream()
-    LayerReadiness().wait(layer, stream)
-    assert stream.waited == []

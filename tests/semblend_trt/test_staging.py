@@ -1,4 +1,4 @@
-"""Whatever the slots' size, staged copies place and fetch what one plain move would; nothing else is written."""
+"""For every size of slots, staged copies place and fetch what one plain move would; nothing else is written."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @settings(max_examples=30)
 @given(capacity=st.one_of(st.none(), st.integers(1, 130)), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_lifted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
+def test_promoted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
     held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
     expected, target = empty_target(device), empty_target(device)
     kv_move([Move(ContiguousKv(held.tensor.to(device)), 0, 0, held.capacity)], expected, ROTATION)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_names_of_any_module_and_none_of_a_missing_one() -> None:
     assert imported("AutoConfig") is transformers.AutoConfig
     assert imported("cached_file", "transformers.utils") is transformers.utils.cached_file
-    with pytest.raises(ImportError, match="no_such_library"):
-        imported("anything", "no_such_library")
+    with pytest.raises(ImportError, match="no_such_package"):
+        imported("anything", "no_such_package")
 
 
 @pytest.mark.parametrize("extra", ["embedded", "validation"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SAMPLE: dict[str, Any] = {
     "case_id": "case",
     "workload": "reordered",
-    "size": "2k",
+    "size": "2048",
     "group": "case",
     "expects": "reuse",
     "arm": "position_fix",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
 from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
@@ -67,11 +66,11 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         read_cases(tmp_path)
 
 
-def a_case(workload: str = "reordered", reference: str | None = "42") -> Case:
+def a_case(reference: str | None = "42") -> Case:
     document = documents.stock_list(random.Random(1), rows=3)
     prompt = prompts.render("Answer briefly.", [document.text], document.questions[0].text)
     donor = prompts.render("Answer briefly.", ["Another text."], "Why?")
-    return Case("case", workload, "1k", (donor, prompt), prompt, reference, True, Expectation.REUSE, "case")
+    return Case("case", "reordered", "1k", (donor, prompt), prompt, reference, True, Expectation.REUSE, "case")
 
 
 def test_the_shipped_model_gets_its_marks(shipped: EmbeddedEngines) -> None:
@@ -79,18 +78,6 @@ def test_the_shipped_model_gets_its_marks(shipped: EmbeddedEngines) -> None:
     assert shipped.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
     [end] = tokeniser.stop_token_ids
     assert tokeniser.text([*shipped.tokenizer.encode(" 42 "), end]) == "42"
-
-
-def test_another_model_gets_plain_text_and_its_users_own_prompts_untouched(tiny_model_paths: dict[str, Path]) -> None:
-    other = ModelRunner(tiny_model_paths["llama"], "float32", "cpu")
-    tokeniser = Tokeniser(other, 8)
-    assert tokeniser.stop_token_ids == ()
-    built_in, own = (
-        other.tokenizer.decode(tokeniser.tokenise(a_case(each)).prompt) for each in ("reordered", "prompts")
-    )
-    assert "<|" not in built_in
-    assert built_in.endswith("?\nAnswer: ")
-    assert own == a_case().prompt
 
 
 def test_what_a_prompt_shares_with_each_donor(shipped: EmbeddedEngines) -> None:

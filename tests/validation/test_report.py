@@ -80,7 +80,7 @@ def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample: M
 
 def test_the_rows_of_a_run_have_their_names(make_sample: Maker, measured: Measured) -> None:
     samples = []
-    for size in ("2k", "4k"):
+    for size in ("2048", "4096"):
         samples += [make_sample(size=size, arm="cold", speedup=1.0, ttft_s=0.4), make_sample(size=size)]
     samples.append(make_sample(workload="unrelated", expects="none", reused_tokens=0))
     rows = {row.name: row for row in end_to_end_rows(samples, Exactness(1e-5, "stock"), "cpu", measured)}
@@ -93,8 +93,8 @@ def test_the_rows_of_a_run_have_their_names(make_sample: Maker, measured: Measur
 
 
 def test_a_run_with_a_profile_and_a_trap_has_rows_of_both(make_sample: Maker, measured: Measured) -> None:
-    samples = [make_sample(size="2k", arm="cold", speedup=1.0, ttft_s=0.4)]
-    samples += [make_sample(size="2k", arm=arm) for arm in ("position_fix", "verified")]
+    samples = [make_sample(arm="cold", speedup=1.0, ttft_s=0.4)]
+    samples += [make_sample(arm=arm) for arm in ("position_fix", "verified")]
     samples += [
         make_sample(workload="header_trap", arm=arm, exact_match=right)
         for arm, right in (("cold", True), ("position_fix", False), ("verified", True))

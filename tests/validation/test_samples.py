@@ -10,7 +10,7 @@ import torch
 
 from validation.arms import Arm
 from validation.cases import Case, Expectation
-from validation.samples import Sample, line_of, lines_of, samples_of
+from validation.samples import Sample, line_of, lines_of, sample_of
 from validation.serving import Answer, Reuse
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ def answer(text: str = "42", reuse: Reuse | None = None, loss: float | None = No
 
 @pytest.mark.parametrize(("text", "match", "follows"), [("42", True, False), ("17", False, True), ("3", False, False)])
 def test_a_wrong_answer_is_told_from_the_donors(text: str, match: bool, follows: bool) -> None:
-    [sample] = samples_of(Arm("position_fix"), [CASE], {"case": answer(text)}, {"case": answer()}, 8)
+    sample = sample_of(Arm("position_fix"), CASE, answer(text), answer(), 8)
     assert (sample.exact_match, sample.follows_donor) == (match, follows)
 
 
 def test_computed_share_counts_the_layers_below_the_check() -> None:
     """80 of 90 tokens beyond the engine's prefix are reused above the 2 lowest of 8 layers."""
-    answers = {"case": answer(reuse=Reuse(cached=10, offered=85, checked=85, reused=80, recomputed=5))}
-    [sample] = samples_of(Arm("verified", full_layers=2), [CASE], answers, {"case": answer()}, 8)
+    ours = answer(reuse=Reuse(cached=10, offered=85, checked=85, reused=80, recomputed=5))
+    sample = sample_of(Arm("verified", full_layers=2), CASE, ours, answer(), 8)
     assert sample.computed_share == pytest.approx((10 + 80 * 2 / 8) / 90)
 
 

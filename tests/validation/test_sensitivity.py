@@ -16,7 +16,7 @@ from kernels.kv_move import Move, eager
 from validation import documents, prompts
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
 from validation.cases import Case, Expectation
-from validation.measurement import Measurement, MeasurementSettings
+from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.report import summary
 
@@ -92,12 +92,12 @@ def replaced_lists(seed: int) -> list[Case]:
 def measure(shipped: EmbeddedEngines) -> Callable[[KvMove], Figures]:
     """Runs the arms with one way of moving KV and gives each arm's figures."""
     cases = replaced_lists(seed=1)
-    settings = MeasurementSettings(str(shipped_model()), ARMS, max_tokens=8, min_span=64)
+    settings = ServingSettings(str(shipped_model()), max_tokens=8)
 
     def run(move: KvMove) -> Figures:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "kv_move", move)
-            samples = Measurement(shipped, cases, settings).run().samples
+            samples = Measurement(shipped, cases, settings, ARMS).run().samples
         return {
             arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])
             for arm in (COLD, COLD_AGAIN, POSITION_FIX)

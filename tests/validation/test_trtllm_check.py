@@ -11,17 +11,15 @@ import pytest
 
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation import trtllm_stand_in
+from validation import trtllm_check as check
 from validation.models import PROFILE_NAME, shipped_model
-from validation.trtllm_check import __main__ as check
-from validation.trtllm_check.findings import judge, judge_crowd, judge_verified
-from validation.trtllm_check.served import Crowded, crowd, serve_crowd
+from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve_crowd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from validation.trtllm_check.findings import Finding
-    from validation.trtllm_check.served import Served, Workload
+    from validation.trtllm_check import Finding, Served, Workload
 
 SMALL = ("--groups", "2", "--rows", "6")
 NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profile", "verified"]
@@ -71,7 +69,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     assert fails(reused=replace(reused, events=())) == ["smoke", "execution"]
     grown = [
         event | {"exact_prefix_tokens": 500 if index == len(asked.prompts) - 1 else event["exact_prefix_tokens"]}
-        for index, event in enumerate(reused.settled())
+        for index, event in enumerate(reused.ended_requests())
     ]
     others = [event for event in reused.events if event["event"] != "request_settled"]
     assert fails(reused=replace(reused, events=(*others, *grown))) == ["publication"]

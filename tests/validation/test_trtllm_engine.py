@@ -14,8 +14,8 @@ from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation import audit_log
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.families.catalog import FamilyRequest, write_cases
+from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
-from validation.serving import BatchServer, BatchSettings
 from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from validation.embedded_engine import EmbeddedEngines
 
-SETTINGS = BatchSettings(str(shipped_model()), max_tokens=8, groups=4, batch_size=4)
+SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
 pytestmark = pytest.mark.usefixtures("_trtllm")

@@ -1,4 +1,4 @@
-"""Bad inputs that are data: spoiled and forged donor events, and files of every kind that is read."""
+"""Bad inputs that are data: spoiled and forged donor events, and spoiled files of every kind that is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, state_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, state_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
 from validation.cases import read_cases
@@ -85,7 +85,7 @@ _NO_JSON = (b"", b"\n", b"7", b"[]", b"null", b"{", b"\xff\xfe", b"\x00" * 64, b
 
 
 class Answer(Enum):
-    """What became of an input. TAKEN: it was still a good one, and is none that counts."""
+    """What became of an input. TAKEN: accepted, and not counted, since a spoiled input may still be a good one."""
 
     REFUSED = "refused"
     TAKEN = "taken"
@@ -94,7 +94,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One input: where it was given, what it was, what became of it, and of a fault how that looked."""
+    """One input: where it was given, what it was, what became of it, and what was seen of a fault."""
 
     door: str
     what: str
@@ -103,7 +103,7 @@ class Tried:
 
 
 class TooLongError(BaseException):
-    """An input took longer than it may. No `except Exception` takes it for an error of its own."""
+    """An input took too long. Not an Exception, so that no reader catches it."""
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def spoiled_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def spoiled_value(rng: random.Random, value: Any) -> Any:
-    """A JSON value with one of its parts in a wrong form, or missing."""
+    """A copy of a JSON value in which one part is wrong or missing."""
     spoiled = deepcopy(value)
     owner, name = rng.choice(list(_parts(spoiled)))
     if rng.random() < 0.2:
@@ -151,7 +151,7 @@ def spoiled_value(rng: random.Random, value: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Everything inside a value, as its owner and its name or place there; of long lists the first part only."""
+    """Every part of a value, as its container and its key there; of a list only the first item."""
     places = list(value.items()) if isinstance(value, dict) else list(enumerate(value[:1]))
     for name, part in places:
         yield value, name
@@ -159,39 +159,14 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _parts(part)
 
 
-class Reader:
-    """A directory that follows one worker with one donor."""
-
-    def __init__(self) -> None:
-        self.problems = 0
-        self.directory = Directory(max_donors=16, on_problem=self._note)
-        for payload in messages(EventFormat.JSON)[:2]:
-            self.directory.observe(payload)
-
-    def give(self, payload: bytes, sender: str | None) -> tuple[bool, str]:
-        """Whether it has counted the message as bad, and what is wrong with how it took it."""
-        before = self.problems
-        verdict = self.directory.observe(payload, sender)
-        if verdict is not None and verdict.is_to_apply:
-            return False, ""
-        held = self.directory.donors_of(_WORKER)
-        if held != {_DONOR: _TIER}:
-            return True, f"it was not believed, and changed what is held to {held}"
-        return True, "" if self.problems > before else "the directory did not count it"
-
-    def _note(self, _reason: str, _sentence: str) -> None:
-        self.problems += 1
-
-
 def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: int = _GENERATION) -> list[bytes]:
-    """One good message of each kind, in an order in which they follow one another."""
+    """One good message of each kind, in the order in which a worker sends them."""
     writer = EventWriter(Emitter(*worker, generation), form)
     tokens = np.arange(256, dtype=np.int32)
     sketch = sketch_of(tokens, sketch_key(NAMESPACE.key, None)).to_bytes()
-    donor = Announcement(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch)
     return [
         writer.reset(),
-        writer.registered(donor),
+        writer.registered(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch),
         writer.heartbeat(10.0, 1, state_digest([(_DONOR, _TIER)])),
         writer.relocated(_DONOR, "device"),
         writer.evicted(_DONOR),
@@ -200,7 +175,7 @@ def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: i
 
 
 def event_tries(spoiled: int, forged: int) -> Iterator[Tried]:
-    """Gives so many spoiled and so many forged messages, each to a reader of its own."""
+    """Gives spoiled and forged messages, each to a new directory."""
     rng = random.Random(0)
     for number in range(spoiled):
         form = rng.choice(list(EventFormat))
@@ -222,7 +197,7 @@ def event_tries(spoiled: int, forged: int) -> Iterator[Tried]:
                 ("of a worker without a number", _WORKER, 8, ">"),
             )
         )
-        # What was not said yet is no repetition.
+        # Only the first two were sent before.
         kind = kind % 2 if what == "repeated" else kind
         yield _given(f"{what}, {form.value} {number}", messages(form, worker, generation)[kind], sender, is_bad=True)
 
@@ -235,15 +210,27 @@ def _packed(value: object) -> bytes:
 
 
 def _given(what: str, payload: bytes, sender: str | None, is_bad: bool = False) -> Tried:
-    reader = Reader()
+    """Gives a message to a directory that follows one worker with one donor; a bad one must be counted, and no more."""
+    problems: list[str] = []
+    directory = Directory(max_donors=16, on_problem=lambda _, sentence: problems.append(sentence))
+    for good in messages(EventFormat.JSON)[:2]:
+        directory.observe(good)
+    problems.clear()
     try:
         with within(DATA_PATIENCE):
-            is_refused, wrong = reader.give(payload, sender)
+            verdict = directory.observe(payload, sender)
     except (Exception, TooLongError) as error:
         return Tried("events", what, Answer.FAULT, f"{error!r} of {payload[:200]!r}")
-    if wrong or (is_bad and not is_refused):
-        return Tried("events", what, Answer.FAULT, (wrong or "it was believed") + f": {payload[:200]!r}")
-    return Tried("events", what, Answer.REFUSED if is_refused else Answer.TAKEN)
+    wrong, is_taken = "", verdict is not None and verdict.is_to_apply
+    if is_taken:
+        wrong = "it was believed" if is_bad else ""
+    elif (held := directory.donors_of(_WORKER)) != {_DONOR: _TIER}:
+        wrong = f"it was not believed, and changed what is held to {held}"
+    elif not problems:
+        wrong = "the directory did not count it"
+    if wrong:
+        return Tried("events", what, Answer.FAULT, f"{wrong}: {payload[:200]!r}")
+    return Tried("events", what, Answer.TAKEN if is_taken else Answer.REFUSED)
 
 
 def file_tries(folder: Path, count: int) -> Iterator[Tried]:
@@ -268,7 +255,7 @@ def file_tries(folder: Path, count: int) -> Iterator[Tried]:
 
 
 def _read(what: str, path: Path, content: bytes | None, read: Callable[[Path], object], *, is_bad: bool) -> Tried:
-    """What the reader makes of a file; one that is `is_bad` may not be taken."""
+    """Gives a file to its reader, which must refuse it where it `is_bad`."""
     if content is not None:
         path.write_bytes(content)
     shown = "" if content is None else repr(content[:200])
@@ -315,7 +302,7 @@ def _changed(rng: random.Random, data: bytes) -> bytes:
 
 
 def _donor_files(folder: Path, rng: random.Random, count: int) -> Iterator[Tried]:
-    """Every other file of a good folder is spoiled. Those are counted and ignored, and the good ones found."""
+    """Spoils every other donor file of a folder. They must be counted and ignored, and the good ones found."""
     names = [f"donor-{number:04}" for number in range(2 * count)]
     tier = DiskTier(folder, _FORM, folder.parent / "key")
     kv = HostKv((ContiguousKv(torch.zeros(_FORM.in_file(_TOKENS)).permute(0, 2, 3, 1, 4)),))

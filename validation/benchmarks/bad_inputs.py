@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE, PROCESS_PATIENCE = 60.0, 120.0
-# A status that says that an input is refused; doctor tells of it as of any problem, with 1.
+# Exit statuses of a refusal; doctor ends with 1 for any problem.
 REFUSED, DOCTOR_REFUSED = 2, 1
 MOST_SAID = 20_000
 PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[str]], int]]] = {
@@ -123,9 +123,9 @@ _WORDS = (
     ("validation", "scoreboard --check --write"),
     ("server", ""),
 )
-# An empty one is as good as none.
+# An empty value counts as unset.
 _WRONG_SETTINGS = ("x", "nan", "-7e99", "1e99", "\x1b[31m", "9" * 400, "truely", "[]")
-# What clients are granted for a header and for a body, in seconds.
+# Seconds in which a client must have sent a header, and a body.
 GRANTED = 2
 SENDERS, LONGEST_BODY = 8, 65_536
 _TENANT = "a"
@@ -158,7 +158,7 @@ _WRONG_FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_json": ({},),
     "prompt_logprobs": (1,),
 }
-# The router has the tenants' salts, and puts them in the place of what a caller says.
+# The router sets these itself, from the tenant.
 _SET_BY_ROUTER = ("cache_salt",)
 _NO_JSON = (
     b"",
@@ -179,7 +179,7 @@ _NO_JSON = (
     b'{"prompt": "' + b"a" * 60_000 + b'"}',
     b'{"prompt": "\\ud800", "max_tokens": -1}',
 )
-# Requests whose header is whole: each gets an answer. None of them is one that is served.
+# Requests with a whole header: each is answered, none is served.
 _REQUESTS = (
     b"GET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n",
     b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -212,17 +212,14 @@ _REQUESTS = (
     b'POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 17\r\n\r\n{"messages": [7]}',
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{",
 )
-# The router alone asks who is there.
+# Only the router asks for a key.
 _AUTHORIZATIONS = (b"", b"Bearer", b"Bearer x", b"Bearer \xff", b"Basic YTpi", b"x" * 5_000, b"Bearer " + b"\xc3" * 99)
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 SPOILED, PROCESSES, LEAST = 100, 12, 1_000
 
 
 def command_tries(folder: Path, processes: int) -> Iterator[Tried]:
-    """Gives every command line in this process, and `processes` of them, drawn by lot, in processes of their own.
-
-    `folder` is the working directory meanwhile.
-    """
+    """Runs every command line in this process, and `processes` random ones in processes of their own, in `folder`."""
     asked = [(program, words.split()) for program, words in _WORDS]
     asked += [(program, [*words.split(), option, each]) for program, words, option, bad in _OPTIONS for each in bad]
     before = Path.cwd()
@@ -288,7 +285,7 @@ def _judged_command(shown: str, words: Sequence[str], status: object, said: str)
 
 
 def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
-    """Sends every bad request, and `spoiled` ones, to a router and to its worker. Both must serve a good one then."""
+    """Sends every bad request and `spoiled` spoiled ones to a router and to its worker, and then a good one."""
     granted = ("--header-seconds", str(GRANTED), "--body-seconds", str(GRANTED), "--max-body-bytes", str(LONGEST_BODY))
     serving = worker("--worker-id", "1", "--max-batch-size", "2", *granted)
     limits: dict[str, Any] = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
@@ -304,12 +301,12 @@ def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
 
 
 def _bad(server: str) -> Iterator[tuple[str, bytes, bool]]:
-    """What each is, its bytes, and whether it is bad for certain."""
+    """A name for each request, its bytes, and whether it is certainly bad."""
     for body in _NO_JSON:
         yield f"body {body[:40]!r}", _request(body), True
     for name, values in _WRONG_FIELDS.items():
         for value in () if server == "router" and name in _SET_BY_ROUTER else values:
-            # Of two numbers of tokens one counts.
+            # Only one of the two names of this number may be given.
             good = {
                 each: other for each, other in _GOOD.items() if name != "max_completion_tokens" or each != "max_tokens"
             }
@@ -331,7 +328,7 @@ def _request(body: bytes, authorization: bytes = b"Bearer " + key_of(_TENANT).en
 
 
 def _tried(server: str, port: int, asked: tuple[str, bytes, bool]) -> Tried:
-    """A 4xx refuses. What has no whole header is no request yet, and may also be ended without an answer."""
+    """A 4xx is a refusal. Without a whole header, the connection may also be closed without an answer."""
     what, sent, is_bad = asked
     said = _answer(sent, port)
     status = int(found[1]) if (found := _STATUS.match(said)) else 0
@@ -345,7 +342,7 @@ def _tried(server: str, port: int, asked: tuple[str, bytes, bool]) -> Tried:
 
 
 def _answer(sent: bytes, port: int) -> bytes:
-    """What the server says until it says no more; a sentence where it says nothing and stays."""
+    """All bytes that the server sends; a sentence in front of them where no whole answer came in time."""
     said = b""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
         try:
@@ -368,7 +365,7 @@ def _is_whole(said: bytes) -> bool:
 
 
 def _is_well(name: str, server: ServerProcess, port: int) -> Tried:
-    """The server still serves, and its log tells of no defect. That is no input of its own."""
+    """Whether the server still serves, without a traceback in its log. This does not count as an input."""
     said = _answer(_request(json.dumps(_GOOD).encode()), port)
     is_well = said.startswith(b"HTTP/1.1 200") and "Traceback" not in server.log
     return Tried(
@@ -388,7 +385,7 @@ def tries(folder: Path, spoiled: int, processes: int) -> Iterator[Tried]:
 
 
 def run(spoiled: int, processes: int, rows: Results) -> None:
-    """Gives them all. A fault is said at once, and has the row not hold."""
+    """Gives them all. A fault is logged at once, and the row does not hold."""
     refused: Counter[str] = Counter()
     taken = faults = 0
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as folder:
@@ -405,13 +402,11 @@ def run(spoiled: int, processes: int, rows: Results) -> None:
     logger.info("%d spoiled inputs were still good ones", taken)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    counts = [
-        Count("spoiled", SPOILED, "of each kind"),
-        Count("processes", PROCESSES, "command lines that get a process of their own", 0),
-    ]
-    run_counted("bad_inputs", __doc__, counts, run, arguments)
+_COUNTS = (
+    Count("spoiled", SPOILED, "of each kind"),
+    Count("processes", PROCESSES, "command lines that get a process of their own", 0),
+)
+main = partial(run_counted, "bad_inputs", __doc__, _COUNTS, run)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.layer_schedule import DeviationCheck
 from kernels.results import FOLDER, Results, parser_of
-from validation.embedded_engine import open_llm
+from semblend_trt.errors import ConfigurationError
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 
 if TYPE_CHECKING:
     import argparse
@@ -47,9 +47,9 @@ _QWEN_7B: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# A dry run shows that everything runs; its figures say nothing about the model above.
+# For a dry run, which shows that everything runs and says nothing about the model above.
 _NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
-# Weights so wide that the largest logit does not hang on the last bit of a sum: other orders of adding find it as well.
+# Weights so wide that the order in which sums are added does not change which logit is the largest.
 _DECIDED: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 512,
@@ -68,7 +68,6 @@ NEW_TOKENS = INSTRUCTION + QUESTION
 CHECKED_PARTS = ("lookup", "move", "check", "read_back", "above", "rest")
 # Where rows of a card are written unless another folder is named.
 CARD_FOLDER = FOLDER / "h200"
-ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 WARM_UPS = 2
 PARTS = ("lookup", "move", "forward", "rest")
 
@@ -76,7 +75,7 @@ PARTS = ("lookup", "move", "forward", "rest")
 def make_runner(folder: Path, device: str, layers: int | None = None, ranks: Ranks | None = None) -> ModelRunner:
     """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
 
-    With `layers` it is narrow and has so many of them, for a dry run. Each of `ranks` keeps its part.
+    `layers`: the number of layers of a narrow model, for a dry run. Each of `ranks` keeps its part.
     """
     narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -92,7 +91,7 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
 
 
 def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
-    """Makes a small model in float32 whose answers do not hang on the order in which sums are added."""
+    """Makes a small model in float32 whose answers do not depend on the order in which sums are added."""
     return _make(_DECIDED, folder, device, torch.float32, ranks)
 
 
@@ -105,7 +104,7 @@ def _make(shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, 
 
 
 class Prompts:
-    """Draws token ids below `vocabulary`; no two draws share a beginning that a prefix cache could use."""
+    """Draws random token ids below `vocabulary`, so that no two prompts share a prefix."""
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self._vocabulary = vocabulary
@@ -132,10 +131,10 @@ def label(size: int) -> str:
 
 
 class Stopwatch:
-    """Times parts of one engine: on the card where one runs there, between events that wait for nothing.
+    """Times parts of one engine; on a card by CUDA events, which nothing waits for.
 
-    `lookup` is the host's time in the connector's look-up; `move` and `forward` run from the stream reaching the part
-    to the stream having done it.
+    `lookup`: the host's time in the connector's look-up; `move` and `forward`: from the part's start to its end on the
+    stream.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -148,7 +147,7 @@ class Stopwatch:
         self._wrap(executor.model_runner, "forward", "forward", on_card=self._cuda)
 
     def read(self, ttft_ms: float) -> dict[str, float]:
-        """Milliseconds of each part of the request that has ended, and of the rest."""
+        """Milliseconds of each part of the last request, and of the rest."""
         if self._cuda:
             torch.cuda.synchronize()
         parts = {name: between(*marks) for name, marks in self._marks.items()}
@@ -174,7 +173,7 @@ class Stopwatch:
 
 
 def mark(on_card: bool) -> Any:
-    """This moment: on the card's current stream, or on the host."""
+    """The current time: an event on the card's stream, or the host's clock."""
     if not on_card:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -183,15 +182,15 @@ def mark(on_card: bool) -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Milliseconds between two marks of one kind; the card's must have passed."""
+    """Milliseconds between two marks of one kind; events must have been reached."""
     return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
 class CheckedStopwatch(Stopwatch):
-    """Times the parts of a forward as well, each from the stream reaching it to the stream having done it.
+    """Times the parts of a checked forward as well.
 
-    `check`: the layers for all tokens and the comparison; `read_back`: from the deviations on the card to the first
-    launch of what they decided, while the card idles; `above`: the layers for the tokens that stay.
+    `check`: the layers that all tokens run through, and the comparison; `read_back`: from the deviations on the card to
+    the first launch behind them, while the card idles; `above`: the layers for the remaining tokens.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -221,9 +220,9 @@ class CheckedStopwatch(Stopwatch):
 
 @dataclass(slots=True)
 class Hits:
-    """Times to the first token of prompts behind a donor, and the median split of some more runs.
+    """Times to the first token of prompts with a donor; `split` are the parts' medians over further runs.
 
-    `first` is the very first one's, which captures a graph where no shorter prompt has done so.
+    `first`: the time of the first prompt, which may have captured a CUDA graph.
     """
 
     times: list[float]
@@ -239,14 +238,19 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share. `folder` holds the model's configuration; `repeats` runs count for a median;
-    `longest` and `sizes` are tokens of the prompts."""
+    """What all measurements share. `folder` holds config.json; a median is over `repeats` runs; `longest` and `sizes`
+    are tokens of prompts."""
 
     runner: ModelRunner
     folder: Path
     repeats: int
     prompts: Prompts
     sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, runner: ModelRunner, folder: Path, repeats: int, sizes: tuple[int, ...]) -> Bench:
+        """With prompts of the runner's vocabulary."""
+        return cls(runner, folder, repeats, Prompts(int(runner.config.vocab_size)), sizes)
 
     @property
     def longest(self) -> int:
@@ -255,7 +259,7 @@ class Bench:
     @contextmanager
     def engine(
         self,
-        variables: Mapping[str, str] | None = None,
+        variables: dict[str, str] | None = None,
         *,
         warm: bool = True,
         room: int = 2,
@@ -263,19 +267,15 @@ class Bench:
         max_num_tokens: int | None = None,
         contract: str = "embedded",
     ) -> Iterator[LLM]:
-        """An engine with `room` for so many of the longest prompts, and of at most `batch` requests at once.
+        """An engine with a pool of `room` of the longest prompts, and at most `batch` requests at once.
 
-        A prompt runs in one forward, or in chunks of `max_num_tokens`.
-
-        `variables`, without SEMBLEND_, set its connector; none means none. `warm` prepares it for the sizes that are
-        measured.
+        `variables` are the settings of its connector, without SEMBLEND_; without any it has none. `warm` prepares it
+        for the sizes that are measured. A prompt runs in one forward, or in chunks of `max_num_tokens`.
         """
-        # Random weights have no revision; every engine of the run holds the same ones.
-        named = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none", **variables} if variables else None
         with open_llm(
             self.folder,
             self.runner,
-            named,
+            RANDOM_WEIGHTS | variables if variables else None,
             tensor_parallel_size=self.runner.ranks.size,
             max_num_tokens=max_num_tokens or self.longest,
             enable_chunked_prefill=max_num_tokens is not None,
@@ -289,17 +289,17 @@ class Bench:
             yield llm
 
     def donor_bytes(self, donors: int) -> int:
-        """Bytes of so many donors of the longest prompt."""
+        """Bytes of `donors` donors of the longest prompt."""
         facts = self.runner.facts
         token = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
         return donors * (self.longest + 64) * token
 
     def donors_in(self, tier: str, donors: int, policy: str = "position_fix") -> dict[str, str]:
-        """Settings of a connector with room for so many donors of the longest prompt in one tier, DEVICE or HOST."""
+        """Settings of a connector with room for `donors` donors of the longest prompt in one tier, DEVICE or HOST."""
         return {"POLICY": policy, "HOST_BYTES": "0", f"{tier}_BYTES": str(self.donor_bytes(donors))}
 
     def transformers_cold(self, size: int) -> float:
-        """The model itself under SDPA, cache on, logits of the last row, until its token is on the host."""
+        """Median time of the model under SDPA, with a cache, from the prompt to the first token on the host."""
         self.runner.model.set_attn_implementation("sdpa")
         times = []
         for _ in range(WARM_UPS + self.repeats):
@@ -312,12 +312,12 @@ class Bench:
         return statistics.median(times[WARM_UPS:])
 
     def cold(self, llm: LLM, size: int) -> float:
-        """The engine with prompts of which it knows nothing."""
+        """Median time to the first token of new prompts."""
         times = [ttft_ms(llm, self.prompts.fresh(size)) for _ in range(WARM_UPS + self.repeats)]
         return statistics.median(times[WARM_UPS:])
 
     def miss_overhead(self, plain: LLM, connected: LLM, size: int, pairs: int) -> float:
-        """What a connector without a donor adds, in percent: the median of neighbouring runs, each first in turn."""
+        """Percent that a connector without a donor adds: the median over pairs of runs, each engine first in turn."""
         extra = []
         for index in range(WARM_UPS + pairs):
             order = (plain, connected) if index % 2 else (connected, plain)
@@ -328,7 +328,7 @@ class Bench:
     def hits(self, llm: LLM, size: int, stopwatch: type[Stopwatch] = Stopwatch, parts: Sequence[str] = PARTS) -> Hits:
         """Serves a donor, then prompts with its document behind another instruction; `parts` are the stopwatch's.
 
-        Raises AssertionError when a prompt was not served from the donor: its time would say nothing.
+        Raises AssertionError when a prompt was not served from the donor.
         """
         document = self.prompts.document(size)
         ttft_ms(llm, self.prompts.donor(document))
@@ -348,44 +348,53 @@ class Bench:
         return found
 
 
-@contextmanager
-def model_run(
+def parser_of_model(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """The options of every benchmark that makes the model."""
+    parser = parser_of(description, CARD_FOLDER)
+    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
+    return parser
+
+
+def run_model(
     name: str,
     description: str | None,
-    arguments: Sequence[str] | None,
+    run: Callable[..., None],
     example: str,
     settings: Mapping[str, tuple[Any, str]],
+    arguments: Sequence[str] | None = None,
     *,
     repeats: int = 5,
     beside: int = 0,
-) -> Iterator[tuple[Bench, argparse.Namespace, Results]]:
-    """Parses the command line, makes the model and its prompts, and writes the rows when the block has ended.
+) -> None:
+    """Parses the command line, makes the model and its prompts, calls `run` with them, and writes the rows.
 
-    `settings`: defaults and help of the options that are whole numbers; `size` or `sizes` among them are tokens of the
-    prompts, with `beside` more tokens in a forward. `example`: options of a dry run, which is offered where torch sees
-    no card. The options have `refuse`, which ends the program.
+    `settings`: defaults and help of the options that are whole numbers; `run` gets them by name. `size` or `sizes`
+    among them are tokens of the prompts, with `beside` more tokens in a forward. `example`: options of a dry run, which
+    is offered where torch sees no card. A ConfigurationError of `run` is bad usage.
     """
-    parser = parser_of(description, CARD_FOLDER)
+    parser = parser_of_model(description, repeats)
     for option, (default, told) in settings.items():
         many: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
         parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=told, **many)
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    parser.add_argument("--repeats", type=int, default=repeats, help="runs that count for a median")
     options = parser.parse_args(arguments)
-    options.refuse = parser.error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and options.layers is None:
         parser.error(f"torch sees no CUDA device; {example} is a dry run without one")
     rows = Results(arguments, device, dry=options.layers is not None)
-    sizes = tuple(size + beside for size in (options.sizes if "sizes" in settings else [options.size]))
+    given = {name: getattr(options, name) for name in settings}
+    sizes = tuple(size + beside for size in given.get("sizes") or [given["size"]])
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), device, options.layers)
-        yield Bench(runner, Path(folder), options.repeats, Prompts(int(runner.config.vocab_size)), sizes), options, rows
+        try:
+            run(Bench.of(runner, Path(folder), options.repeats, sizes), rows, **given)
+        except ConfigurationError as error:
+            parser.error(str(error))
     rows.write(options.json, name, CARD_FOLDER)
 
 
 def ttft_ms(llm: LLM, prompt: list[int]) -> float:
-    """From the call to the first token on the host, with the card idle before; transfers have ended after."""
+    """Milliseconds from the call, on an idle card, to the first token on the host; waits for transfers then."""
     synchronize()
     output = llm.generate(prompt, ONE_TOKEN)[0]
     assert output.time_to_first_token is not None

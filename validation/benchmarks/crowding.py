@@ -1,4 +1,4 @@
-"""What a crowd costs the others: half-open connections, and a tenant that sends all it may.
+"""What half-open connections, and a tenant that sends all it may, cost other clients.
 
 `python -m validation.benchmarks.crowding` opens half-open connections to a router and to a worker that have 256
 descriptors each, and sends good requests meanwhile; then it measures one tenant's small requests, alone and beside
@@ -20,6 +20,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -30,7 +31,6 @@ from kernels.results import Count, Results, run_counted
 from validation.benchmarks.server_process import fleet, key_of, worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
     from threading import Event
 
@@ -58,7 +58,7 @@ BODY_BYTES, LONGEST_PROMPT = 2 << 20, 8_192
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What became of a request: its status, 0 where there was no answer, and the seconds that it took."""
+    """A request's status, 0 without an answer, and the seconds that it took."""
 
     status: int
     seconds: float
@@ -66,7 +66,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Crowded:
-    """Good requests beside half-open connections: how many of these there were before one failed, and the slowest."""
+    """Good requests beside half-open connections: how many of these were open before one failed, and the slowest."""
 
     survived: int = 0
     slowest: float = 0.0
@@ -75,7 +75,7 @@ class Crowded:
 
 
 def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0) -> Asked:
-    """Sends a body; every answer counts."""
+    """Sends a body and waits for any answer."""
     headers = {"Authorization": f"Bearer {key_of(tenant)}"}
     began = time.perf_counter()
     try:
@@ -93,12 +93,12 @@ def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0)
 
 
 def small(number: int) -> bytes:
-    """A small request that no other one begins like."""
+    """A small request that shares no prefix with another one."""
     return json.dumps({"prompt": f"{number} is the number of this question, and so", "max_tokens": 4}).encode()
 
 
 def routed(workers: int, folder: Path, descriptors: int | None = None) -> AbstractContextManager[ServerProcess]:
-    """A router, with so many descriptors, in front of so many workers."""
+    """A router, with at most `descriptors`, in front of `workers` workers."""
     return fleet(
         folder,
         [worker("--worker-id", str(number + 1)) for number in range(workers)],
@@ -113,8 +113,8 @@ def routed(workers: int, folder: Path, descriptors: int | None = None) -> Abstra
 
 
 def crowded(server: ServerProcess, connections: int) -> Crowded:
-    """Opens so many half-open connections, which all stay, and asks now and then."""
-    address, crowd, said = server.address(), Crowded(), server.log_bytes
+    """Opens half-open connections, which all stay open, and sends a good request after every few."""
+    address, crowd, said = server.address(), Crowded(), len(server.log)
     split = urlsplit(address)
     assert split.hostname is not None
     assert split.port is not None
@@ -132,12 +132,12 @@ def crowded(server: ServerProcess, connections: int) -> Crowded:
                 if asked.status != 200 or asked.seconds > PATIENCE:
                     break
                 crowd.survived = number
-    crowd.log_bytes = server.log_bytes - said
+    crowd.log_bytes = len(server.log) - said
     return crowd
 
 
 def send_all(url: str, begun: Event, ended: Event) -> Counter[int]:
-    """The noisy tenant: the longest body and the longest prompt that fits, in turn and without pause, many at once.
+    """The noisy tenant: sends the longest body and the longest prompt that fits, in turn, many at once.
 
     Sets `begun` when one was answered, goes on until `ended` is set, and returns the statuses of the answers.
     """
@@ -158,7 +158,7 @@ def send_all(url: str, begun: Event, ended: Event) -> Counter[int]:
 
 
 def p95_ms(url: str, requests: int, first: int) -> float:
-    """Of small requests, one after the other. Raises RuntimeError where one is not served."""
+    """95th percentile of small requests' times, one after the other. Raises RuntimeError where one is not served."""
     asked = [ask(url, small(first + number)) for number in range(requests)]
     if wrong := [each.status for each in asked if each.status != 200]:
         raise RuntimeError(f"{len(wrong)} of {requests} small requests were not served: status {wrong[0]}")
@@ -193,7 +193,7 @@ def run_half_open(connections: int, rows: Results) -> None:
 
 def run_noisy(requests: int, rows: Results) -> None:
     """Measures the rows of the noisy tenant."""
-    # The noise is made in another process, lest it slows down the asking itself.
+    # In another process, so that sending does not slow down the requests that are timed.
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -225,13 +225,11 @@ def run(connections: int, requests: int, rows: Results) -> None:
     run_noisy(requests, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    counts = [
-        Count("connections", CONNECTIONS, "half-open ones", CONNECTIONS_A_REQUEST),
-        Count("requests", REQUESTS, "small ones, each time"),
-    ]
-    run_counted("crowding", __doc__, counts, run, arguments)
+_COUNTS = (
+    Count("connections", CONNECTIONS, "half-open ones", CONNECTIONS_A_REQUEST),
+    Count("requests", REQUESTS, "small ones, each time"),
+)
+main = partial(run_counted, "crowding", __doc__, _COUNTS, run)
 
 
 if __name__ == "__main__":

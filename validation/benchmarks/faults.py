@@ -28,33 +28,30 @@ from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.planner import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
-from validation.benchmarks.stateful import evict_block
 from validation.documents import stock_list
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from engine_wrapper.embedded.request import RequestOutput
 
-HOST_BYTES, DISK_BYTES, POOL_TOKENS = 1 << 30, 1 << 30, 2048
+HOST_BYTES, POOL_TOKENS = 1 << 30, 2048
 LOOKUP_DEADLINE_MS = 500
 DOCUMENTS, ROWS = 3, 12
 ROUNDS = 6
 _ANSWER = SamplingParams(max_tokens=8)
-_TOO_SHORT_TO_KEEP = "hello"
 STALL_SECONDS = 1.0
 _SERVE_AND_DIE = "import sys; from validation.benchmarks.faults import serve_and_die; serve_and_die(*sys.argv[1:])"
-# Nothing listens there: the port is reserved.
+# Nothing listens at a reserved port.
 _NO_SERVER = "nats://127.0.0.1:1"
 _MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 
 
 def prompts_of(seed: int) -> tuple[str, ...]:
-    """A donor's prompt and others, of which none shares anything with those of another seed. Instruction and documents
-    are the same, token by token from the start; the questions differ."""
+    """A donor's prompt and others that differ from it in the question alone; prompts of two seeds share nothing."""
     rng = random.Random(seed)
     lists = [stock_list(rng, rows=ROWS) for _ in range(DOCUMENTS)]
     texts = [each.text for each in lists]
@@ -62,12 +59,12 @@ def prompts_of(seed: int) -> tuple[str, ...]:
 
 
 def counted(metric: str, **labels: str) -> float:
-    """What the product has counted in this process, as a server's /metrics shows it."""
+    """A counter of this process, as /metrics shows it."""
     return REGISTRY.get_sample_value(f"semblend_{metric}_total", labels) or 0.0
 
 
 class FaultBench:
-    """Engines over one model, `exact` in what they reuse, so that every answer must be a cold run's."""
+    """Engines over one model under policy exact, so that every answer must be a cold run's."""
 
     def __init__(self) -> None:
         self._runner = load(None, None, "float32")
@@ -83,10 +80,7 @@ class FaultBench:
 
     @contextmanager
     def engine(self, folder: Path | None = None, contract: str = "embedded", **variables: str) -> Iterator[LLM]:
-        """An engine whose donors lie in host memory, and with a `folder` on disk too; ready to keep the first one.
-
-        `contract` is the version whose contract it keeps to.
-        """
+        """An engine with donors in host memory, and with a `folder` on disk too; `contract` is its version's."""
         settings = {
             "POLICY": "exact",
             "HOST_BYTES": str(HOST_BYTES),
@@ -96,34 +90,22 @@ class FaultBench:
             **variables,
         }
         if folder is not None:
-            key = str(folder / "key")
-            settings |= {"DISK_BYTES": str(DISK_BYTES), "DISK_PATH": str(folder), "DISK_KEY_PATH": key}
+            settings |= disk_tier(folder)
         cache = KvCacheConfig(max_tokens=POOL_TOKENS)
         runner = self._runner.share()
         with open_llm(shipped_model(), runner, settings, contract=contract, kv_cache_config=cache) as llm:
-            self.serve(llm, _TOO_SHORT_TO_KEEP)
-            self.hear(llm)
+            find_donors(llm)
             yield llm
 
     def serve(self, llm: LLM, prompt: str) -> RequestOutput:
-        """Serves a prompt that the engine's own prefix cache knows nothing of, and waits for what follows from it."""
-        while evict_block(llm):
-            pass
+        """Serves a prompt without the engine's own prefix cache, and waits for its save and for transfers."""
+        evict_prefixes(llm)
         (output,) = llm.generate([prompt], _ANSWER)
-        llm.settle()
-        llm.connector_worker.saver.drain()
-        if llm.connector_worker.transfers is not None:
-            llm.connector_worker.transfers.drain()
+        drain(llm)
         return output
 
-    def hear(self, llm: LLM) -> None:
-        """Lets the scheduler hear of everything that has happened beside it, as it does with every request."""
-        self.serve(llm, _TOO_SHORT_TO_KEEP)
-        while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
-            self.serve(llm, _TOO_SHORT_TO_KEEP)
-
     def wrong_tokens(self, prompt: str, output: RequestOutput) -> int:
-        """Tokens of the answer that a cold run does not give; a request that did not finish has them all wrong."""
+        """Tokens of the answer that differ from a cold run's; all of them where the request did not finish."""
         if prompt not in self._answers:
             (cold,) = self._cold.generate([prompt], _ANSWER)
             self._answers[prompt] = list(cold.outputs[0].token_ids)
@@ -135,7 +117,7 @@ class FaultBench:
 
 
 class Trial:
-    """One injection of a fault and what came of its requests. `reused_tokens` tell whether a donor was read."""
+    """One injection of a fault, and what became of its requests. `reused_tokens` tell whether a donor was read."""
 
     def __init__(self, bench: FaultBench, name: str, seed: int) -> None:
         self.bench, self.name, self.seed = bench, name, seed
@@ -149,7 +131,7 @@ class Trial:
         return not self.wrong_tokens and not self.unfinished and self.is_counted
 
     def ask(self, llm: LLM, *prompts: str) -> None:
-        """Serves prompts and compares what comes out."""
+        """Serves prompts and compares their answers with a cold run's."""
         for prompt in prompts:
             output = self.bench.serve(llm, prompt)
             self.unfinished += not _is_finished(output)
@@ -179,7 +161,7 @@ def provider_raises(trial: Trial) -> None:
 
 
 def lookup_stalls(trial: Trial) -> None:
-    """The lookup works for a second; its clock is moved on instead of waiting."""
+    """The look-up takes a second, as its clock says."""
     with trial.bench.engine() as llm:
         trial.ask(llm, trial.donor)
         readings = iter([0.0])
@@ -198,7 +180,7 @@ def disk_full(trial: Trial) -> None:
     with tempfile.TemporaryDirectory() as folder, trial.bench.engine(Path(folder)) as llm:
         with trial.counts("tier_events", event="write_failed"), mock.patch.object(os, "posix_fallocate", full):
             trial.ask(llm, trial.donor)
-            trial.bench.hear(llm)
+            find_donors(llm)
         trial.ask(llm, *trial.others)
 
 
@@ -223,7 +205,7 @@ def corrupt_text(trial: Trial) -> None:
 
 
 def worker_killed(trial: Trial) -> None:
-    """The process is killed between a donor's save and the release of its blocks; another takes the folder over."""
+    """The process is killed while a donor is written, or right after; another process takes the folder over."""
     points = {"writing": "file_refused", "saved": "file_found"}
     point, event = list(points.items())[trial.seed % len(points)]
     with tempfile.TemporaryDirectory() as folder:
@@ -281,7 +263,7 @@ FAULTS: dict[str, Callable[[Trial], None]] = {fault.__name__: fault for fault in
 
 
 def inject(bench: FaultBench, name: str, seed: int) -> Trial:
-    """Serves requests around one fault, of prompts that no other seed has."""
+    """Serves requests around one fault, with prompts of their own for each seed."""
     trial = Trial(bench, name, seed)
     FAULTS[name](trial)
     return trial
@@ -300,12 +282,12 @@ def _serve_from_damaged_file(trial: Trial, damage: Callable[[bytearray, slice], 
         path.write_bytes(data)
         with trial.bench.engine(folder, MIN_DONOR_TOKENS="4096") as llm:
             trial.ask(llm, *trial.others)  # the first has the donor fetched
-            trial.bench.hear(llm)
+            find_donors(llm)
             trial.ask(llm, trial.donor)
 
 
 def serve_and_die(folder: str, point: str, seed: str) -> None:
-    """Serves one donor, and is killed while its file is written, or once memory and file hold it and no index does."""
+    """Serves one donor; is killed while its file is written, or when it is saved and in no index yet."""
 
     def kill(*_arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -343,9 +325,7 @@ def run(rounds: int, rows: Results) -> None:
     rows.add("faults_wrong_tokens", wrong, "tokens", baseline, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    run_counted("faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run, arguments)
+main = partial(run_counted, "faults", __doc__, [Count("rounds", ROUNDS, "of each fault")], run)
 
 
 if __name__ == "__main__":

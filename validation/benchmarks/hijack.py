@@ -1,15 +1,16 @@
 """Planted donors inside one tenant: how many victims' answers become the planter's (HijackKV, arXiv 2607.19957).
 
-`python -m validation.benchmarks.hijack` lets a planter serve prompts that hold a victim's text, token by token, under
-other headings. The victim then asks about its own, under each policy. The planter knows model and check: of many plants
-it takes those of which the check misses most. It prints a table and writes rows. The shipped model is attacked, and
-every `--target`. A calibration searches plants in the same way, with other seeds.
+In `python -m validation.benchmarks.hijack` a planter serves prompts that hold a victim's text, token by token, under
+other headings. Then the victim asks about its own text, under each policy. The planter knows model and check, and uses
+those of many plants of which the check misses most. The shipped model is attacked, and every `--target`. A calibration
+searches plants in the same way, with other seeds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ from validation.calibration.trials import PLANTED, Planter, write_plants
 from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
+from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import exact_match
-from validation.serving import BatchServer, BatchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,11 +46,11 @@ CONSTRUCTIONS = (
     "date_trap",
 )
 TRIES, VICTIMS, SEED = 16, 4, 100_000
-# The strongest construction is searched so many times as hard, and has so many times the victims.
+# Factors for the strongest construction.
 MORE_TRIES, MORE_VICTIMS = 32, 6
 # Shorter than the default: a list of nine rows is then reused whole.
 _MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
-# The exact arm is what policy verified falls back to; it shows that no plant meets its rule.
+# What verified falls back to.
 EXACT = Arm("exact", {"SEMBLEND_POLICY": "exact"})
 ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
 GOALS = {EXACT.name: 0, VERIFIED: 0}
@@ -70,7 +71,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard the planter searches: so many `tries` of each construction, of which the best become `victims`."""
+    """How hard the planter searches: `tries` plants of each construction, of which the best get `victims`."""
 
     tries: int
     victims: int
@@ -85,8 +86,8 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What became of one model's victims: those that cold answers rightly, by arm those that are not answered so, those
-    with the planter's answer, and those that took reused tokens. `held`: what verified stood on."""
+    """Victims of one model, which are answered right cold. By arm: how many got a `wrong` answer, how many the
+    planter's (`hijacked`), and how many reused tokens (`fires`). `held`: the terms of verified."""
 
     name: str
     victims: int
@@ -155,27 +156,22 @@ def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tup
 def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
     choices = models.choices_of(runner, None, target.profile)
     model = str(target.folder or models.shipped_model())
-    settings = BatchSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, groups=_TOGETHER)
+    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
     server = BatchServer(EmbeddedEngines(runner), cases, settings)
     return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, attacks, prints and writes."""
-    counts = [
-        Count("tries", TRIES, "plants a construction"),
-        Count("victims", VICTIMS, "of each, the strongest plants'"),
-    ]
-    target = {
-        "nargs": 2,
-        "type": Path,
-        "action": "append",
-        "default": [],
-        "metavar": ("MODEL", "PROFILE"),
-        "help": "attack the model of this folder, too, with its reuse profile",
-    }
-    seed = {"type": int, "default": SEED, "help": "seed of the plants"}
-    run_counted("hijack", __doc__, counts, run, arguments, seed=seed, target=target)
+_COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICTIMS, "of each, the strongest plants'"))
+_TARGET = {
+    "nargs": 2,
+    "type": Path,
+    "action": "append",
+    "default": [],
+    "metavar": ("MODEL", "PROFILE"),
+    "help": "attack the model of this folder, too, with its reuse profile",
+}
+_SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
+main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
 
 
 if __name__ == "__main__":

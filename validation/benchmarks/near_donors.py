@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,8 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
-from validation.benchmarks.stateful import evict_block
 from validation.documents import excerpt
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import ONE_TOKEN, disk_tier, drain, evict_prefixes, find_donors, open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ EMBEDDER = "static"
 IN_MEMORY = 0.9
 # What a request decodes while its neighbours are found and fetched.
 _ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
-_ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 def run(count: int, rows: Results) -> None:
@@ -42,9 +41,8 @@ def run(count: int, rows: Results) -> None:
     with tempfile.TemporaryDirectory(prefix="near-donors-") as folder:
         with _engine(runner, Path(folder), "off") as llm:
             for text in texts:
-                llm.generate([text], _ONE_TOKEN)
-                llm.settle()
-                llm.connector_worker.transfers.drain()
+                llm.generate([text], ONE_TOKEN)
+                drain(llm)
         near, alone = (_found_in_memory(runner, Path(folder), kind, texts) for kind in (EMBEDDER, "off"))
     baseline = (
         f"look-ups of {count} passages that donors on disk hold, each right behind one of the same words in another "
@@ -57,35 +55,25 @@ def _found_in_memory(runner: ModelRunner, folder: Path, embedder: str, texts: Se
     """Passages of which the second look-up reuses a donor's KV."""
     found = 0
     with _engine(runner, folder, embedder, MIN_DONOR_TOKENS=str(POOL_TOKENS)) as llm:
-        while llm.connector_worker._runtime.disk.found:
-            llm.generate(["hello"], _ONE_TOKEN)
+        find_donors(llm)
         neighbours = llm.connector_scheduler._neighbourhood.neighbours
-        assert neighbours is None or neighbours.drain(60.0)
+        if neighbours is not None:
+            neighbours.drain()
         for seed, text in enumerate(texts):
             (first,) = llm.generate([_reworded(text, seed)], _ANSWER)
             assert not first.reused_tokens, "similarity alone has reused KV"
             (second,) = llm.generate([f"Read this. {text}"], _ANSWER)
             found += second.reused_tokens > 0
             llm.settle()
-            while evict_block(llm):
-                pass
+            evict_prefixes(llm)
     return found
 
 
 def _engine(runner: ModelRunner, folder: Path, embedder: str, **variables: str) -> LLM:
-    settings = {
-        "POLICY": "position_fix",
-        "EMBEDDER": embedder,
-        "DISK_BYTES": str(1 << 30),
-        "DISK_PATH": str(folder),
-        "DISK_KEY_PATH": str(folder / "key"),
-        "LOOKUP_DEADLINE_MS": "5000",
-        **variables,
-    }
-    llm = open_llm(shipped_model(), runner.share(), settings, kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS))
-    llm.connector_worker.transfers.drain()
-    llm.generate(["hello"], _ONE_TOKEN)
-    return llm
+    settings = {"POLICY": "position_fix", "EMBEDDER": embedder, "LOOKUP_DEADLINE_MS": "5000"}
+    settings |= disk_tier(folder) | variables
+    cache = KvCacheConfig(max_tokens=POOL_TOKENS)
+    return open_llm(shipped_model(), runner.share(), settings, kv_cache_config=cache)
 
 
 def _reworded(text: str, seed: int) -> str:
@@ -95,8 +83,7 @@ def _reworded(text: str, seed: int) -> str:
     return ". ".join(" ".join(rng.sample(words, len(words))) for words in sentences)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    run_counted("near_donors", __doc__, [Count("passages", PASSAGES, "passages, each a donor")], run, arguments)
+main = partial(run_counted, "near_donors", __doc__, [Count("passages", PASSAGES, "passages, each a donor")], run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A model runner that computes nothing: the KV that it writes says whose it is, so that a stale byte shows.
 
-The number of a row is drawn from the numbers of all rows before it, from its token, and from who owns it. It stands in
-every channel of the row's K and V, and the next token follows from it.
+A row's number is a hash of its token, of the rows before it, and of their owner. It is written to every channel of the
+row's K and V, and the next token follows from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INJECTED = "an injected failure"
 
 
 def owner_number(owner: RootKey) -> int:
-    """What the chains of an adapter and a salt begin with."""
+    """The number in front of the first row of an adapter and a salt."""
     return zlib.crc32(repr(tuple(owner)).encode()) >> 8
 
 
@@ -53,9 +53,9 @@ def token_after(number: int) -> int:
 
 
 class Rows:
-    """What one request's rows hold: `numbers`, and of each row whether it was moved from another position.
+    """One request's rows: their `numbers`, and whether each was moved from another position.
 
-    `is_cold`: a cold run would hold the same. Its answer begins at `prompt_len`, for as long as it is not paused.
+    `is_cold`: a cold run would hold the same. The answer begins at `prompt_len`.
     """
 
     def __init__(self, numbers: list[int], prompt_len: int) -> None:
@@ -81,9 +81,9 @@ class Rows:
 class PatternRunner(ModelRunner):
     """Writes the numbers of computed rows, and refuses to run on rows that hold others.
 
-    `requests` holds every request by its id, those that donors may come from too. A request is looked up there alone.
-    With `fails_behind`, 0.0 or more and below 1.0, the next forward computes that share of its requests and then fails.
-    `wrong_tokens` counts the tokens whose KV, or which themselves, are not what they must be.
+    `requests` holds all requests by id, those of donors included. With `fails_behind`, from 0.0 to below 1.0, the next
+    forward computes that share of its requests and then fails. `wrong_tokens` counts tokens that are wrong, or whose KV
+    is.
     """
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:  # noqa: ARG002
@@ -125,7 +125,7 @@ class PatternRunner(ModelRunner):
         self._compare(kv.permute(3, 0, 1, 2, 4), numbers, [False] * tokens)
 
     def check_answer(self, rows: Rows, tokens: Sequence[int]) -> None:
-        """As the rows do, and counts."""
+        """As `Rows.check_answer`, and counts a wrong token."""
         try:
             rows.check_answer(tokens)
         except AssertionError:
@@ -147,7 +147,7 @@ class PatternRunner(ModelRunner):
                 raise AssertionError(f"{name} holds stale bytes")
 
     def _begin(self, request: LlmRequest, part: SequenceSlice) -> None:
-        """What the request's rows hold before its first slice: its exact prefix, and what a plan has placed."""
+        """Notes the request's rows before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
             self.check_answer(paused, request.all_tokens)
@@ -163,7 +163,7 @@ class PatternRunner(ModelRunner):
             self._fill(rows, request, plan, part.block_ids)
 
     def _fill(self, rows: Rows, request: LlmRequest, plan: SemanticKvPlan, block_ids: Sequence[int]) -> None:
-        """Computes the plan's holes, and says what its spans must hold."""
+        """Computes the plan's holes, and notes what its spans must hold."""
         for span in plan.spans:
             self._fill_hole(rows, request, span.target_start, block_ids)
             rows.place(self._donated(request, span), moved=span.shift != 0)
@@ -175,7 +175,7 @@ class PatternRunner(ModelRunner):
         self._write(block_ids, begin, rows.numbers[begin:])
 
     def _donated(self, request: LlmRequest, span: PlanSpan) -> list[int]:
-        """The numbers of a cold run of the donor, had it been the request's own tenant's; checked: its tokens."""
+        """The numbers of a cold run of the donor under the request's owner. Checks that the span's tokens are equal."""
         tokens = self._request_of(span.donor_id).tokens(0, span.donor_end)
         assert tokens[span.donor_start :] == request.tokens(span.target_start, span.target_end), "other tokens' KV"
         return chain(owner_number(request.root_key), tokens)[span.donor_start :]

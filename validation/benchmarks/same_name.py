@@ -1,8 +1,8 @@
-"""Other weights, or another configuration, under yesterday's name: yesterday's KV serves no request.
+"""A changed model under an old name: the old model's KV serves no request.
 
 `python -m validation.benchmarks.same_name` serves a small model of Qwen2's architecture with a disk tier and a profile
-that lets every donor in. Then each tensor and each field of config.json is changed in turn, in a folder of the same
-name with that disk tier and that profile. It counts tokens that a cold run of the changed model does not give.
+that allows every donor. Then one tensor or one field of config.json is changed at a time, in a folder of the same name,
+with that disk tier and that profile. Counted are tokens that a cold run of the changed model does not give.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,7 @@ from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.benchmarks.stateful import evict_block
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import evict_prefixes, find_donors, open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LAYERS, DOCUMENT_TOKENS, POOL_TOKENS = 2, 96, 1024
 ALL = 1_000
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _ANSWER = SamplingParams(max_tokens=8, ignore_eos=True)
-# What stands for a field's value where adding to it, or turning it round, makes nothing that a loader takes.
+# Other values for fields of which `_other` makes none that a loader takes.
 _OTHERS = {
     "dtype": "bfloat16",
     "eos_token_id": 7,
@@ -55,8 +55,9 @@ _OTHERS = {
 
 @dataclass(slots=True)
 class Found:
-    """Variants by what was changed, those that no loader takes, those that may keep their donors, those whose cold
-    answers are others than before, and what they were made of. `control_tokens` the unchanged model reuses."""
+    """Changed models by what was changed, `tensors` and `fields`. `refused`: fields that no loader takes; `harmless`:
+    changes that may keep their donors; `otherwise`: changes with other cold answers. `control_tokens`: what the
+    unchanged model reuses."""
 
     tensors: int = 0
     fields: int = 0
@@ -69,8 +70,10 @@ class Found:
 
 
 class SameName:
-    """A model that was served yesterday, with the donors and the profile of that day, and its answers without and with
-    them. `folder` is for its files; `variables`, without SEMBLEND_, are set for every engine."""
+    """A model with its donors and its profile, and its answers cold and with the donors, in `folder`.
+
+    `variables`, without SEMBLEND_, are set for every engine.
+    """
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self._folder, self._variables = folder, variables
@@ -78,7 +81,7 @@ class SameName:
         rng = random.Random(0)
         document = [rng.randrange(8, 512) for _ in range(DOCUMENT_TOKENS)]
         self._donor = [*document, 1]
-        # The first has the donor fetched. Then it is asked shifted, as the profile allows, and from position 0 on.
+        # The first prompt has the donor fetched; the others hold its text shifted, and from position 0 on.
         self._asked = [[*document, 2, 3], [4, 5, 6, *document, 2, 3], [*document, 7]]
         runner = ModelRunner(self._before, device="cpu")
         with self._engine(runner, self._before, folder / "donors", MIN_DONOR_TOKENS="64") as llm:
@@ -88,12 +91,12 @@ class SameName:
             profile = ReuseProfile.made_for(scheduler.namespace, pool.geometry, policy="position_fix")
             profile.write(folder / "profile.json")
         self.cold_answers = self._cold(runner, self._before)
-        # The same files under another name find the donors, or none that are missed later would say anything.
+        # A control: the same files under another name find the donors.
         renamed = Path(shutil.copytree(self._before, folder / "renamed"))
         self.donor_answers, self.reused_tokens = self._served(ModelRunner(renamed, device="cpu"), renamed)
 
     def changed(self, tensor: str | None = None, **fields: Any) -> tuple[list[list[int]], list[list[int]], int]:
-        """Cold answers of the model with the change, those of an engine with yesterday's donors, and tokens reused.
+        """Cold answers of the changed model, its answers beside the old donors, and the tokens reused.
 
         Raises ConfigurationError and UnsupportedModelError for what no loader takes.
         """
@@ -116,7 +119,7 @@ class SameName:
         return sorted(load_file(self._before / WEIGHTS))
 
     def fields(self) -> list[dict[str, Any]]:
-        """One other value for each field of config.json, those of nested fields too."""
+        """Another value for each field of config.json, nested fields included."""
         config = json.loads((self._before / CONFIG).read_text())
         found: list[dict[str, Any]] = []
         for name, value in config.items():
@@ -132,14 +135,15 @@ class SameName:
             return [list(output.outputs[0].token_ids) for output in llm.generate(self._asked, _ANSWER)]
 
     def _served(self, runner: ModelRunner, model: Path) -> tuple[list[list[int]], int]:
-        """Answers beside yesterday's donors, to which nothing is added, and tokens reused."""
+        """Answers beside a copy of the donors, and tokens reused."""
         answers, reused = [], 0
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             donors = shutil.copytree(self._folder / "donors", Path(place) / "donors")
             more = {"PROFILE": str(self._folder / "profile.json"), "MIN_DONOR_TOKENS": str(POOL_TOKENS)}
             with self._engine(runner, model, Path(donors), **more) as llm:
                 for prompt in self._asked:
-                    _hear(llm)
+                    find_donors(llm)
+                    evict_prefixes(llm)
                     (output,) = llm.generate([prompt], _ANSWER)
                     answers.append(list(output.outputs[0].token_ids))
                     reused += output.reused_tokens
@@ -162,7 +166,7 @@ class SameName:
 
 
 def _make(folder: Path) -> Path:
-    """Writes a random model, so wide in its weights that every one of them shows in the answers."""
+    """Writes a random model with such wide weights that every tensor shows in the answers."""
     config = Qwen2Config(
         num_hidden_layers=LAYERS,
         hidden_size=64,
@@ -192,22 +196,8 @@ def _other(name: str, value: Any) -> Any:
     return value[:-1] if isinstance(value, list) else f"{value}x"
 
 
-def _hear(llm: LLM) -> None:
-    """Lets the scheduler hear of all donors on disk, and the engine forget its own prefixes."""
-    llm.connector_worker.transfers.drain()
-    llm.generate([[1]], SamplingParams(max_tokens=1))
-    while llm.connector_worker._runtime.disk.found:
-        llm.generate([[1]], SamplingParams(max_tokens=1))
-    while evict_block(llm):
-        pass
-
-
 def tried(bench: SameName, tensors: Sequence[str], fields: Sequence[dict[str, Any]]) -> Found:
-    """Tries each change alone.
-
-    Fields that are known to change no KV keep the donors: there yesterday's answers are the right ones, as the
-    profile's policy gives them.
-    """
+    """Tries each change alone. Where a field changes no KV, donors may be reused, and answers with them are right."""
     found = Found(control_tokens=bench.reused_tokens)
     changes: list[tuple[str | None, dict[str, Any]]] = [(name, {}) for name in tensors]
     changes += [(None, change) for change in fields]
@@ -244,9 +234,7 @@ def run(most: int, rows: Results) -> None:
     rows.add("same_name_other_weights_wrong_tokens", found.wrong_tokens, "tokens", baseline, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, tries, prints and writes."""
-    run_counted("same_name", __doc__, [Count("most", ALL, "tensors, and as many fields")], run, arguments)
+main = partial(run_counted, "same_name", __doc__, [Count("most", ALL, "tensors, and as many fields")], run)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """What saving donors costs the requests that run meanwhile: their decoding, and the next prompt's prefill.
 
-`python -m validation.benchmarks.saving` makes the model on the spot. Two engines of one model decode a steady batch
-while long prompts come one behind the other; one engine keeps each of them as a donor in host memory, the other keeps
-none. They take turns, and every figure is the median over neighbouring pairs. All of it is measured a second time as
-TensorRT-LLM 1.3rc serves, whose saves are read from snapshots. `--layers` is a dry run with a narrow model, which needs
-no card.
+In `python -m validation.benchmarks.saving` two engines of one random model decode a steady batch while long prompts
+come one after the other; one engine saves each prompt to host memory, the other saves none. They take turns, and every
+figure is the median over pairs of turns. It is measured a second time as TensorRT-LLM 1.3rc serves, whose saves are
+read from snapshots. `--layers` is a dry run with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
@@ -12,33 +11,33 @@ from __future__ import annotations
 import gc
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.benchmarks.bench_model import ONE_TOKEN, WARM_UPS, Bench, label, model_run, synchronize
+from validation.benchmarks.bench_model import WARM_UPS, Bench, label, run_model, synchronize
+from validation.embedded_engine import ONE_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_wrapper.embedded.llm import LLM
     from kernels.results import Results
 
 SAVING_SLOWDOWN = 1.02
 SIZE = 8_192
-# The batch that decodes all the while, tokens of each of its prompts, and steps that are timed behind a donor's end:
-# about as long as the prefill that has to come before another donor can end.
+# Requests that decode, tokens of each of their prompts, and decode steps that are timed behind a donor's end: they take
+# about as long as the prefill of the next donor.
 DECODING, DECODING_PROMPT, STEPS = 8, 1_024, 32
 DONORS = 6
 PARTS = ("prefill", "decode", "worst_step")
-# The engine whose version gives the blocks of an ended request to others, and what its rows are called.
+# The version that gives an ended request's blocks to others, and the name of its rows.
 SNAPSHOT_CONTRACT, SNAPSHOT_ROWS = "1.3rc", "snapshot_"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Milliseconds of one turn of an engine: the time to first token of a prompt while another's KV is being saved,
-    the decode steps behind its own end together, and the slowest of them."""
+    """Milliseconds of one turn: `prefill`, a prompt's time to the first token while another's KV is saved; `decode`,
+    all decode steps behind its end; `worst_step`, the slowest of them."""
 
     prefill: float
     decode: float
@@ -46,11 +45,11 @@ class Turn:
 
 
 class Load:
-    """An engine under load: a batch that decodes until the end, and long prompts that come and go."""
+    """An engine with a batch that decodes until the end, and long prompts one after the other."""
 
     def __init__(self, llm: LLM, bench: Bench, size: int, steps: int, turns: int) -> None:
         self._llm, self._bench, self._size, self._steps = llm, bench, size, steps
-        # A turn has two prefills, and an iteration at which each of them ends.
+        # A turn has two prefills, and an iteration at the end of each.
         enough = SamplingParams(max_tokens=turns * (steps + 4), ignore_eos=True)
         prompt = min(DECODING_PROMPT, size // 2)
         self._decoding = [
@@ -59,7 +58,7 @@ class Load:
         self.turn()
 
     def turn(self) -> Turn:
-        """One prompt, another behind it, and some steps of the batch alone. Raises AssertionError when it has ended."""
+        """Two prompts, and then some steps of the batch alone. Raises AssertionError when the batch has ended."""
         gc.collect()
         synchronize()
         self._prefill()
@@ -82,12 +81,18 @@ class Load:
         return (perf_counter() - begin) * 1e3
 
 
-def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "embedded", kind: str = "") -> None:
-    """Measures all rows of an engine that keeps to `contract`; `kind` is part of their names."""
+def run(bench: Bench, rows: Results, size: int, steps: int) -> None:
+    """Measures all rows."""
+    measure(bench, rows, size, steps)
+    measure(bench, rows, size, steps, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
+
+
+def measure(bench: Bench, rows: Results, size: int, steps: int, contract: str = "embedded", kind: str = "") -> None:
+    """Measures the rows of an engine that keeps to `contract`; `kind` is part of their names."""
     turns = WARM_UPS + bench.repeats
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
-    # The running requests reserve room among the donors as well.
+    # Running requests reserve room for their donors.
     saving = bench.donors_in("HOST", room + DONORS)
     without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
     batch = DECODING + 1
@@ -101,11 +106,11 @@ def run(bench: Bench, size: int, steps: int, rows: Results, contract: str = "emb
             order = loads if index % 2 else loads[::-1]
             found = {id(load): load.turn() for load in order}
             pairs.append([found[id(load)] for load in loads])
-        saved = [timing for timing in kept.connector_worker.saver.timings if timing.what == "save_host"]
-        assert not dropped.connector_worker.saver.timings, "the engine without saving has saved"
+        saved = list(kept.connector_worker.saver.save_seconds)
+        assert not dropped.connector_worker.saver.save_seconds, "the engine without saving has saved"
     assert len(saved) >= 2 * turns, f"{len(saved)} donors were saved in {turns} turns of two"
     rows_of(pairs[WARM_UPS:], size, steps, rows, kind)
-    seconds = statistics.median(timing.seconds for timing in saved[-2 * bench.repeats :])
+    seconds = statistics.median(saved[-2 * bench.repeats :])
     rows.add(
         f"saving_{kind}{label(size)}_ms", seconds * 1e3, "ms", "from the end of a request to its donor in host memory"
     )
@@ -134,17 +139,12 @@ def rows_of(pairs: list[list[Turn]], size: int, steps: int, rows: Results, kind:
     rows.add(f"saving_{kind}slowdown", slowdowns[largest], "x", baseline, SAVING_SLOWDOWN)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    settings = {
-        "size": (SIZE, "tokens of the prompts that become donors"),
-        "steps": (STEPS, "decode steps that are timed in a turn"),
-    }
-    # A prompt runs at once beside the batch that decodes.
-    dry, more = "--layers 2 --size 512", {"repeats": 20, "beside": DECODING}
-    with model_run("saving", __doc__, arguments, dry, settings, **more) as (bench, options, rows):
-        run(bench, options.size, options.steps, rows)
-        run(bench, options.size, options.steps, rows, SNAPSHOT_CONTRACT, SNAPSHOT_ROWS)
+_SETTINGS = {
+    "size": (SIZE, "tokens of the prompts that become donors"),
+    "steps": (STEPS, "decode steps that are timed in a turn"),
+}
+# A prompt runs at once beside the batch that decodes.
+main = partial(run_model, "saving", __doc__, run, "--layers 2 --size 512", _SETTINGS, repeats=20, beside=DECODING)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class ServerProcess:
-    """Runs Python with `command` and one thread for torch; kill it at the end.
+    """Runs Python with `command`, one thread for torch and at most `descriptors`; kill it at the end.
 
-    It says its address on standard error when it listens. `descriptors`: how many it may have.
+    It prints its address on standard error when it listens.
     """
 
     def __init__(self, *command: str, descriptors: int | None = None, **variables: str) -> None:
@@ -49,7 +49,7 @@ class ServerProcess:
         self._listener.start()
 
     def address(self) -> str:
-        """Waits for it. Raises RuntimeError with what the process said when it ends before."""
+        """Waits for the address. Raises RuntimeError with the log when the process ends before."""
         self._listens.wait()
         found = [line for line in self._said if " on http://" in line]
         if not found:
@@ -62,16 +62,11 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it said so far."""
+        """All that it has printed on standard error."""
         return "".join(self._said)
 
-    @property
-    def log_bytes(self) -> int:
-        """How much it said so far."""
-        return sum(map(len, self._said))
-
     def freeze(self) -> None:
-        """It answers no more, and its connections stay open."""
+        """Stops it; its connections stay open."""
         self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
@@ -109,9 +104,9 @@ def fleet(
     variables: Mapping[str, str] | None = None,
     **fields: object,
 ) -> Iterator[ServerProcess]:
-    """A router in front of running workers, numbered from 1 on; all of them are killed at the end.
+    """A router in front of running workers, numbered from 1 on; all are killed at the end.
 
-    `folder` is for its configuration, which has more `fields`; the key of each tenant is `key_of` it.
+    `folder` is for its configuration, which has more `fields`. `key_of` gives each tenant's key.
     """
     with ExitStack() as ending:
         for each in workers:

@@ -4,18 +4,17 @@
 they are full within minutes. Two tenants ask with shared and with new documents about once a second; some clients
 leave before the answer or within a stream, and some bodies are malformed. Answers are compared with a cold engine's.
 
-Both processes are looked at every 10 s, when nothing is asked: the memory that is theirs alone, their descriptors and
-their threads. Single looks are noisy. So five minutes are put into one figure: of memory the median, and of descriptors
-and threads the least, as some come and go with connections and files, while one that is leaked stays. Minutes 5 to 10
-are the measure, and a later minute holds when the five that end with it are at most 2 % above it. The row counts the
-minutes up to the last one that holds (behind a leak none does), and before the first wrong or missing answer.
+Every 10 s, between requests, the private memory, the descriptors and the threads of both processes are sampled. Samples
+are noisy, so five minutes make one figure: the median of memory, the minimum of descriptors and threads, since those of
+connections and files come and go, while leaked ones stay. Minutes 5 to 10 are the base. A later minute holds when the
+five minutes before it are at most 2 % above the base. The row counts the minutes up to the last one that holds, and
+before the first wrong or missing answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import itertools
 import json
 import logging
 import random
@@ -48,17 +47,17 @@ logger = logging.getLogger(__name__)
 
 MINUTES, LEAST_MINUTES = 31, 30
 MINUTE_SECONDS, SAMPLE_SECONDS, TURN_SECONDS = 60.0, 10.0, 1.0
-# The minutes without a measure, and those of a median.
-SETTLING, WINDOW = 5, 5
+# Minutes before the base is taken, and minutes of one figure.
+WARM_UP, WINDOW = 5, 5
 GROWTH_PERCENT = 2.0
-# What is looked at, and what makes one figure of five minutes.
+# What is sampled, and how one figure is made of five minutes.
 FIGURES: dict[str, Callable[[list[int]], float]] = {"memory": statistics.median, "descriptors": min, "threads": min}
 TENANTS = ("acme", "globex")
-# Requests whose answers are all compared; later ones are compared at random.
+# The first answers are all compared, later ones at random.
 COMPARED_FIRST, COMPARED_SHARE = 20, 0.1
 POOL_TOKENS, ANSWER_TOKENS, PATIENCE = 2048, 8, 60.0
 DOCUMENTS, ROWS = 8, 8
-# Everything that is bounded has a bound that the load meets before the measure is taken.
+# The load reaches all of these bounds before the base is taken.
 SETTINGS = {
     "HOST_BYTES": str(32 << 20),
     "DISK_BYTES": str(64 << 20),
@@ -68,7 +67,7 @@ SETTINGS = {
     "HEARTBEAT_SECONDS": "2",
     "RESYNC_SECONDS": "30",
 }
-# As docs/fleet.md advises: else glibc keeps more and more of what was freed.
+# As docs/fleet.md advises: otherwise glibc keeps more and more freed memory.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 MALFORMED = (
     b"",
@@ -87,7 +86,7 @@ KINDS = {"shared": 9, "new": 4, "streamed": 3, "aborted": 2, "left": 2, "malform
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process had, so many minutes after the start: bytes, descriptors and threads by name."""
+    """A process's bytes, descriptors and threads by name, at a minute of the run."""
 
     minute: float
     held: Mapping[str, int]
@@ -95,7 +94,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """What was seen: samples by process, requests by kind, and the minutes of answers that were not as they must."""
+    """Samples by process, requests by kind, and the minutes of wrong or missing answers (`faults`)."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -103,18 +102,18 @@ class Soak:
     minutes: float = 0.0
 
     def fault(self, minute: float, sentence: str) -> None:
-        """Notes an answer that was wrong or did not come."""
+        """Records a wrong or missing answer."""
         self.faults.append(minute)
         logger.warning("minute %.2f: %s", minute, sentence)
 
     def growth(self, end: float) -> dict[str, float]:
-        """Percent by which the five minutes before `end` are above the measure, by process and quantity."""
+        """Percent by which the five minutes before `end` are above the base, by process and quantity."""
         found = {}
         for process, samples in self.samples.items():
             for name, figure in FIGURES.items():
                 base, last = (
                     [each.held[name] for each in samples if first <= each.minute < first + WINDOW]
-                    for first in (SETTLING, end - WINDOW)
+                    for first in (WARM_UP, end - WINDOW)
                 )
                 if base and last:
                     found[f"{process} {name}"] = 100 * (figure(last) / figure(base) - 1)
@@ -122,15 +121,15 @@ class Soak:
 
     @property
     def held_minutes(self) -> int:
-        """Whole minutes up to the last one that holds: what has leaked stays, and no later one does."""
+        """Whole minutes up to the last one that holds; behind a leak none does."""
         held = int(min([self.minutes, *self.faults]))
-        minutes = range(SETTLING + WINDOW, held + 1)
+        minutes = range(WARM_UP + WINDOW, held + 1)
         holding = (each for each in minutes if max(self.growth(each).values(), default=0.0) <= GROWTH_PERCENT)
         return max(holding, default=minutes.start - 1) if minutes else held
 
 
 def look(pid: int) -> dict[str, int]:
-    """Bytes of memory that are the process's alone, its descriptors and its threads."""
+    """Bytes of the process's private memory, its descriptors and its threads."""
     proc = Path("/proc") / str(pid)
     rollup = (proc / "smaps_rollup").read_text().splitlines()
     private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
@@ -168,7 +167,7 @@ class Load:
         return (time.monotonic() - self._began) / MINUTE_SECONDS
 
     def turn(self) -> None:
-        """One request, or two at once. Returns when nothing is under way, but for what left clients have asked."""
+        """One request, or two at once; waits for their answers."""
         kinds = self._random.choices(list(KINDS), list(KINDS.values()), k=self._random.choice((1, 1, 1, 2)))
         asked = [(kind, self._random.choice(TENANTS), self._prompt(kind)) for kind in kinds]
         for (kind, _, prompt), fault in zip(asked, self._threads.map(self._ask, asked), strict=True):
@@ -179,7 +178,7 @@ class Load:
                 self._seen.fault(self.minute, f"{kind}: {fault}")
 
     def _prompt(self, kind: str) -> str:
-        """Shared documents are replaced by and by."""
+        """A prompt of new or of shared documents, which are replaced now and then."""
         if self._random.random() < 0.02:
             self._shared[self._random.randrange(DOCUMENTS)] = stock_list(self._random, ROWS)
         new = [stock_list(self._random, ROWS) for _ in range(3)]
@@ -188,7 +187,7 @@ class Load:
         return render(f"Answer {self._random.randrange(100)} briefly.", [each.text for each in documents], question)
 
     def _ask(self, asked: tuple[str, str, str]) -> str | bytes | None:
-        """The text of a whole answer, a sentence where none came, or None."""
+        """The text of an answer as bytes, a sentence about a fault, or None."""
         kind, tenant, prompt = asked
         streams, leaves = kind in ("streamed", "left"), kind in ("aborted", "left")
         fields: dict[str, Any] = {"prompt": prompt, "temperature": 0, "stream": streams, "max_tokens": ANSWER_TOKENS}
@@ -246,18 +245,17 @@ def soaked_fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
 
 
 def soak(processes: Mapping[str, ServerProcess], minutes: int) -> Soak:
-    """Asks for so many minutes, or until a process has ended."""
+    """Sends requests for so many minutes, and samples the processes."""
     seen = Soak(samples={name: [] for name in processes})
     with contextlib.closing(Load(processes["router"].address(), seen)) as asking:
-        samples = itertools.count(1)
-        due = next(samples) * SAMPLE_SECONDS / MINUTE_SECONDS
+        due = SAMPLE_SECONDS / MINUTE_SECONDS
         while asking.minute < minutes:
             turn_ends = time.monotonic() + TURN_SECONDS
             asking.turn()
             time.sleep(max(0.0, turn_ends - time.monotonic()))
             if asking.minute < due:
                 continue
-            due = next(samples) * SAMPLE_SECONDS / MINUTE_SECONDS
+            due += SAMPLE_SECONDS / MINUTE_SECONDS
             for name, process in processes.items():
                 seen.samples[name].append(sample := Sample(asking.minute, look(process.pid)))
                 logger.info("minute %.2f: %s has %s", sample.minute, name, sample.held)

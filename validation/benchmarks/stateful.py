@@ -1,8 +1,8 @@
-"""Steps of random lives in which no stale byte was served and nothing was leaked.
+"""Random lives of engines, in which no stale byte is served and nothing is leaked.
 
-`python -m validation.benchmarks.stateful` lives one life for each kind of engine, with admissions, aborts, pauses and
-evictions, and one for each habit of TensorRT-LLM's versions, with forwards that fail and saves that lag behind. It
-prints a table and writes its rows. Donors' KV carries a pattern that says whose it is.
+`python -m validation.benchmarks.stateful` runs one life for each kind of engine, with admissions, aborts, pauses and
+evictions, and one for each habit of TensorRT-LLM's versions, with forwards that fail and saves that lag behind. KV
+carries a pattern that says whose it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,10 +28,10 @@ from semblend_trt.connector.contract import contract_version
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from validation.embedded_engine import open_llm
+from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import torch
 
@@ -43,21 +44,21 @@ LAYERS, BLOCK, BLOCKS = 3, 8, 60
 TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
 MOST_LIVE = 12
 QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
-# Tokens that each tier holds: a few donors, so that all of them push others out.
+# Each tier holds a few donors only, so that new ones evict others.
 HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
-# Of a rough life: rows enough for prompts that begin alike to run in one forward, and how often what happens.
+# Of a rough life: rows of a forward, so that prompts that begin alike run together, and shares of steps.
 ROUGH_ROWS = 256
 SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
 STEPS = 100_000
-# What cancelled requests, whose end is not told, must leave to others.
+# The goal of hits: cancelled requests, whose end is not reported, must not keep donors from others.
 HITS = 2_400
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An engine. With `wrapper` documents are reused wherever they stand, with all tiers; without, identical prompts
-    from the start, from host memory. In a `rough` life requests that run together begin alike, saves lag behind the
-    iterations, and forwards fail where the version survives that."""
+    """A kind of engine. With the `wrapper` text is reused at any position, from all tiers; without it from position 0,
+    from host memory. In a `rough` life requests that run together begin alike, saves lag behind the iterations, and
+    forwards fail where the version survives that."""
 
     contract: str
     v2: bool
@@ -81,7 +82,7 @@ class Case:
 
     @property
     def refusal(self) -> str | None:
-        """Why our connector reuses nothing in this engine, None where it does."""
+        """Why our connector refuses this engine, None where it does not."""
         if self.transceiver:
             return "disaggregated"
         if self.attn_backend == "FLASHINFER" and self.version.flashinfer_layout == "NHD":
@@ -90,7 +91,7 @@ class Case:
 
     @property
     def habits(self) -> tuple[str, ...]:
-        """What a life of some length counts of this engine's own."""
+        """The counts of this engine's habits."""
         found = ["failed_forwards"] if self.rough and self.version.survives_failed_forward else []
         if self.refusal is not None:
             return (*found, f"refused_{self.refusal}")
@@ -129,7 +130,7 @@ HABIT_CASES = (
 
 @contextmanager
 def random_life(case: Case, folder: Path) -> Iterator[Life]:
-    """An engine of the case with nothing in it; `folder` is for its model and its donors' files."""
+    """A new engine of the case; `folder` is for its model and its donors' files."""
     executor_logger = logging.getLogger("engine_wrapper.embedded.executor")
     level = executor_logger.level
     runner = make_runner(folder, "cpu", LAYERS)
@@ -137,9 +138,8 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
     facts = runner.facts
     token_bytes = LAYERS * 2 * facts.kv_heads * facts.head_dim * 4
     variables = {
+        **RANDOM_WEIGHTS,
         "POLICY": "exact",
-        "MODEL_REVISION": "random",
-        "TOKENIZER_REVISION": "none",
         "MIN_SPAN": "32",
         "MIN_REUSE_RATIO": "0.1",
         "MIN_DONOR_TOKENS": "32",
@@ -151,9 +151,7 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
         variables |= {
             "POLICY": "position_fix",
             "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes),
-            "DISK_BYTES": str(DISK_BYTES),
-            "DISK_PATH": str(folder),
-            "DISK_KEY_PATH": str(folder / "key"),
+            **disk_tier(folder, DISK_BYTES),
         }
     llm = open_llm(
         folder,
@@ -185,20 +183,20 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
 
 
 class SaverGate:
-    """Holds the thread that saves, so that saves lag behind the iterations for as long as a life wants it."""
+    """Blocks the thread that saves, so that saves lag behind the iterations."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._opened: threading.Event | None = None
 
     def close(self) -> None:
-        """What is begun from now on goes on when the gate is opened. Nothing where it is closed, or nothing saves."""
+        """Blocks all saves that begin from now on, where there are any."""
         if self._opened is None and self._worker.saver is not None:
             self._opened = threading.Event()
             self._worker.saver._thread.submit(self._opened.wait)
 
     def open(self) -> None:
-        """Lets everything go on that has begun, and waits for its end."""
+        """Lets the blocked saves go on, and waits for their end."""
         if self._opened is not None:
             self._opened.set()
             self._opened = None
@@ -206,10 +204,10 @@ class SaverGate:
 
 
 class Life:
-    """One engine, what is asked of it, and what must hold at any time.
+    """One engine, random requests to it, and what must hold at any time.
 
-    `counts` tells what happened; of its `steps` nothing went wrong. `step` and `quiet` raise AssertionError where
-    something does not hold; `leaked_blocks` were lost by then.
+    `counts` tells what happened, `steps` without a fault among it. `step` and `quiet` raise AssertionError where
+    something does not hold, when `leaked_blocks` were lost.
     """
 
     def __init__(self, llm: LLM, case: Case) -> None:
@@ -228,11 +226,11 @@ class Life:
 
     @property
     def wrong_tokens(self) -> int:
-        """Tokens of answers, and of KV that was attended to, offered for reuse or held by donors, that are wrong."""
+        """Wrong tokens in answers, and in KV that was attended to, offered for reuse or held by donors."""
         return self._runner.wrong_tokens
 
     def step(self) -> None:
-        """Asks one thing of the engine."""
+        """One random action."""
         if self._case.rough:
             self._roughen()
         action = self._random.random()
@@ -257,7 +255,7 @@ class Life:
         self.counts["steps"] = number
 
     def quiet(self) -> None:
-        """Once everything has ended, nothing is held, and donors hold what they say."""
+        """Waits for the end of everything: then nothing is held, and donors hold the right KV."""
         self.gate.open()
         self._llm.run_until(lambda: all(request.is_finished for request in self._live))
         self._llm.settle()
@@ -294,7 +292,7 @@ class Life:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
     def _roughen(self) -> None:
-        """Saves go on now and then only, blocks turn over sooner, and the next forward may fail."""
+        """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
         if self._random.random() < SAVES_GO_ON:
             behind = self._executor.pending_transfers
             self.counts["saves_behind"] += len(behind)
@@ -348,7 +346,7 @@ class Life:
         return request
 
     def _evict(self) -> None:
-        """Other prompts push blocks out of the reuse tree."""
+        """Evicts blocks of the engine's prefix cache, as other prompts would."""
         for _ in range(self._random.randrange(1, 30)):
             self.counts["evictions"] += evict_block(self._llm)
 
@@ -366,7 +364,7 @@ class Life:
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
 
     def _check_tree(self) -> None:
-        """Every block that is offered for reuse holds what a cold run would have written."""
+        """Checks that every block of the prefix cache holds what a cold run would have written."""
         for key, node in self._llm.block_manager._tree.walk():
             tokens: tuple[int, ...] = ()
             step = node
@@ -377,13 +375,11 @@ class Life:
             self.counts["published_blocks_checked"] += 1
 
     def _check_donors(self) -> None:
-        """What donors hold in memory is what their requests' rows held."""
-        worker = self._llm.connector_worker
-        store = worker.store
+        """Checks that donors in memory hold what their requests' rows held."""
+        store = self._llm.connector_worker.store
         if store is None:
             return
-        for thread in filter(None, (worker.saver, worker.transfers)):
-            thread.drain()
+        drain(self._llm)
         for donor_id in list(store.host._slots):
             with store.host.reading(donor_id) as held:
                 self._check_donor(donor_id, held.tensor)
@@ -397,19 +393,9 @@ class Life:
         self.counts["donors_checked"] += 1
 
 
-def evict_block(llm: LLM) -> bool:
-    """Takes the block that was not used for longest out of the engine's own prefix cache; False when it is empty."""
-    manager = llm.block_manager
-    block = manager._tree.evict()
-    if block is None:
-        return False
-    manager._free.append(block)
-    return True
-
-
 @dataclass(slots=True)
 class Lives:
-    """What came of several lives: their `clean` steps up to the first fault of each, and what happened in them."""
+    """Several lives: their `clean` steps up to the first fault of each, and what happened in them."""
 
     clean: int = 0
     wrong_tokens: int = 0
@@ -417,7 +403,7 @@ class Lives:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, case: Case, steps: int) -> None:
-        """Lives one more."""
+        """Runs one more life."""
         with tempfile.TemporaryDirectory() as folder, random_life(case, Path(folder)) as life:
             try:
                 for _ in range(steps):
@@ -439,7 +425,7 @@ class Lives:
 
 
 def run(steps: int, rows: Results) -> None:
-    """Lives `steps` steps in the engines without habits, and as many in each of the others as in one of these."""
+    """Divides `steps` among the engines without habits, and runs as many in each of the others as in one of these."""
     plain, habits = Lives(), Lives()
     for index, case in enumerate(CASES):
         plain.add(case, steps // len(CASES) + (index < steps % len(CASES)))
@@ -454,11 +440,9 @@ def run(steps: int, rows: Results) -> None:
     rows.add("trtllm_habits_leaked_blocks", habits.leaked_blocks, "blocks", habitual, 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    run_counted(
-        "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run, arguments
-    )
+main = partial(
+    run_counted, "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run
+)
 
 
 if __name__ == "__main__":

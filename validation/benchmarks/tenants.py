@@ -1,8 +1,8 @@
-"""Whether a tenant can tell that another one's donor holds its document: times to the first token, and every count.
+"""Can a tenant tell that another tenant's donor holds its document, by times to the first token or by any count?
 
-`python -m validation.benchmarks.tenants` serves prompts behind a salt, half of them right after another salt has served
-the same document and half after it has served another one, in random order, and compares the two by a two-sample
-Kolmogorov-Smirnov test. As many prompts whose own salt holds the document show that the test would see a difference.
+`python -m validation.benchmarks.tenants` serves prompts under one salt, in random order. Before a prompt, the other
+salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. As many
+prompts whose own salt holds the document show that the test would see a difference.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,10 @@ from scipy.stats import ks_2samp
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from kernels.results import Count, Results, run_counted
-from validation.benchmarks.bench_model import ONE_TOKEN, Prompts, make_runner
-from validation.embedded_engine import open_llm
+from validation.benchmarks.bench_model import Prompts, make_runner
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.request import RequestOutput
 
@@ -38,9 +37,9 @@ NO_TENANT, OTHER, OWN = "none", "other", "own"
 
 @dataclass(slots=True)
 class Arm:
-    """What requests showed whose document is held by no tenant, by the other tenant, or by their own.
+    """What the requests of one arm showed: no tenant holds their document, the other one does, or their own.
 
-    `counts`: all that a request says of reuse, which may be one thing in an arm only.
+    `counts`: all that a request tells of its tokens and reuse, which must be the same for all requests.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -54,7 +53,7 @@ class Arm:
 
 
 def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
-    """Serves a prompt of a document that `holder` has just had served; in every arm a document is served before."""
+    """Serves a document for `holder`, and then a prompt with it. Where no tenant holds it, another one is served."""
     document = prompts.document(SIZE)
     served = prompts.document(SIZE) if holder == NO_TENANT else document
     llm.generate([prompts.donor(served)], ONE_TOKEN, cache_salt=OWN_SALT if holder == OWN else OTHER_SALT)
@@ -65,21 +64,20 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
 
 
 def arms_of(samples: int) -> dict[str, Arm]:
-    """So many samples of each arm, in random order."""
+    """`samples` requests of each arm, in random order."""
     variables = {
+        **RANDOM_WEIGHTS,
         "POLICY": "position_fix",
-        "MODEL_REVISION": "random",
-        "TOKENIZER_REVISION": "none",
         "MAX_DONORS": str(MAX_DONORS),
         "EMBEDDER": "off",
-        "LOOKUP_DEADLINE_MS": "1000",  # what a busy machine does to a lookup is no tenant's business either
+        "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
     }
     order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
     arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), "cpu", LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
-        # Drawn at random, two prompts may begin with the same token, which is no tenant's business.
+        # Two random prompts may begin with the same token, whose block is no secret.
         cache = KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False)
         with open_llm(Path(folder), runner, variables, kv_cache_config=cache) as llm:
             for _ in range(WARM_UPS):
@@ -101,9 +99,7 @@ def run(samples: int, rows: Results) -> None:
     rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    run_counted("tenants", __doc__, [Count("samples", SAMPLES, "prompts of each arm", 2)], run, arguments)
+main = partial(run_counted, "tenants", __doc__, [Count("samples", SAMPLES, "prompts of each arm", 2)], run)
 
 
 if __name__ == "__main__":

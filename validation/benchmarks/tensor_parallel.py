@@ -1,8 +1,7 @@
-"""A model that several cards share: its answers against those of one card, and its times to the first token.
+"""Tensor parallelism: answers of a model that several cards share against one card's, and times to the first token.
 
-`python -m validation.benchmarks.tensor_parallel --ranks 2` starts one process for each rank, makes the models on the
-spot, prints a table and writes its rows. `--backend gloo --layers 2 --size 512` is a dry run with a narrow model, which
-needs no card.
+`python -m validation.benchmarks.tensor_parallel --ranks 2` starts one process for each rank and makes random models.
+`--backend gloo --layers 2 --size 512` is a dry run with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,22 @@ import torch
 from torch import distributed
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from kernels.results import Results, parser_of
+from kernels.results import Results
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks, joined_ranks
-from validation.benchmarks.bench_model import CARD_FOLDER, Bench, Prompts, label, make_decided_runner, make_runner
+from validation.benchmarks.bench_model import (
+    CARD_FOLDER,
+    Bench,
+    Prompts,
+    label,
+    make_decided_runner,
+    make_runner,
+    parser_of_model,
+)
 from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
     from engine_wrapper.embedded.llm import LLM
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
 
 EIGHT_TOKENS = SamplingParams(max_tokens=8, ignore_eos=True)
 ANSWERED_SIZES = (300, 700, 1_000)
-# A random model's KV deviates by about this much where its context changes: some tokens are kept, some are not.
+# About the deviation of a random model's KV in another context: some tokens are kept, some are not.
 SOME_KEPT = 1.0
 CHECK_LAYER = 2
 DONORS = 3
@@ -43,23 +51,8 @@ DONORS = 3
 PATIENCE = timedelta(seconds=120)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one run measures: `layers` makes it a dry run with a narrow model."""
-
-    ranks: int
-    backend: str
-    size: int
-    repeats: int
-    layers: int | None
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
-
-
 def answers(bench: Bench) -> list[Any]:
-    """What the engines of one model answer: tokens of cold and of shifted prompts, and what their checks found."""
+    """Answers of one model's engines: tokens of cold and of shifted prompts, and the evidence of their checks."""
     prompts = Prompts(int(bench.runner.config.vocab_size), seed=1)
     with bench.engine(warm=False) as llm:
         found: list[Any] = [_tokens(llm, prompts.fresh(min(size, bench.longest))) for size in ANSWERED_SIZES]
@@ -92,8 +85,8 @@ def times(bench: Bench) -> dict[str, Any]:
     return {"cold": cold, "shifted": asdict(shifted) | {"ttft": shifted.ttft}, "verified": verified.ttft}
 
 
-def live(rank: int, run: Run, folder: Path) -> None:
-    """The process of one rank: measures alone, joins the others, measures again, and writes `rank-N.json`."""
+def live(rank: int, run: Namespace, folder: Path) -> None:
+    """One rank's process: measures alone, joins the others, measures again, and writes `rank-N.json`."""
     if run.device == "cpu":
         torch.set_num_threads(1)
     own = folder / f"rank-{rank}"
@@ -104,7 +97,7 @@ def live(rank: int, run: Run, folder: Path) -> None:
             runner, sizes = make_decided_runner(own, run.device, ranks), (ANSWERED_SIZES[-1],)
         else:
             runner, sizes = make_runner(own, run.device, run.layers, ranks=ranks), (run.size,)
-        return Bench(runner, own, run.repeats, Prompts(int(runner.config.vocab_size)), sizes)
+        return Bench.of(runner, own, run.repeats, sizes)
 
     told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
     alone = cold_of(bench(None, decided=False))
@@ -119,8 +112,8 @@ def live(rank: int, run: Run, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
-    """Makes the rows of what the ranks told; the times are rank 0's."""
+def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> None:
+    """Adds the rows of what the ranks wrote; the times are rank 0's."""
     name, size, of_ranks = f"tp{run.ranks}", label(run.size), f"{run.ranks} ranks over {run.backend}"
     equal = _share(told[0]["alone"], told[0]["shared"])
     baseline = f"one rank: tokens and checks of {len(told[0]['alone'])} answers, a float32 model, {of_ranks}"
@@ -140,8 +133,8 @@ def add_rows(run: Run, told: Sequence[dict[str, Any]], rows: Results) -> None:
     rows.add(f"{name}_verified_over_cold_{size}", found["verified"] / cold, "x", baseline)
 
 
-def start(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """Runs the ranks to their end; returns what each told. Ends the program when one of them fails."""
+def start(run: Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Runs the ranks; returns what each wrote. Ends the program when one of them fails."""
     context = _context(run)
     processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
     for rank, process in enumerate(processes):
@@ -156,7 +149,7 @@ def start(run: Run, folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _one_card(rank: int) -> Iterator[None]:
-    """A process that is started meanwhile sees one card. Set before it starts: what it imports may look for cards."""
+    """A process that is started meanwhile sees one card, already while it imports."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if visible is None else visible.split(",")[rank]
     try:
@@ -167,8 +160,8 @@ def _one_card(rank: int) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def _context(run: Run) -> Any:
-    """How processes are started: on a card each one anew, because a fork cannot use CUDA once its parent has."""
+def _context(run: Namespace) -> Any:
+    """How processes are started; with CUDA by spawning, since a fork cannot use CUDA once its parent has."""
     if run.device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -181,7 +174,7 @@ def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
 
 
 def _evidence(llm: LLM) -> list[CheckEvidence]:
-    """From now on, what this rank's checks find."""
+    """A list that the evidence of this rank's checks is added to."""
     found: list[CheckEvidence] = []
     runner = llm.executor.model_runner
     sink = runner.evidence_sink
@@ -196,7 +189,7 @@ def _evidence(llm: LLM) -> list[CheckEvidence]:
 
 
 def _share(ours: list[Any], theirs: list[Any]) -> float:
-    """Of two lists of answers, the share that is equal; deviations may differ in their last digits."""
+    """Share of equal answers in two lists; deviations may differ in their last digits."""
     alike: list[bool] = [_rounded(our) == _rounded(their) for our, their in zip(ours, theirs, strict=True)]
     return sum(alike) / len(alike)
 
@@ -207,26 +200,23 @@ def _rounded(answer: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, prints and writes."""
-    parser = parser_of(__doc__, CARD_FOLDER)
+    parser = parser_of_model(__doc__)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes that share the model")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="nccl on cards, gloo on the CPU")
     parser.add_argument("--size", type=int, default=8_192, help="tokens of the prompts")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that count for a median")
-    parser.add_argument("--layers", type=int, help="a dry run: a narrow model of so many layers, no goals")
-    options = parser.parse_args(arguments)
-    if options.backend == "nccl" and torch.cuda.device_count() < options.ranks:
+    run = parser.parse_args(arguments)
+    run.device = "cuda" if run.backend == "nccl" else "cpu"
+    if run.device == "cuda" and torch.cuda.device_count() < run.ranks:
         parser.error(
             f"torch sees {torch.cuda.device_count()} CUDA devices; --backend gloo --layers 2 --size 512 is a dry run "
             "without any"
         )
-    names = ("ranks", "backend", "size", "repeats", "layers")
-    run = Run(**{name: getattr(options, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
         told = start(run, Path(folder))
     rows = Results(arguments, run.device, dry=run.layers is not None)
     rows.measured.machine["gpus"] = run.ranks if run.device == "cuda" else 0
     add_rows(run, told, rows)
-    rows.write(options.json, "tensor_parallel", CARD_FOLDER)
+    rows.write(run.json, "tensor_parallel", CARD_FOLDER)
 
 
 if __name__ == "__main__":

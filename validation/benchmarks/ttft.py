@@ -1,16 +1,17 @@
 """Time to first token: Transformers cold, the engine cold, without a donor, and behind shifted documents.
 
-`python -m validation.benchmarks.ttft` makes the model on the spot, measures everything in one run, prints a table and
-writes its rows. `--layers` is a dry run with a narrow model, which needs no card.
+`python -m validation.benchmarks.ttft` makes a random model and measures everything in one run. `--layers` is a dry run
+with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE, Bench, Hits, label, model_run
+from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE, Bench, Hits, label, run_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +36,8 @@ GROWTH_SIZES = (4_096, 32_768)
 BOUNDARY_LAYER = 3
 
 
-def run(bench: Bench, sizes: Sequence[int], rows: Results) -> None:
-    """Measures all rows. The baselines come first, while the model's projections are still its own."""
+def run(bench: Bench, rows: Results, sizes: Sequence[int]) -> None:
+    """Measures all rows. Transformers comes first, as the engines fuse the model's projections."""
     link_gbps = _ceilings(rows)
     plain = {size: bench.transformers_cold(size) for size in sizes}
     for size, milliseconds in plain.items():
@@ -135,11 +136,8 @@ def cold_goal(size: int) -> float | None:
     return None if vllm is None else COLD_OVER_VLLM * vllm
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    settings = {"sizes": (SIZES, "tokens of the prompts")}
-    with model_run("ttft", __doc__, arguments, "--layers 2 --sizes 512 768", settings) as (bench, options, rows):
-        run(bench, options.sizes, rows)
+_SETTINGS = {"sizes": (SIZES, "tokens of the prompts")}
+main = partial(run_model, "ttft", __doc__, run, "--layers 2 --sizes 512 768", _SETTINGS)
 
 
 if __name__ == "__main__":

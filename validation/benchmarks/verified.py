@@ -1,21 +1,21 @@
 """Time to first token of a checked plan in which nothing deviates, against a cold prefill, and where it goes.
 
-`python -m validation.benchmarks.verified` makes the model on the spot, measures in one run, prints a table and writes
-its rows. `--layers` is a dry run with a narrow model, which needs no card.
+`python -m validation.benchmarks.verified` makes a random model and measures everything in one run. `--layers` is a dry
+run with a narrow model, which needs no card.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.llm_args import LlmArgs
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SpanCheck
-from validation.benchmarks.bench_model import CHECKED_PARTS, GOAL_SIZE, Bench, CheckedStopwatch, label, model_run
+from validation.benchmarks.bench_model import CHECKED_PARTS, GOAL_SIZE, Bench, CheckedStopwatch, label, run_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_wrapper.embedded.llm import LLM
     from kernels.results import Results
     from semblend_trt.plan import SemanticKvPlan
@@ -27,8 +27,11 @@ DONORS = 3
 KEEP_ALL = 1e30
 
 
-def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
-    """Measures all rows, the baseline first."""
+def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
+    """Measures all rows, the baseline first. Raises ConfigurationError for a layer that the model does not have."""
+    layers = bench.runner.facts.num_layers
+    if not 0 <= check_layer < layers:
+        raise ConfigurationError(f"--check-layer {check_layer} is outside 0..{layers - 1}")
     check = SpanCheck(check_layer, KEEP_ALL)
     variables = bench.donors_in("DEVICE", DONORS)
     with bench.engine() as plain:
@@ -41,7 +44,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
     with bench.engine(variables, max_num_tokens=at_once) as llm:
         check_every_plan(llm, check)
         in_parts = bench.hits(llm, size)
-    name, layers = label(size), bench.runner.facts.num_layers
+    name = label(size)
     rows.add(f"verified_cold_ttft_{name}_ms", cold, "ms", "the engine without connector")
     kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps all that deviates"
     baseline = f"{found.ttft:,.2f} ms over cold {cold:,.1f} ms; check layer {check_layer} of {layers}; {kept}"
@@ -57,7 +60,7 @@ def run(bench: Bench, size: int, check_layer: int, rows: Results) -> None:
 
 
 def check_every_plan(llm: LLM, check: SpanCheck) -> None:
-    """Gives plans a check that no reuse profile may justify: random weights cannot be calibrated."""
+    """Gives every plan a check without a reuse profile, as random weights cannot be calibrated."""
     runner = llm.executor.model_runner
     take = runner.plan_source
     assert take is not None
@@ -69,14 +72,8 @@ def check_every_plan(llm: LLM, check: SpanCheck) -> None:
     runner.plan_source = take_checked
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, prints and writes."""
-    settings = {"size": (GOAL_SIZE, "tokens of the prompts"), "check_layer": (CHECK_LAYER, "layer of the comparison")}
-    with model_run("verified", __doc__, arguments, "--layers 4 --size 768", settings) as (bench, options, rows):
-        layers = bench.runner.facts.num_layers
-        if not 0 <= options.check_layer < layers:
-            options.refuse(f"--check-layer {options.check_layer} is outside 0..{layers - 1}")
-        run(bench, options.size, options.check_layer, rows)
+_SETTINGS = {"size": (GOAL_SIZE, "tokens of the prompts"), "check_layer": (CHECK_LAYER, "layer of the comparison")}
+main = partial(run_model, "verified", __doc__, run, "--layers 4 --size 768", _SETTINGS)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.engines import Engines
     from validation.families.catalog import FamilyRequest
+    from validation.measurement import ServingSettings
     from validation.metrics import NonInferiority
     from validation.samples import Line
-    from validation.serving import BatchSettings
 
 _CALIBRATE = f"""
 Finds the cheapest policy that is non-inferior to cold for one model in one dtype (margin {MARGIN:g} of the score,
@@ -62,13 +62,13 @@ _PROMPTS = (
     'cases of your own beside the families: {"id": str, "donors": [str, ...], "prompt": str, "reference": str} a line; '
     "scored by the perplexity of the reference"
 )
-# Plants that a check misses are few: one of some forty.
+# A check misses about one plant in forty.
 PLANTS = 1_024
-# Far from the seeds with which a calibration confirms, which follow its own.
+# Added to a calibration's seed: its own confirmations take the seeds right behind it.
 _FRESH = 1_000
 # Which prompts a calibration asks for, by the names of its options.
 PROMPT_OPTIONS = ("groups", "questions", "tokens", "plants", "seed", "max_tokens", "min_match_length")
-# A figure of an engine in which a profile from elsewhere has been confirmed.
+# The figure of an engine in which a profile from elsewhere was confirmed.
 _ENGINE = "engine_confirmed"
 _PROBE_TOKENS = 128
 
@@ -88,8 +88,8 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     Raises ConfigurationError when the profile, which tells the defaults, cannot be read.
     """
     epilog = (
-        "Which families and prompts are served is, where it is not given, as the profile's figures tell of its own "
-        f"making, with a seed {_FRESH:,} further on."
+        "Families and prompts that are not named are those with which the profile was made, with a seed "
+        f"{_FRESH:,} higher."
     )
     parser = _parser("confirm", _CONFIRM, epilog)
     arguments.add(parser, "--profile", required=True, help="the profile")
@@ -105,7 +105,7 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     arguments.add(parser, *arguments.MODEL)
     arguments.add(parser, "--prompts", help=_PROMPTS)
     arguments.add(parser, *arguments.FAMILIES)
-    told = f"prompts of the family {PLANTED}; of {TRIES} the one that a candidate misses most of is served"
+    told = f"prompts of the family {PLANTED}; of every {TRIES} a candidate is served the one whose check misses most"
     parser.add_argument("--plants", type=int, default=PLANTS, help=told)
     return parser
 
@@ -119,7 +119,7 @@ class _Prepared:
     def __init__(self, options: argparse.Namespace, dtype: str) -> None:
         self._options, self._dtype = options, dtype
         arguments.check_integers(options, plants=1)
-        self.settings = arguments.batch_settings(options)
+        self.settings = arguments.serving_settings(options)
         self.asked = _bound_families(arguments.family_request(options))
         self.own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
         torch.manual_seed(options.seed)
@@ -147,19 +147,19 @@ class _Prepared:
 
 
 def _bound_families(asked: FamilyRequest) -> FamilyRequest:
-    """The same request for the families of it that bound a loss, traps first. Raises ConfigurationError without any."""
+    """The request without controls, traps first. Raises ConfigurationError when no family is left."""
     names = [name for name in asked.family_names() if family(name).kind in (Kind.HARMLESS, Kind.TRAP)]
     if not names:
         raise ConfigurationError(
             f"--families {','.join(asked.names)} has neither a harmless family nor a trap; name both."
         )
-    # What a candidate is likely to fail comes first, so that little is served under those that do.
+    # A candidate is most likely to fail a trap, and nothing more is served then.
     names.sort(key=lambda name: family(name).kind is not Kind.TRAP)
     return replace(asked, names=tuple(names))
 
 
-def identity_of(engines: Engines, settings: BatchSettings) -> tuple[CacheNamespace, KvGeometry]:
-    """Starts an engine, serves one prompt, and reads its audit log: the connector may live in another process.
+def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
+    """Namespace and geometry of an engine, from its audit log, as the connector may be in another process.
 
     Raises ConfigurationError with the reason when the connector refuses the engine, and SemBlendError.
     """
@@ -270,9 +270,9 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
 def _confirmed_lines(
     trials: Trials, path: Path, kinds: Mapping[str, str], tell: Callable[[str], None], *, are_named: bool
 ) -> tuple[Line, ...]:
-    """The families where every one is non-inferior and something was reused; none, and the reason told, otherwise.
+    """A line for each family where all are non-inferior and something was reused; otherwise none, and says why.
 
-    Without `are_named` the families are all that there are, and those that the model does not know cold are left out.
+    Families that the model cannot answer cold are left out, unless they `are_named` by the user.
     """
     families = trials.known(kinds, tell)
     problem = problem_of(families, kinds)
@@ -294,7 +294,7 @@ def _confirmed_lines(
 
 
 def teller() -> Callable[[str], None]:
-    """Prints sentences behind the seconds since now."""
+    """Prints sentences with the seconds since now in front of them."""
     began = time.perf_counter()
     return lambda sentence: say(f"{time.perf_counter() - began:6.0f} s  {sentence}")
 
@@ -308,8 +308,8 @@ def _tell_lines(lines: Iterable[Line], tell: Callable[[str], None]) -> None:
 
 
 def figures_of(found: Found, prompts: Mapping[str, int]) -> list[Any]:
-    """JSON-ready: the rule, the prompts' options, the winner's confirmed families, its layer's deviations, and
-    everything that was tried."""
+    """The profile's figures: the rule, the prompts' options, the confirmed families, the deviations at the check layer,
+    and all candidates that were tried."""
     figures: list[Any] = [
         {"what": "rule", "margin": MARGIN, "confidence": CONFIDENCE, "resamples": RESAMPLES},
         {"what": "prompts", **prompts},
@@ -323,7 +323,7 @@ def figures_of(found: Found, prompts: Mapping[str, int]) -> list[Any]:
 
 
 def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The prompts' options and the confirmed families, as a profile's figures tell them; empty where they do not."""
+    """The prompts' options and the confirmed families in a profile's figures, as far as they are there."""
     told = [figure for figure in figures if isinstance(figure, dict)]
     options = next((figure for figure in told if figure.get("what") == "prompts"), {})
     numbers = {name: value for name, value in options.items() if name in PROMPT_OPTIONS and isinstance(value, int)}
@@ -333,7 +333,7 @@ def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, int], tuple[str, ...]]
 def with_engine(
     figures: Sequence[Any], engine: str, lines: Sequence[Line], prompts: Mapping[str, int], command: str
 ) -> list[Any]:
-    """The figures with a confirmation in `engine` after the others, in place of an earlier one there."""
+    """The figures with a confirmation in `engine`, which replaces an earlier one."""
     earlier = {"what": _ENGINE, "engine": engine}
     kept = [each for each in figures if not (isinstance(each, dict) and earlier.items() <= each.items())]
     made = {"date": today(), "command": command, "prompts": dict(prompts)}

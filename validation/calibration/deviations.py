@@ -1,7 +1,7 @@
-"""How far donors' KV is from fresh KV, token by token and in every layer, where a plan would place it.
+"""Deviations of donors' KV from fresh KV, token by token and in every layer, where a plan would place it.
 
-A check at layer c compares KV that layers 0 to c - 1 computed for all tokens, which is what a cold run computes. So two
-cold runs, of the donor and of the prompt, show every layer at once.
+A check at layer c compares KV behind layers 0 to c - 1, which compute all tokens as a cold run does. So two cold runs,
+of the donor and of the prompt, give the deviations of every layer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NAMESPACE = "calibration"
 
 @dataclass(frozen=True, slots=True)
 class PromptDeviations:
-    """One prompt's plan. `values`: float32 [layers, checked tokens], the larger of K's and V's deviation, the tokens of
-    one span after another; `lengths`: tokens of each span. `exact_tokens` of the `promised` ones need no check."""
+    """One prompt's plan. `values`: float32 [layers, checked tokens], the larger of K's and V's deviation, span by span;
+    `lengths`: tokens of each span; `exact_tokens` of the `promised` tokens need no check."""
 
     family: str
     values: npt.NDArray[np.float32]
@@ -56,8 +56,8 @@ class PromptDeviations:
         return self._means(layer, np.concatenate([np.arange(length) == 0 for length in self.lengths]))
 
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Which tokens keep the donor's KV, bool [checked tokens], under `check` with so many first tokens of every
-        span computed; without a check all but these do."""
+        """Which tokens keep the donor's KV, bool [checked tokens]: those that pass `check`, or all without one, but for
+        the first `head_tokens` of every span."""
         kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
         if check is not None and kept.any():
             lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
@@ -73,8 +73,7 @@ class PromptDeviations:
 
 
 class DeviationCollector:
-    """Collects the deviations of one model's prompts. `model` is the Transformers model, which no engine has a part in:
-    any of its versions will do for any engine."""
+    """Collects the deviations of prompts in `model`, a Transformers model of either version."""
 
     def __init__(self, model: Any, facts: ModelFacts, min_span: int) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
@@ -84,7 +83,7 @@ class DeviationCollector:
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
     def collect(self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]) -> list[PromptDeviations]:
-        """Deviations of the first prompt of each group; those for which nothing is found to check are left out."""
+        """Deviations of the first prompt of each group, where there is anything to check."""
         found = []
         for group in groups(list(cases)):
             tokens = tokens_of(group[0])
@@ -122,7 +121,7 @@ class DeviationCollector:
         return planner.plan(lookup).plan
 
     def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
-        """Computes each text from nothing, in blocks of its own."""
+        """Computes each text cold, into blocks of its own."""
         geometry = self._geometry
         counts = [geometry.blocks_for(len(text)) for text in texts]
         inner = (geometry.kv_heads, geometry.block_size, geometry.head_dim)

@@ -1,4 +1,4 @@
-"""What a calibration tries, and the search for the cheapest candidate that is non-inferior to cold."""
+"""The candidates of a calibration, and the search for the cheapest one that is non-inferior to cold."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from validation.calibration.trials import Trials, Verdict
     from validation.samples import Line
 
-# A span that deviates by half is a span whose meaning has changed; what is left of it is not worth a doubt.
+# Where half of a span deviates, its meaning has changed, and none of it is kept.
 MAX_SPAN_SHARE = 0.5
-# Below this share a plan saves less than its check costs.
+# A plan that saves less costs more than it saves.
 MIN_SAVED_SHARE = 0.1
-# Of the harmless tokens' deviations, and of the means of harmless windows: a threshold there lets these parts pass.
+# Quantiles of harmless tokens' deviations, and of harmless windows' means, that thresholds are tried at.
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # Thresholds closer to each other than this factor decide alike.
 _SAME = 1.1
-# A token right behind one that differs is bound to it by what lower layers hardly show: the second digit of a number to
-# the first. So a check is tried alone and with this many first tokens of every span computed.
+# Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
+# tried with none, and with 8, of the first tokens of every span computed.
 _HEADS = (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy that a profile can hold. `computed_share`: tokens times layers that it computes of what a plan offers,
-    on harmless prompts, as their deviations foretell."""
+    """A policy that a profile can hold. `computed_share`: predicted share of tokens times layers that it computes, of
+    those that plans offer for harmless prompts."""
 
     policy: str
     computed_share: float
@@ -65,8 +65,8 @@ class Candidate:
 def candidates(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int
 ) -> list[Candidate]:
-    """Everything worth trying, by computed share: position_fix, every boundary, and checks in every layer but 0, with
-    and without heads of spans computed."""
+    """All candidates by computed share: position_fix, every boundary, and checks at every layer but 0, with and without
+    computed heads."""
     found = [Candidate("position_fix", 0.0)]
     found += [Candidate("boundary", b / num_layers, boundary=b) for b in range(1, num_layers)]
     for layer in range(1, num_layers):
@@ -77,23 +77,23 @@ def candidates(
 
 
 def thresholds(harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int) -> list[float]:
-    """Thresholds between harmless and trap deviations at `layer`: in the largest gap between the means of spans, and
-    where few harmless tokens lie above. Ascending, none beyond what a profile may hold."""
+    """Thresholds of tokens at `layer`, ascending: in the largest gap between the means of harmless and trap spans, and
+    at high quantiles of harmless tokens."""
     spans = [_pooled(prompt.span_means(layer) for prompt in prompts) for prompts in (harmless, traps)]
     tokens = _pooled(prompt.values[layer] for prompt in harmless)
     return _apart([*_quantiles(tokens, _QUANTILES), *_largest_gap(*spans)])
 
 
 def window_thresholds(harmless: Sequence[PromptDeviations], layer: int) -> list[float]:
-    """Thresholds for the means of windows at `layer`, where few harmless ones lie above. Ascending."""
+    """Thresholds of windows' means at `layer`, ascending: at high quantiles of harmless windows."""
     return _apart(_quantiles(_pooled(prompt.window_means(layer) for prompt in harmless), _WINDOW_QUANTILES))
 
 
 def computed_share(
     check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations], num_layers: int
 ) -> float:
-    """Tokens times layers that the check and the heads have computed, as a share of all that the plans offer; 1.0 of
-    nothing."""
+    """Share of tokens times layers that check and heads have computed, of those that the plans offer; 1.0 where they
+    offer none."""
     rule = SpanCheck(**check.model_dump())
     offered = sum(prompt.values.shape[1] for prompt in prompts)
     kept = sum(int(np.count_nonzero(prompt.kept(rule, head_tokens))) for prompt in prompts)
@@ -103,7 +103,7 @@ def computed_share(
 def _checks(
     harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], layer: int
 ) -> Iterator[ProfileCheck]:
-    """Every threshold of tokens, alone and with each lower one of windows: a higher one decides nothing."""
+    """Every threshold of tokens, alone and with each lower one of windows."""
     for threshold in thresholds(harmless, traps, layer):
         for window in (None, *(each for each in window_thresholds(harmless, layer) if each < threshold)):
             yield ProfileCheck(
@@ -116,7 +116,7 @@ def _checks(
 
 
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
-    """The finite values of all."""
+    """All finite values."""
     values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
     return np.extract(np.isfinite(values), values)
 
@@ -126,7 +126,7 @@ def _quantiles(values: npt.NDArray[np.float64], shares: Sequence[float]) -> list
 
 
 def _apart(wanted: Sequence[float]) -> list[float]:
-    """Ascending, without those that decide as one before them does, or that no profile may hold."""
+    """The values that a profile may hold, ascending, without those close to the one before."""
     kept: list[float] = []
     for value in sorted(wanted):
         if 0.0 < value <= MAX_THRESHOLD and (not kept or value > _SAME * kept[-1]):
@@ -135,8 +135,8 @@ def _apart(wanted: Sequence[float]) -> list[float]:
 
 
 def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float64]) -> list[float]:
-    """The geometric middle of the widest gap, in ratio, between neighbouring means of spans above the harmless median;
-    none where there is no gap."""
+    """The geometric mean of the two neighbouring span means with the largest ratio, above the harmless median; empty
+    without a gap."""
     if not harmless.size:
         return []
     pooled = np.sort(np.concatenate([harmless, traps]))
@@ -150,7 +150,7 @@ def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float6
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate and how far it came: `stage` is `screen` or `confirm`."""
+    """A candidate's verdict at a `stage`, `screen` or `confirm`."""
 
     candidate: Candidate
     stage: str
@@ -159,8 +159,8 @@ class Tried:
 
 @dataclass(slots=True)
 class Found:
-    """What the search found: the `winner` and its confirmed lines, or neither, and then the `problem`, if there is one
-    beside the candidates' own. `tried` in order; `deviations` of the screened prompts."""
+    """The `winner` and its confirmed `lines`, if any; otherwise the `problem`, unless all candidates failed. `tried` in
+    order; `deviations` of the screening prompts."""
 
     winner: Candidate | None = None
     lines: tuple[Line, ...] = ()
@@ -171,12 +171,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How candidates are tried.
+    """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
-    The deviations of the screening prompts, from Transformers, nominate candidates for the trials of any engine:
-    what is chosen is decided by the answers of that engine alone. `num_layers` are the model's.
-    `screening` prompts choose, `fresh(n)` gives the prompts of the n-th confirmation, which nothing was chosen by.
-    `written` puts a candidate's profile where an engine reads it. `max_tries` bounds what is screened.
+    `screening` prompts choose; `fresh(n)` gives new prompts for the n-th confirmation. `written` writes a candidate's
+    profile where an engine reads it. At most `max_tries` candidates are screened.
     """
 
     num_layers: int
@@ -196,7 +194,7 @@ class Search:
             return found
         found.deviations = [prompt for name in families for prompt in self.screening.deviations(name)]
         ordered = self._candidates(found.deviations)
-        # By layer the check that computes most: what it lets pass, every other one there does.
+        # At each layer the check that computes most comes first: what it lets pass, every other one does.
         strictest = {each.full_layers: each for each in ordered if each.check is not None}
         for candidate in ordered:
             first = candidate if candidate.check is None else strictest[candidate.full_layers]
@@ -210,7 +208,7 @@ class Search:
         return found
 
     def _is_screened(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
-        """Whether the candidate holds on the screening prompts, which it is served once; False beyond `max_tries`."""
+        """Whether the candidate holds on the screening prompts; each is served once, and False beyond `max_tries`."""
         screened = [each for each in found.tried if each.stage == "screen"]
         for each in screened:
             if each.candidate is candidate:
@@ -218,7 +216,7 @@ class Search:
         if len(screened) == self.max_tries:
             return False
         verdict = self.screening.judge(self.written(candidate), families, strict=False)
-        # What one candidate failed at, the next is likely to fail at too.
+        # The next candidate is likely to fail at the same family.
         families.sort(key=lambda name: name != verdict.inferior)
         return self._told(found, candidate, "screen", verdict)
 
@@ -231,7 +229,7 @@ class Search:
         return self.kinds[family] == Kind.TRAP.value
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
-        """Notes and tells a verdict; True when it holds."""
+        """Records and tells a verdict; True when it holds."""
         found.tried.append(Tried(candidate, stage, verdict))
         outcome = "holds" if verdict.holds else f"fails at {verdict.inferior}"
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
@@ -240,7 +238,7 @@ class Search:
 
 
 def problem_of(families: Sequence[str], kinds: Mapping[str, str]) -> str | None:
-    """Why nothing can be shown with these families, which the model knows cold; None when they suffice."""
+    """Why these families, which the model answers cold, cannot show anything; None when they can."""
     are_traps = [kinds[name] == Kind.TRAP.value for name in families]
     if not any(are_traps):
         return (

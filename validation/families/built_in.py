@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Question, answer and marks of a turn beside its document.
 _TURN_TOKENS = 30
-# A conversation before its oldest turns are cut is longer than what is left of it by this part of the whole.
+# Share of a conversation that its oldest turns take, which are cut.
 _CUT_SHARE = 0.25
 _PAGE_CHARACTERS = (600, 1_400)
 
@@ -94,9 +94,9 @@ def repeat(group: Group) -> list[Case]:
     return group.cases([each.text for each in asked], asked, Expectation.EXACT_PREFIX)
 
 
-# Rows between a heading and the shared rows, of the family in which the heading stands far above them.
+# Rows between a far heading and the shared rows.
 _ROWS_BETWEEN = 2
-# Names of which a planter takes those most alike: so many that neighbours in the alphabet share a few letters.
+# A planter takes the most alike of so many names.
 _NAMES_COMPARED = 64
 
 
@@ -106,7 +106,7 @@ def header(group: Group) -> list[Case]:
 
 
 def far_header(group: Group) -> list[Case]:
-    """As `header`, but the first rows stay with their header: other text lies between it and the shared rows."""
+    """As `header`, but the first rows stay with their header, and lie between it and the shared rows."""
     return _exchanged(group, _place_pairs(group), _headed("HEADER", _ROWS_BETWEEN))
 
 
@@ -116,7 +116,7 @@ def mid_sentence(group: Group) -> list[Case]:
 
 
 def alias(group: Group) -> list[Case]:
-    """The shared text calls the place by another name, which was given to it in front of the shared text."""
+    """The shared text calls the place by another name, which is introduced in front of the shared text."""
     return _exchanged(group, _place_pairs(group), _headed("Stock list of PLACE, here the store.\nCounts of the store."))
 
 
@@ -126,7 +126,7 @@ def pronoun(group: Group) -> list[Case]:
 
 
 def planted(group: Group) -> list[Case]:
-    """As `header`, but the planter chose what a check of KV is least likely to notice: places spelt almost alike."""
+    """As `header`, with places spelt almost alike, whose exchange a check of KV is least likely to notice."""
     return _exchanged(group, _alike(group), _headed("HEADER"))
 
 
@@ -143,7 +143,7 @@ def date(group: Group) -> list[Case]:
 def near_duplicates(group: Group) -> list[Case]:
     """The donor's lists in the donor's order; in every second one, one count differs by a digit.
 
-    These counts are asked for; where there are too few of them, others of the same lists as well.
+    Questions are on these counts, and on others of the same lists where there are too few.
     """
     rng = group.rng
     earlier, opening = group.openings()
@@ -165,9 +165,9 @@ def near_duplicates(group: Group) -> list[Case]:
 
 
 def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:
-    """As many pairs of lists as there is room for, in another order in the donor.
+    """As many pairs of lists as fit, in another order in the donor.
 
-    `lists` gives the donor's and the prompt's two lists of two places, with questions on what they exchange only.
+    `lists` writes a pair for two places, the donor's and the prompt's, with questions on the exchanged rows only.
     """
     rng = group.rng
     earlier, opening = group.openings()

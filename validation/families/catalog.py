@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Kind(str, Enum):
-    """What a correct system does: reuse freely; see that meaning hangs on other text; nothing; the exact prefix."""
+    """What a correct system does with a family: reuse; check, since meaning hangs on other text; nothing; keep the
+    exact prefix."""
 
     HARMLESS = "harmless"
     TRAP = "trap"
@@ -89,7 +90,7 @@ def write_family(
 ) -> list[Case]:
     """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
 
-    Equal arguments write equal cases, and a group does not change when more are asked for. `eval_data`: the folder of
+    Equal arguments write equal cases, and more groups leave the first ones as they are. `eval_data`: the folder of
     evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data that is
     missing, cannot be read or holds too little.
     """
@@ -104,7 +105,7 @@ def write_family(
     return cases
 
 
-# A wrong fire is rare, and an unrelated prompt is cheap: so many more groups of them.
+# Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
 _UNRELATED_GROUPS = 2.5
 
 
@@ -143,6 +144,30 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
         groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
         cases += write_family(name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data)
     return cases
+
+
+# What a timed run serves unless its user brings cases: harmless prompts, a trap, and controls.
+TIMED = (
+    FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
+    FamilyRequest(("reordered",), groups=2, questions=6, tokens=4_096),
+    FamilyRequest(("system_prompt", "cut_turns"), groups=2, questions=6, tokens=2_048),
+    FamilyRequest(("system_prompt", "cut_turns"), groups=1, questions=6, tokens=4_096),
+    FamilyRequest(("prose",), groups=2, questions=1, tokens=2_048),
+    FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048),
+    FamilyRequest(("unrelated",), groups=3, questions=1, tokens=1_024),
+    FamilyRequest(("unrelated", "repeat"), groups=2, questions=1, tokens=2_048),
+)
+
+
+def write_timed(model: ServedModel, seed: int, context: int) -> list[Case]:
+    """The cases of TIMED whose prompts fit into `context` tokens. Raises ConfigurationError when none do."""
+    fitting = [asked for asked in TIMED if asked.tokens <= context]
+    if not fitting:
+        raise ConfigurationError(
+            f"The built-in prompts have {min(asked.tokens for asked in TIMED)} tokens, but the model's context leaves "
+            f"{context} for a prompt; bring shorter cases with --prompts."
+        )
+    return [case for asked in fitting for case in write_cases(model, replace(asked, seed=seed))]
 
 
 def shortest_prompts(model: ServedModel, form: str | None) -> int:

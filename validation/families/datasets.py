@@ -1,4 +1,4 @@
-"""Families over public evaluation sets: a text served before with its passages in another order."""
+"""Families over public evaluation sets: the donor holds a text's passages in another order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text in `passages`, in its order. `questions[i]` are those that passage i answers, `general` those on the whole
-    text."""
+    """A text as `passages`. `questions[i]` are on passage i, `general` on the whole text."""
 
     passages: tuple[str, ...]
     questions: tuple[tuple[Question, ...], ...]
@@ -179,7 +178,7 @@ def squality(group: Group) -> list[Case]:
 
 
 def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bool) -> list[Case]:
-    """Where answers are not `known`, questions on other parts of the text may be among those asked.
+    """Where answers are not `known`, questions may be on other parts of the text too.
 
     Raises ConfigurationError when no text has enough questions.
     """
@@ -202,7 +201,7 @@ def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: 
 
 
 def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
-    """Neighbouring passages from a random one on that fill the group's room, and questions: those on them first."""
+    """Neighbouring passages around a random one that fill the group's room, and the questions on them."""
     sources = [*text.questions, text.general]
     # A question on a whole text is longer than those on our own lists.
     room = group.room - max((group.count(each.text) for source in sources for each in source), default=0)

@@ -1,4 +1,4 @@
-"""One group of cases: what it is drawn from, how long it may be, and how its parts become cases."""
+"""One group of cases: its random source, its length, and how its documents and questions become cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFERENCE_CHARACTERS = 160
 class Group:
     """What one group of a family is written from; equal groups write equal cases.
 
-    `count` gives a text's tokens. No prompt and no donor has more than `tokens` tokens.
+    `count` gives the number of a text's tokens. Prompts and donors have at most `tokens` tokens.
     """
 
     family: str
@@ -63,7 +63,7 @@ class Group:
                 return earlier, opening
 
     def places(self) -> Iterator[str]:
-        """Different places without end. Raises ConfigurationError when the form knows no more."""
+        """Different places. Raises ConfigurationError when the form has no more."""
         words, taken = self.form.vocabulary, set[str]()
         limit = len(words.place_kinds) * len(words.place_names)
         while len(taken) < limit:
@@ -79,7 +79,7 @@ class Group:
         return self.rng.sample(self.form.vocabulary.items, rows + 2 * rows_between)
 
     def counts(self, items: Sequence[str], unlike: Mapping[str, int] | None = None) -> dict[str, int]:
-        """A random count for each item, in their order, different from that of `unlike`."""
+        """A random count for each item, different from its count in `unlike`."""
         words, counts = self.form.vocabulary, dict[str, int]()
         for item in items:
             while item not in counts or (unlike is not None and counts[item] == unlike.get(item)):
@@ -158,7 +158,7 @@ def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Quest
 
 
 def turns_of(rng: random.Random, shown: Sequence[Document]) -> list[Turn]:
-    """One turn of a conversation for each document: it is shown, asked about and answered."""
+    """A turn of a conversation for each document: the document, a question on it, and the answer."""
     asked = [rng.choice(document.questions) for document in shown]
     return [Turn(each.text, each.answer, (document.text,)) for document, each in zip(shown, asked, strict=True)]
 

@@ -1,26 +1,37 @@
-"""`python -m validation replay`: replays a trace under every policy and capacity, and writes what was found."""
+"""`python -m validation replay`: replays a trace under every policy and capacity, and reports what was found.
+
+The report has figures with intervals: as JSON, CSV, a Markdown page, a plot and tables for the terminal.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kernels import results
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
 from kernels.files import write_bytes
+from kernels.results import Measured
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
-from validation.output import progress, say, show, write_json, write_text
+from validation.output import markdown_table, png, progress, say, show, write_json, write_text
 from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel, recorded_observations
-from validation.replay.report import BASELINE, ReplayReport, draw, lines_of
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
-from validation.replay.trace import Trace, trace_file, trace_of
-from validation.replay.workloads import WORKLOADS, workload_lines
+from validation.replay.trace import WORKLOADS, Trace, trace_file, trace_of, workload_lines
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
 FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
 MAX_WORKLOAD_REQUESTS = 100_000
@@ -63,7 +74,7 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_replay(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything, which is all that can be asked of it. Raises SemBlendError and OSError."""
+    """Runs and writes everything; always True. Raises SemBlendError and OSError."""
     policies = _policies(options.policies)
     _check_options(options)
     paths = [options.output / name for name in FILE_NAMES]
@@ -84,7 +95,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         lines=lines_of(trace, outcomes, model, options.seed),
         unlimited_share=unlimited,
         settings=arguments.settings_in_text(options),
-        measured=results.Measured.now(command, "cpu"),
+        measured=Measured.now(command, "cpu"),
     )
     _write(report, paths)
     _show(report, [*paths, *filter(None, [options.write_trace])])
@@ -121,7 +132,7 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _latency_model(trace: Trace, profile: Path | None) -> LatencyModel:
-    """Fitted to the rows that were named, else to the trace where it suffices, else to the rows of a checkout."""
+    """Fitted to the named rows, else to the trace where it has enough times, else to a checkout's rows."""
     if profile is None and len(trace.observations) >= MIN_OF_A_TRACE:
         return LatencyModel.fitted(trace.observations, "the trace itself")
     if profile is None and not LATENCY_PROFILE.is_file():
@@ -141,7 +152,7 @@ def _capacities(trace: Trace) -> list[int]:
 def _outcomes(
     trace: Trace, rules: Sequence[ReuseRule], policies: Sequence[str], capacities: Sequence[int]
 ) -> tuple[list[Outcome], dict[str, float]]:
-    """All outcomes, and for each rule the share of tokens that is reused where nothing has to go."""
+    """All outcomes, and the share of tokens that each rule reuses in an unlimited cache."""
     runs = [(rule, policy, n) for rule in rules for n in dict.fromkeys(capacities) for policy in policies]
     outcomes, unlimited = [], {}
     with progress("Replaying", len(runs) + len(rules)) as on_step:
@@ -184,3 +195,246 @@ def _show(report: ReplayReport, paths: Sequence[Path]) -> None:
     show(report.tables(), _TABLE_WIDTH)
     for sentence in (*report.facts, report.model.sentence(), *paths):
         say(sentence)
+
+
+CONFIDENCE = 0.95
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and its bounds at CONFIDENCE."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def is_a_difference(self) -> bool:
+        """True when 0 lies outside."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed: int = 0) -> Interval | None:
+    """Sum of `numerators` over sum of `denominators`, numbers [requests] in order; None with fewer than 4 requests.
+
+    A block bootstrap (Carlstein 1986): whole runs of about sqrt(requests) successive requests are resampled, since
+    requests reuse the blocks of earlier ones. Percentiles of RESAMPLES draws; equal seeds give equal bounds.
+    """
+    above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if len(above) < 4:
+        return None
+    starts = np.arange(0, len(above), math.isqrt(len(above)))
+    above, below = np.add.reduceat(above, starts), np.add.reduceat(below, starts)
+    drawn = np.random.default_rng(seed).integers(0, len(starts), (RESAMPLES, len(starts)))
+    ratios = above[drawn].sum(axis=1) / np.maximum(below[drawn].sum(axis=1), 1e-300)
+    low, high = np.quantile(ratios, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
+
+BASELINE = Eviction.LRU.value
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`hit_share` and `saved_tokens` are of all prompts' tokens; TTFT in ms is predicted by the model.
+
+    `extrapolated_share` of the requests lie outside of the model's observations. `*_over_lru`: the policy's figure
+    minus that of lru with the same rule and capacity.
+    """
+
+    rule: str
+    policy: str
+    capacity_tokens: int
+    hit_share: float
+    saved_tokens: int
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    ttft_p99_ms: float
+    extrapolated_share: float
+    evictions: int
+    regrets: int
+    hit_share_over_lru: Interval | None
+    ttft_over_lru_ms: Interval | None
+
+
+def lines_of(trace: Trace, outcomes: Sequence[Outcome], model: LatencyModel, seed: int) -> list[Line]:
+    """One line for each outcome, in their order; those of lru are among them."""
+    prompts = np.array(trace.prompt_tokens(), dtype=np.int64)
+    predicted = [model.predict(prompts - each.reused, each.reused) for each in outcomes]
+    baseline = {
+        (each.rule, each.capacity_tokens): (each.reused, ttft)
+        for each, ttft in zip(outcomes, predicted, strict=True)
+        if each.policy == BASELINE
+    }
+    lines = []
+    for outcome, ttft in zip(outcomes, predicted, strict=True):
+        reused = outcome.reused
+        lru_reused, lru_ttft = baseline[outcome.rule, outcome.capacity_tokens]
+        compared = outcome.policy != BASELINE
+        p50, p95, p99 = (float(value) for value in np.quantile(ttft, (0.5, 0.95, 0.99)))
+        lines.append(
+            Line(
+                rule=outcome.rule,
+                policy=outcome.policy,
+                capacity_tokens=outcome.capacity_tokens,
+                hit_share=float(reused.sum() / prompts.sum()),
+                saved_tokens=int(reused.sum()),
+                ttft_mean_ms=float(ttft.mean()),
+                ttft_p50_ms=p50,
+                ttft_p95_ms=p95,
+                ttft_p99_ms=p99,
+                extrapolated_share=float(model.outside(prompts - reused, reused).mean()),
+                evictions=outcome.evictions,
+                regrets=outcome.regrets,
+                hit_share_over_lru=ratio_interval(reused - lru_reused, prompts, seed) if compared else None,
+                ttft_over_lru_ms=ratio_interval(ttft - lru_ttft, np.ones_like(ttft), seed) if compared else None,
+            )
+        )
+    return lines
+
+
+_PANEL_WIDTH, _PANEL_HEIGHT, _DPI = 6.0, 4.0, 130
+_MARKERS = "osD^vPX"
+
+
+def draw(lines: Sequence[Line], title: str) -> bytes:
+    """A PNG: a column for each rule of reuse, hit share above and the 95th percentile of the predicted TTFT below."""
+    rules = list(dict.fromkeys(line.rule for line in lines))
+    figure = Figure(figsize=(_PANEL_WIDTH * len(rules), 2 * _PANEL_HEIGHT), dpi=_DPI, layout="constrained")
+    shares, times = figure.subplots(2, len(rules), squeeze=False, sharex="col", sharey="row")
+    for column, rule in enumerate(rules):
+        chosen = [line for line in lines if line.rule == rule]
+        _draw_panel(shares[column], chosen, lambda line: 100 * line.hit_share)
+        _draw_panel(times[column], chosen, lambda line: line.ttft_p95_ms)
+        shares[column].set_title(rule, fontsize=9)
+        times[column].set_xlabel("capacity, tokens")
+    shares[0].set_ylabel("reused, % of the prompts' tokens")
+    times[0].set_ylabel("TTFT predicted by the model, p95 in ms")
+    shares[0].legend(fontsize=7, loc="best")
+    return png(figure, title)
+
+
+def _draw_panel(axes: Any, lines: Sequence[Line], value: Any) -> None:
+    for index, policy in enumerate(dict.fromkeys(line.policy for line in lines)):
+        points = sorted((line.capacity_tokens, value(line)) for line in lines if line.policy == policy)
+        style = "k--" if policy == OPTIMUM else "-"
+        axes.plot(*zip(*points, strict=True), style, marker=_MARKERS[index % len(_MARKERS)], alpha=0.8, label=policy)
+    axes.set_xscale("log")
+    capacities = sorted({line.capacity_tokens for line in lines})
+    axes.set_xticks(capacities, [f"{each:,}" for each in capacities])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+SCHEMA = 1
+_INTERVALS = ("hit_share_over_lru", "ttft_over_lru_ms")
+_HEADINGS = (
+    "policy | capacity | reused | saved tokens | TTFT p50 | p95 | p99 | extrapolated | evicted | regrets | "
+    "reused - lru, points | mean TTFT - lru"
+)
+_NOTES = f"""
+All times are **predicted by the model**, in ms; none is measured. One cache serves the whole trace, as if there were
+one replica: one request after the other in the order of their times, each whole before the next, without the time in a
+queue. A block is shared as a whole or not at all, never with another tenant or model, and each held block is one donor
+to the policy; a connector keeps whole prompts as donors. No block of a request goes while it is served. Every reused
+token costs the same, whether exact or moved.
+
+Reused: share of the prompts' tokens that were not computed. Extrapolated: share of the requests that lie outside of
+what the model was fitted to. Regrets: blocks that were asked for again after they had been evicted. `{OPTIMUM}` knows
+every future request (Belady 1966): the bound of held blocks where all have one size; where sizes differ, or spans lose
+their first tokens, a good order but no bound. Differences are the policy's minus those of lru with their
+{CONFIDENCE:.0%} interval, from {RESAMPLES:,} bootstrap resamples of runs of successive requests; `*` marks those that
+exclude 0.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """A replay's findings. `facts`: sentences about the trace; `unlimited_share`: share of tokens that each rule reuses
+    in an unlimited cache."""
+
+    source: str
+    facts: Sequence[str]
+    model: LatencyModel
+    rules: Sequence[ReuseRule]
+    lines: Sequence[Line]
+    unlimited_share: dict[str, float]
+    settings: dict[str, Any]
+    measured: Measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        told = asdict(self)
+        return {"schema": SCHEMA, "times": "predicted by the model, ms", **told, **told.pop("measured")}
+
+    def csv(self) -> str:
+        """A CSV table with a row for each line; an interval takes three columns."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        plain = [each.name for each in fields(Line) if each.name not in _INTERVALS]
+        names = ["predicted_" * name.startswith("ttft") + name for name in plain]
+        writer.writerow(names + [f"{name}{end}" for name in _INTERVALS for end in ("", "_low", "_high")])
+        for line in self.lines:
+            found = [getattr(line, name) for name in _INTERVALS]
+            bounds = [("", "", "") if each is None else (each.estimate, each.low, each.high) for each in found]
+            writer.writerow([getattr(line, name) for name in plain] + [value for three in bounds for value in three])
+        return text.getvalue()
+
+    def page(self, plot_name: str) -> str:
+        """The Markdown page, with the plot of that file name beside it."""
+        parts = [
+            f"# Replay of {self.source}",
+            f"{self.measured.sentence()}.",
+            " ".join(self.facts),
+            self.model.sentence(),
+            _NOTES.strip(),
+            f"![reused share and predicted TTFT against capacity]({plot_name})",
+        ]
+        for rule in self.rules:
+            table = markdown_table(_HEADINGS, map(_cells, self._of(rule)))
+            parts += [f"## {rule.name}", self._rule_sentence(rule), table]
+        return "\n\n".join(parts) + "\n"
+
+    def tables(self) -> list[Table]:
+        """One table for each rule, for a terminal of about 160 columns."""
+        tables = []
+        for rule in self.rules:
+            title = f"{rule.name}: TTFT in ms predicted by the model"
+            table = Table(title=title, title_justify="left", caption=self._rule_sentence(rule), caption_justify="left")
+            table.add_column("policy", no_wrap=True)
+            for heading in _HEADINGS.split(" | ")[1:]:
+                table.add_column(heading, justify="right")
+            for line in self._of(rule):
+                table.add_row(*_cells(line), end_section=line.policy == OPTIMUM)
+            tables.append(table)
+        return tables
+
+    def _of(self, rule: ReuseRule) -> list[Line]:
+        return [line for line in self.lines if line.rule == rule.name]
+
+    def _rule_sentence(self, rule: ReuseRule) -> str:
+        return f"{rule.sentence()} Without a limit {self.unlimited_share[rule.name]:.1%} of the tokens are reused."
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    return (
+        line.policy,
+        f"{line.capacity_tokens:,}",
+        f"{line.hit_share:.1%}",
+        f"{line.saved_tokens:,}",
+        *(f"{value:,.1f}" for value in (line.ttft_p50_ms, line.ttft_p95_ms, line.ttft_p99_ms)),
+        f"{line.extrapolated_share:.0%}",
+        f"{line.evictions:,}",
+        f"{line.regrets:,}",
+        _difference(line.hit_share_over_lru, 100.0),
+        _difference(line.ttft_over_lru_ms),
+    )
+
+
+def _difference(interval: Interval | None, factor: float = 1.0) -> str:
+    if interval is None:
+        return "-"
+    estimate, low, high = (value * factor for value in (interval.estimate, interval.low, interval.high))
+    return f"{estimate:+.1f} [{low:+.1f}, {high:+.1f}]{'*' * interval.is_a_difference}"

@@ -1,4 +1,4 @@
-"""LatencyModel: the time to the first token, predicted from what is computed and what is reused."""
+"""A model of the time to the first token, by computed and reused tokens."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _COMPUTED, _REUSED, _PAIRS = 1, 2, 3
 class LatencyModel:
     """Milliseconds to the first token: `intercept_ms`, and what each computed token, reused token and pair costs.
 
-    A pair is a computed token and one at or before it, which attention looks at: c tokens behind r reused ones make
-    c x (r + c / 2). `r2` and the percentiles of the residuals' sizes, in ms, are over the observations that it was
-    fitted to; `computed_range` and `reused_range` are theirs.
+    A pair is a computed token and a token that it attends to: c computed tokens behind r reused ones make
+    c x (r + c / 2). `r2`, the percentiles of absolute residuals in ms, and the ranges are those of the observations
+    that the model was fitted to.
     """
 
     source: str
@@ -54,9 +54,8 @@ class LatencyModel:
     def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
         """Least squares of the relative errors, no cost below 0 (Lawson and Hanson 1974).
 
-        Times span orders of magnitude; unweighted, those of hits would not count. The costs of pairs and of reused
-        tokens are there when they lower Schwarz's criterion. Raises ConfigurationError when there are too few
-        observations or too few different ones.
+        Relative errors, since times span orders of magnitude. Pairs and reused tokens have a cost only where that
+        lowers the Bayesian information criterion (Schwarz 1978). Raises ConfigurationError for too few observations.
         """
         computed = np.array([each.computed for each in observations], dtype=np.int64)
         reused = np.array([each.reused for each in observations], dtype=np.int64)
@@ -93,7 +92,7 @@ class LatencyModel:
         return np.asarray(_columns(computed, reused) @ costs, dtype=np.float64)
 
     def outside(self, computed: Integers, reused: Integers) -> npt.NDArray[np.bool_]:
-        """True, bool [requests], where the model was fitted to nothing of the kind and extrapolates."""
+        """Where the model extrapolates, bool [requests]."""
         (least_computed, most_computed), (least_reused, most_reused) = self.computed_range, self.reused_range
         inside = (least_computed <= computed) & (computed <= most_computed)
         return ~(inside & (least_reused <= reused) & (reused <= most_reused))
@@ -117,14 +116,14 @@ def _columns(computed: Integers, reused: Integers) -> Floats:
 
 
 def _fit(columns: Floats, ttft: Floats, chosen: list[int]) -> tuple[float, Floats]:
-    """Schwarz's criterion and the costs of all columns, 0 for those that are not chosen."""
+    """The Bayesian information criterion, and the costs of all columns, 0 for those that are not chosen."""
     relative = columns[:, chosen] / ttft[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
     found, error = nnls(relative / scale, np.ones_like(ttft))
     costs = np.zeros(columns.shape[1])
     costs[chosen] = found / scale
     count = len(ttft)
-    # A fit to a billionth is a perfect one; what is left is rounding and must not choose.
+    # Errors below a billionth are rounding, and must not choose between fits.
     return count * math.log(max(error**2 / count, 1e-18)) + len(chosen) * math.log(count), costs
 
 

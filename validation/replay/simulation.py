@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class BlockCache:
-    """Each held block is one donor to `policy`. Not thread safe; a request is served whole before the next.
+    """A cache of `capacity` tokens, in which each held block is one donor to `policy`. Not thread safe.
 
-    A block with a parent is held only while its parent is, one of more than `capacity` tokens never. With `looks_ahead`
-    the blocks of the request itself may go as well once it is served, which no policy that does not know the future
-    should do. `before` is the block that stood before each held one in the request that brought it, or NONE.
+    A block is held only while its parent is. With `looks_ahead`, for a policy that knows the future, the blocks of a
+    served request may be evicted at once. `before`: the block in front of each held one in the request that brought it,
+    or NONE.
     """
 
     def __init__(self, blocks: Blocks, policy: EvictionPolicy, capacity: int, *, looks_ahead: bool = False) -> None:
@@ -44,10 +44,10 @@ class BlockCache:
         return block in self._donor_of
 
     def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
-        """Serves a request of these blocks and returns those that were held when it came.
+        """Serves a request of these blocks at a time; returns those that were held before.
 
-        What was missing is held from then on, as far as there is room beside the request's other blocks. `seconds` is
-        the time by the policy's clock. The first block counts as the last used: of a prompt, the end should go first.
+        Missing blocks are held from then on, as far as they fit beside the request's others. The first block counts as
+        the last used, so that the end of a prompt is evicted first.
         """
         before: dict[int, int] = {}
         for last, block in pairwise((NONE, *wanted)):
@@ -74,7 +74,7 @@ class BlockCache:
         return block != NONE and self._blocks.tokens[block] <= self._capacity
 
     def _missing(self, request: list[int], hits: frozenset[int]) -> list[int]:
-        """What is to be held now, parents first: what fits beside the rest of the request, and whose parent does."""
+        """The blocks to hold, parents first: those that fit beside the request's others, and whose parents do."""
         room = self._capacity - sum(self._blocks.tokens[block] for block in hits)
         chosen: dict[int, None] = {}
         for block in request:
@@ -88,7 +88,7 @@ class BlockCache:
 
     def _hold(self, block: int, tick: int, seconds: float) -> None:
         tokens, parent = self._blocks.tokens[block], self._blocks.parents[block]
-        # Another id each time the block comes back: to a policy that remembers, it is another donor of the same text.
+        # A new id each time: a block that comes back is another donor of the same text.
         self._added += 1
         donor_id = self._donor_of[block] = str(self._added)
         self._block_of[donor_id] = block
@@ -101,12 +101,12 @@ class BlockCache:
         self._policy.added(donor_id, history)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Evicts until `tokens` more fit; what is not `pinned` suffices for that."""
+        """Evicts blocks that are not `pinned` until `tokens` more fit."""
         for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
             self._evict(block)
 
     def _victims(self, tokens: int, pinned: frozenset[int]) -> list[int]:
-        """Blocks of `tokens` or more in the policy's order; a parent waits until its last child has gone."""
+        """Blocks of `tokens` or more in the policy's order; a parent goes after its last child."""
         victims: list[int] = []
         waiting: set[int] = set()
         children: dict[int, int] = {}
@@ -134,10 +134,9 @@ class BlockCache:
 
 
 class Optimum(EvictionPolicy):
-    """The policy of a `BlockCache` that looks ahead.
+    """Evicts the block whose next use is farthest (Belady 1966), in a `BlockCache` that looks ahead.
 
-    No policy finds more blocks held where all are of one size. Where sizes differ it is a good order but no bound: the
-    best choice is then a knapsack.
+    No policy has more hits where all blocks have one size. Where sizes differ it is no bound.
     """
 
     def __init__(self, requests: Iterable[list[int]], request: Callable[[], int]) -> None:
@@ -164,11 +163,10 @@ EXACT_PREFIX, SPAN = "exact_prefix", "span"
 
 @dataclass(frozen=True, slots=True)
 class ReuseRule:
-    """Which held blocks count. With `as_prefixes` only those behind nothing but held ones, as in a prefix cache.
+    """Which held blocks are reused. With `as_prefixes` the leading run of held blocks, as in a prefix cache.
 
-    Otherwise spans, wherever they stand: runs of held blocks that stood in the same order when they came, of at least
-    `min_tokens` tokens, of which the first `recompute_tokens` are computed again. A request's last token is always
-    computed.
+    Otherwise spans at any position: runs of held blocks in the order in which they came, of at least `min_tokens`
+    tokens, of which the first `recompute_tokens` are computed again. A request's last token is always computed.
     """
 
     name: str
@@ -177,7 +175,7 @@ class ReuseRule:
     recompute_tokens: int = 0
 
     def blocks(self, trace: Trace) -> Blocks:
-        """The blocks as this rule tells them apart."""
+        """The trace's blocks under this rule."""
         return trace.prefixes if self.as_prefixes else trace.spans
 
     def sentence(self) -> str:
@@ -190,7 +188,7 @@ class ReuseRule:
         )
 
     def reused(self, spans: Iterable[int]) -> int:
-        """Tokens that are not computed, given those of each run of held blocks."""
+        """Tokens that are reused of runs of held blocks, given each run's tokens."""
         return sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
 
 
@@ -230,7 +228,7 @@ def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -
 
 
 def _spans(request: Sequence[int], hits: frozenset[int], blocks: Blocks, cache: BlockCache) -> Iterator[int]:
-    """Tokens of each run of held blocks that stood behind each other when they came; a block may be in two runs."""
+    """Tokens of each run of held blocks in the order in which they came."""
     span, last = 0, NONE
     for block in request:
         if block not in hits or cache.before[block] != last:

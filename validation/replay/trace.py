@@ -1,24 +1,25 @@
-"""Trace: what a replay needs of request telemetry, without texts and names."""
+"""Traces: what a replay needs of request telemetry, from a file or from a built-in workload."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceError, read_trace
+from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceBlock, TraceError, TraceLine, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
     from semblend_trt.donors.block_kind import KindMix
-    from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,9 @@ class Observation:
 
     @classmethod
     def of(cls, line: TraceLine) -> Observation | None:
-        """None where the request does not say enough, failed, or had its first token with its last.
+        """None where the request tells too little, failed, or had its first token with its last.
 
-        What was neither computed nor in the exact prefix cache came from donors: the rest of the prompt's tokens, where
-        a router wrote down how many the replica counted.
+        Prompt tokens that were not computed were reused; without their number, those of the exact prefix cache were.
         """
         ttft, computed = line.observed_ttft_ms, line.observed_prefill_tokens
         if (
@@ -55,7 +55,7 @@ NONE = -1
 
 
 class Blocks:
-    """`tokens` and `parents` of each block; a block without a parent, or one that is not shared, has NONE."""
+    """`tokens` and `parents` of each block by number; NONE is the parent of a block without one."""
 
     def __init__(self) -> None:
         self.tokens, self.parents = array("q"), array("q")
@@ -63,7 +63,7 @@ class Blocks:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, name: Hashable, tokens: int, kind: BlockKind, parent: int = NONE) -> int:
-        """The number of the block of this name; the kind that it came with first stays."""
+        """The number of the block of this name, which keeps the kind of its first use."""
         found = self._numbers.setdefault(name, len(self.tokens))
         if found == len(self.tokens):
             self.tokens.append(tokens)
@@ -83,12 +83,11 @@ MAX_BLOCK_USES = 4_000_000
 
 
 class Trace:
-    """Requests in the order of their times. Memory grows with requests and blocks; texts and metadata are not kept.
+    """Requests in the order of their times, without texts and metadata.
 
-    `spans` tells blocks apart by tenant, model, content and length, `prefixes` by everything before them as well; there
-    a block's parent is the one before it. A block without content_hash and text is not shared. `empty` counts
-    requests without tokens, which are not replayed, and `skipped` lines that are no requests; `first_skipped` says what
-    was wrong with the first.
+    Blocks of `spans` differ by tenant, model, content and length; blocks of `prefixes` also by all blocks before them,
+    the last of which is their parent. A block without content_hash and text is not shared. `empty` counts requests
+    without tokens, which are not replayed; `skipped` counts lines that are no requests, `first_skipped` tells of one.
     """
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class Trace:
         self._observed_tokens = self._counted_tokens = 0
 
     def add(self, line: TraceLine) -> None:
-        """Takes a request in, without blocks that have no tokens. Raises ConfigurationError when there are too many."""
+        """Adds a request, without its empty blocks. Raises ConfigurationError when there are too many."""
         blocks = [block for block in line.blocks if block.token_count]
         if not blocks:
             self.empty += 1
@@ -149,7 +148,7 @@ class Trace:
 
     @property
     def observed_over_counted(self) -> float:
-        """Tokens that engines say they had for each token of the blocks; 1 where they say nothing."""
+        """Tokens that engines counted over tokens of the blocks; 1 where none counted."""
         return self._observed_tokens / self._counted_tokens if self._counted_tokens else 1.0
 
     @property
@@ -164,7 +163,7 @@ class Trace:
 
 
 def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
-    """Takes all lines in. Raises ConfigurationError when none of them has a token."""
+    """The trace of all lines. Raises ConfigurationError when none of them has a token."""
     trace = Trace() if trace is None else trace
     for line in lines:
         trace.add(line)
@@ -189,7 +188,7 @@ def trace_file(path: Path, *, skip_bad: bool) -> Trace:
 
 
 def _bounded(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long no more than shows that it is."""
+    """The lines of a file, cut right behind MAX_LINE_BYTES."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
         while line and not line.endswith(b"\n"):
@@ -204,3 +203,146 @@ def _content(block: TraceBlock) -> str | None:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+
+
+_LIVE_SESSIONS = 8
+_MEAN_GAP_MS = 1_000.0
+_CODE, _CONTEXT, _LEGAL, _TOOL = (
+    BlockKind.CODE,
+    BlockKind.RETRIEVED_CONTEXT,
+    BlockKind.LEGAL_EVIDENCE,
+    BlockKind.TOOL_OUTPUT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A built-in trace. A prompt is template, system prompt, documents in any order, the session's turns so far, tool
+    outputs, question.
+
+    Each prompt draws `documents_each` of `documents` by Zipf's law with the exponent `skew`; sessions have `turns`
+    requests each. In the second half, documents are others, of the kind `shifts_to`. Tenants have the same texts and
+    share nothing.
+    """
+
+    system_prompts: int = 1
+    system_tokens: int = 300
+    template_tokens: int = 0
+    documents: int = 0
+    documents_each: int = 0
+    document_tokens: tuple[int, int] = (400, 800)
+    kind: BlockKind = _CONTEXT
+    skew: float = 1.0
+    turns: int = 1
+    tool_outputs: int = 0
+    tenants: int = 1
+    shifts_to: BlockKind | None = None
+
+
+WORKLOADS = {
+    "repeated_system": Workload(system_prompts=12, system_tokens=900),
+    "rag_shared_corpus": Workload(documents=64, documents_each=4, tenants=2),
+    "support_agent": Workload(documents=40, documents_each=2, document_tokens=(200, 400), template_tokens=300, turns=6),
+    "coding_assistant": Workload(
+        documents=50, documents_each=3, document_tokens=(500, 1_500), kind=_CODE, system_tokens=600, turns=8
+    ),
+    "legal_evidence": Workload(documents=32, documents_each=3, document_tokens=(1_000, 2_500), kind=_LEGAL, skew=0.7),
+    "tool_using_agent": Workload(system_tokens=500, template_tokens=1_200, turns=10, tool_outputs=2),
+    "low_memory_rag_stress": Workload(documents=256, documents_each=5, skew=0.8),
+    "shared_system_prompt_high_reuse": Workload(system_tokens=3_000, template_tokens=600, turns=2),
+    "tool_agent_session_reuse": Workload(
+        documents=30, documents_each=1, kind=_TOOL, template_tokens=900, turns=20, tool_outputs=1
+    ),
+    "legal_review_long_context": Workload(
+        documents=24, documents_each=4, document_tokens=(4_000, 8_000), kind=_LEGAL, skew=0.5, turns=3
+    ),
+    "workload_shift_static_vs_adaptive": Workload(documents=80, documents_each=4, kind=_CODE, shifts_to=_TOOL),
+}
+
+
+@dataclass(slots=True)
+class _Session:
+    name: str
+    tenant: int
+    system: int
+    turns_left: int
+    history: list[TraceBlock] = field(default_factory=list)
+
+
+def workload_lines(name: str, requests: int, seed: int) -> Iterator[TraceLine]:
+    """`requests` lines of a workload; equal seeds give equal lines. Raises ConfigurationError for an unknown name."""
+    if name not in WORKLOADS:
+        raise ConfigurationError(f"--workload names {name!r}; there are {', '.join(WORKLOADS)}.")
+    return _Writer(name, np.random.default_rng([seed, list(WORKLOADS).index(name)])).lines(requests)
+
+
+class _Writer:
+    def __init__(self, name: str, random: np.random.Generator) -> None:
+        self._name, self._random, self._workload = name, random, WORKLOADS[name]
+        weights = np.arange(1, self._workload.documents + 1) ** -self._workload.skew
+        self._shares = weights / weights.sum()
+        low, high = self._workload.document_tokens
+        self._document_tokens = random.integers(low, high, max(1, self._workload.documents), endpoint=True)
+        self._sessions = 0
+        self._milliseconds = 0.0
+
+    def lines(self, requests: int) -> Iterator[TraceLine]:
+        live: list[_Session] = []
+        for index in range(requests):
+            if len(live) < _LIVE_SESSIONS:
+                live.append(self._session())
+            session = live[self._random.integers(len(live))]
+            question = self._turn(session, index, BlockKind.USER_QUERY, 30, 120)
+            tools = [
+                self._turn(session, index, _TOOL, 150, 500, number) for number in range(self._workload.tool_outputs)
+            ]
+            documents = self._documents(is_late=2 * index >= requests)
+            yield self._line(index, session, [*documents, *session.history, *tools, question])
+            session.history += [*tools, question, self._turn(session, index, BlockKind.ASSISTANT_HISTORY, 80, 300)]
+            session.turns_left -= 1
+            if not session.turns_left:
+                live.remove(session)
+
+    def _line(self, index: int, session: _Session, rest: Sequence[TraceBlock]) -> TraceLine:
+        workload = self._workload
+        head = [self._block(f"system {session.system}", BlockKind.SYSTEM_PROMPT, workload.system_tokens)]
+        if workload.template_tokens:
+            head.insert(0, self._block("template", BlockKind.TEMPLATE, workload.template_tokens))
+        self._milliseconds += float(self._random.exponential(_MEAN_GAP_MS))
+        return TraceLine(
+            request_id=f"{self._name}-{index}",
+            timestamp_ms=self._milliseconds,
+            session_id=session.name,
+            tenant_id=f"tenant-{session.tenant}",
+            model_name="model",
+            blocks=[*head, *rest],
+        )
+
+    def _session(self) -> _Session:
+        self._sessions += 1
+        return _Session(
+            name=f"session-{self._sessions}",
+            tenant=int(self._random.integers(self._workload.tenants)),
+            system=int(self._random.integers(self._workload.system_prompts)),
+            turns_left=self._workload.turns,
+        )
+
+    def _documents(self, *, is_late: bool) -> list[TraceBlock]:
+        workload = self._workload
+        if not workload.documents_each:
+            return []
+        shift = workload.shifts_to if is_late else None
+        drawn = self._random.choice(workload.documents, workload.documents_each, replace=False, p=self._shares)
+        return [
+            self._block(f"document {number} {shift}", shift or workload.kind, int(self._document_tokens[number]))
+            for number in drawn
+        ]
+
+    def _turn(self, session: _Session, index: int, kind: BlockKind, low: int, high: int, number: int = 0) -> TraceBlock:
+        return self._block(
+            f"{kind.value} {session.name} {index} {number}", kind, int(self._random.integers(low, high, endpoint=True))
+        )
+
+    def _block(self, text: str, kind: BlockKind, tokens: int) -> TraceBlock:
+        content = _digest(f"{self._name}: {text}").hex()
+        return TraceBlock(content_hash=content, semantic_type=kind.value, token_count=tokens)

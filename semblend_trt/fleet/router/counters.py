@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Directory, Worker
     from semblend_trt.fleet.router.replicas import ReplicaSet
 
+# Why no replica answered a request.
+REFUSALS = (
+    *("body_too_large", "bad_json", "bad_encoding", "body_timeout", "body_cut", "prompt_too_long", "tenant_busy"),
+    *("unknown_key", "tenant_forbidden", "tenant_missing", "bad_session", "http_error", "no_replica", "internal_error"),
+)
 # Why a request was placed by load alone.
 FALLBACKS = ("unread_prompt", "slow_reading", "directory_failed")
 FAILED_ATTEMPTS = ("unreachable", "unwilling", "slow")
@@ -30,7 +35,7 @@ class RouterCounters:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered by a replica.", "worker", "status")
-        self.refusals = self._counter("refusals", "Requests that no replica answered.", "reason")
+        self.refusals = self._counter("refusals", "Requests that no replica answered.", reason=REFUSALS)
         self.tokens = self._counter(
             "tokens", "Prompt tokens, and those that the chosen replica was expected to hold.", kind=("prompt", "held")
         )

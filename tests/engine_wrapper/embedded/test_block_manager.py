@@ -71,16 +71,6 @@ def test_eviction_takes_the_least_recently_used_leaf_first():
     assert len(tree) == tree.num_evictable == 0
 
 
-def test_a_referenced_path_is_not_evicted():
-    tree = RadixTree(BLOCK)
-    nodes = put(tree, range(12))
-    tree.acquire(nodes[:2])
-    assert tree.num_evictable == 1
-    assert [tree.evict(), tree.evict()] == [2, None]
-    tree.release(nodes[:2])
-    assert [tree.evict(), tree.evict()] == [1, 0]
-
-
 def test_touch_saves_a_leaf_and_its_parents_until_last():
     tree = RadixTree(BLOCK)
     first = put(tree, range(8), first_block=0)
@@ -95,14 +85,6 @@ def test_a_root_without_blocks_is_forgotten():
         put(tree, range(4), key=RootKey(cache_salt=str(salt)))
         tree.evict()
     assert tree._roots == {}
-
-
-def test_walk_lists_every_node_with_its_key():
-    tree = RadixTree(BLOCK)
-    salted = RootKey(cache_salt="a")
-    put(tree, range(8), first_block=0)
-    put(tree, range(4), first_block=5, key=salted)
-    assert {(key, node.block_id) for key, node in tree.walk()} == {(KEY, 0), (KEY, 1), (salted, 5)}
 
 
 def test_common_length():
@@ -123,19 +105,6 @@ def run(blocks, request_id, tokens, key=KEY):
     blocks.publish(request_id, tokens)
     blocks.release(request_id)
     return matched
-
-
-class Limit:
-    """Publishes the leading `tokens` of each request, and remembers whose blocks were let go of."""
-
-    def __init__(self, tokens):
-        self.tokens, self.gone = tokens, []
-
-    def publishable(self, request_id, tokens):
-        return min(self.tokens, tokens)
-
-    def released(self, request_id):
-        self.gone.append(request_id)
 
 
 # -- the manager ------------------------------------------------------------------------------------------------------
@@ -182,15 +151,6 @@ def test_the_only_block_left_is_the_source_itself():
     assert (blocks.block_ids(2), copies) == ([0], [])
 
 
-def test_the_source_of_a_copy_is_not_evicted_while_others_can_be():
-    blocks, copies = manager(num_blocks=2)
-    run(blocks, 1, [0, 1, 2, 3])
-    run(blocks, 2, [70, 71, 72, 73])
-    assert admit(blocks, 3, [0, 1, 80]) == 2
-    assert (blocks.block_ids(3), copies) == ([1], [(0, 1)])
-    assert len(blocks.match(KEY, [0, 1, 2, 3, 4]).nodes) == 1
-
-
 def test_admission_counts_what_running_requests_may_still_need():
     blocks, _ = manager(num_blocks=4)
     admit(blocks, 1, [0, 1], total=12)
@@ -225,16 +185,6 @@ def twins(num_blocks=4, total=4, **fields):
     return blocks
 
 
-def test_an_equal_block_is_published_once():
-    blocks = twins()
-    blocks.publish(2, FOUR)
-    assert blocks.num_reusable_blocks == 1
-    blocks.release(1)
-    assert blocks.num_free_blocks == 2  # request 2 reads the published block and owns its duplicate
-    blocks.release(2)
-    assert blocks.num_free_blocks == 4
-
-
 @pytest.mark.parametrize("replaces", [True, False])
 def test_an_unread_equal_block_makes_place_for_ours_or_stays(replaces):
     blocks = twins(replaces=replaces)
@@ -253,37 +203,6 @@ def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
     admit(blocks, 3, [70])
     blocks.publish(2, FOUR)
     assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
-
-
-def test_pins_hold_what_the_tree_has_and_nothing_else():
-    blocks, _ = manager(num_blocks=6)
-    blocks.publication = guard = Limit(8)
-    tokens = list(range(10))
-    for step in (admit, BlockManager.publish):
-        for request_id in (1, 2):
-            step(blocks, request_id, tokens)
-    own = blocks.block_ids(2)
-    blocks.release(1)
-    blocks.pin(2)
-    assert guard.gone == [1, 2]
-    assert set(own) <= set(blocks._free)
-    assert (blocks.num_free_blocks, blocks.num_reusable_blocks) == (4, 2)
-    assert blocks._tree.evict() is None
-    blocks.unpin(2)
-    assert blocks.num_free_blocks == 6
-    blocks.unpin(2)  # has none any more
-
-
-def test_the_guard_limits_publication_and_hears_of_the_release():
-    blocks, _ = manager()
-    blocks.publication = guard = Limit(6)
-    tokens = list(range(12))
-    admit(blocks, 1, tokens)
-    blocks.publish(1, tokens)
-    assert (blocks.num_reusable_blocks, guard.gone) == (1, [])
-    blocks.release(1)
-    assert guard.gone == [1]
-    assert len(blocks.match(KEY, tokens).nodes) == 1
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

@@ -81,11 +81,6 @@ def test_answers_to_the_query_that_break_a_rule(answer, rule):
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_the_largest_offer_leaves_one_token():
-    manager = managed(answer=(7, False))
-    assert manager.get_num_new_matched_tokens(request(), 2) == 7
-
-
 def test_a_request_is_asked_about_once_until_it_has_finished():
     manager = managed()
     manager.get_num_new_matched_tokens(request(), 0)
@@ -143,46 +138,6 @@ def test_new_requests_are_told_in_full_and_known_ones_as_deltas():
     (data,) = tell(context=False).cached_requests
     assert (data.new_tokens, data.new_block_ids) == ([77], [8])
     assert (data.computed_position, data.num_scheduled_tokens) == (10, 1)
-
-
-def test_an_asynchronous_load_is_parked_and_appears_once_loaded():
-    scheduler, worker = Scheduler((4, True)), Worker()
-    manager = KvCacheConnectorManager(worker, scheduler)
-    loading = request()
-    loading.set_prepopulated_prompt_len(0, manager.get_num_new_matched_tokens(loading, 0))
-    batch = ScheduledBatch([loading], [], [loading])
-    manager.build_scheduler_output(batch, lambda request_id: [5])
-    manager.take_scheduled_requests_pending_load(batch)
-    manager.handle_metadata()
-    assert (len(batch), scheduler.outputs[-1].new_requests) == (0, [])
-    assert loading.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-
-    assert manager.get_finished() == ([], [])
-    assert manager.get_finished() == ([], [])
-    assert worker.polls == [([], [1]), ([], [])]  # an id is handed in once
-    assert (manager.pending_transfers, manager.is_loading(1)) == ([1], True)
-    worker.finished = ([], [1])
-    assert manager.get_finished() == ([], [loading])
-    assert loading.state is LlmRequestState.CONTEXT_INIT
-    assert manager.pending_transfers == []
-
-    loading.context_chunk_size = 6
-    manager.build_scheduler_output(ScheduledBatch([loading], []), lambda request_id: [5])
-    manager.handle_metadata()
-    (data,) = scheduler.outputs[-1].new_requests
-    assert data.computed_position == 4  # the loaded tokens are included
-
-
-def test_a_save_is_pending_until_it_is_reported():
-    worker = Worker()
-    manager = KvCacheConnectorManager(worker, Scheduler(saving=True))
-    finished = request()
-    assert manager.request_finished(finished, [1]) is True
-    assert manager.pending_transfers == [1]
-    manager.get_finished()
-    worker.finished = ([1], [])
-    assert manager.get_finished() == ([finished], [])
-    assert worker.polls == [([1], []), ([], [])]
 
 
 @pytest.mark.parametrize("finished", [([1, 1], []), ([], [1]), ([2], [])])

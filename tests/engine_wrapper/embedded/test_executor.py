@@ -12,7 +12,6 @@ from engine_wrapper.embedded.connector_manager import ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.runtime import runtime_for
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded.conftest import (
@@ -29,12 +28,6 @@ from tests.engine_wrapper.embedded.conftest import (
 from tests.engine_wrapper.serving import token_ids
 
 # -- the order and number of calls ------------------------------------------------------------------------------------
-
-
-def test_the_pool_is_registered_whole(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    assert shelf.calls == [("register_kv_caches", (128, LAYERS, 2, 2 * BLOCK * 16)), ("wait_for_initialization",)]
-    assert runtime_for(llm.llm_args).engine is llm.executor
 
 
 @pytest.mark.parametrize("does_nothing", [False, True])
@@ -123,20 +116,6 @@ def test_blocks_are_held_until_the_save_is_reported(make_shelf_llm):
     llm.executor.poll_transfers()
     assert llm.block_manager.num_free_blocks == free
     assert [saves for saves, _ in shelf.polls if saves] == [[1]]
-
-
-def test_held_blocks_keep_their_content_under_pressure(make_shelf_llm, make_llm):
-    tokens = prompt(30)
-    (cold,) = make_llm().generate([[*tokens, 1, 2]], SIX)
-    llm, shelf = make_shelf_llm(cache={"max_tokens": 10 * BLOCK})
-    shelf.saves, shelf.polls_a_save_takes = True, 12
-    llm.generate([tokens], TWO, cache_salt="donor")
-    shelf.saves = False
-    for seed in range(1, 7):
-        llm.generate([prompt(40, seed)], TWO)
-    llm.settle()
-    (warm,) = llm.generate([[*tokens, 1, 2]], SIX)
-    assert (warm.reused_tokens, token_ids(warm)) == (30, token_ids(cold))
 
 
 def test_a_request_waits_for_blocks_that_a_save_holds(make_shelf_llm):
@@ -289,16 +268,6 @@ def test_only_written_chunks_are_reusable(make_llm):
     assert token_ids(last) == token_ids(also) == token_ids(cold)
     assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
     assert also.cached_tokens == 48
-
-
-def test_prefixes_are_shared_within_a_salt_only(make_llm):
-    llm = make_llm(lora_config={"red": 1})
-    tokens = prompt(20)
-    cached = [
-        llm.generate([tokens], TWO, cache_salt=salt, lora_request=adapter)[0].cached_tokens
-        for salt, adapter in [(None, None), ("a", None), (None, "red"), ("", None), ("a", None), (None, None)]
-    ]
-    assert cached == [0, 0, 0, 0, 16, 16]
 
 
 def test_generated_tokens_are_reusable_but_for_the_last(make_llm):

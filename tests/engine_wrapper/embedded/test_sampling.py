@@ -110,19 +110,6 @@ def test_seeds_differ_and_no_seed_is_a_new_one() -> None:
     assert len({tuple(tokens) for tokens in seeded + unseeded}) == 4
 
 
-def test_neighbours_in_the_batch_change_nothing() -> None:
-    """Requests sampled in turn draw what each draws alone."""
-    settings = [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.7, top_p=0.9, seed=2),
-        SamplingParams(temperature=1.3, top_k=5, seed=1),
-    ]
-    rows = [logits_of(step) for step in range(10)]
-    generators = [params.generator() for params in settings]
-    together = [[sample(row, *each) for each in zip(settings, generators, strict=True)] for row in rows]
-    assert [list(tokens) for tokens in zip(*together, strict=True)] == [draw(params, rows) for params in settings]
-
-
 def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     params = SamplingParams(temperature=1.4, seed=3)
@@ -143,12 +130,6 @@ def test_candidates_are_the_most_probable_and_reach_top_p(seed: int, top_k: int,
     if top_p < 1.0 and len(tokens) < allowed:
         assert probabilities.sum() >= top_p - 1e-6
     assert probabilities[:-1].sum() < top_p + 1e-6
-
-
-def test_impossible_tokens_are_never_drawn() -> None:
-    logits = torch.full((20,), -torch.inf)
-    logits[3], logits[11] = 1.0, 1.0
-    assert set(draw(SamplingParams(temperature=5.0, seed=0), [logits] * 200)) == {3, 11}
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0])

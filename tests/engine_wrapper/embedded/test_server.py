@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from itertools import pairwise
 
 import pytest
@@ -24,7 +23,6 @@ from engine_wrapper.embedded.server import (
     main,
     read_body,
 )
-from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader
 from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
@@ -79,6 +77,8 @@ def test_a_completion_is_the_engines(tiny_qwen2_path, make_worker):
         ids = llm.tokenizer.encode(DOCUMENT)
         async with client.post("/v1/completions", json={**body, "stream": True}) as response:
             kind, stream = response.content_type, await response.read()
+        (model,) = (await (await client.get("/v1/models")).json())["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 512)
         whole = await answer_of(client, "/v1/completions", body)
         cut = await answer_of(client, "/v1/completions", {**body, "stop": whole[1]["choices"][0]["text"][2:4]})
         return whole, kind, stream, cut, await answer_of(client, "/v1/completions", {**body, "prompt": ids})
@@ -129,6 +129,8 @@ def test_a_chat_needs_a_template(make_worker):
         ({"prompt": [1, 1 << 70]}, 400, "bad_request", "the prompt holds a token id beyond the model's ids"),
         ({"prompt": [1, 900]}, 400, "bad_request", "the prompt holds token id 900"),
         ({"prompt": "a" * 600}, 400, "bad_request", "exceeds max_seq_len 512"),
+        ({"prompt": "a" * 1_000_000}, 400, "prompt_too_long", ""),
+        (b" " * ((2 << 20) + 1), 413, "body_too_large", ""),
         ({"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves the model tiny alone"),
         ({"prompt": "a", "n": 2}, 400, "unsupported_field", "n is not supported"),
     ],
@@ -201,23 +203,6 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
-    [
-        (KeyboardInterrupt(), 130, "semblend-trt worker: interrupted"),
-        (OSError(28, "No space left on device"), 2, "semblend-trt worker: [Errno 28] No space left on device"),
-        (RecursionError("too deep"), 2, "semblend-trt worker: it cannot go on: RecursionError: too deep"),
-    ],
-)
-def test_what_ends_a_worker_becomes_a_status(error, status, told, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr("engine_wrapper.embedded.server.LLM", fail)
-    assert main(["--model", "any", "--port", "0"]) == status
-    assert capsys.readouterr().err.splitlines()[-1] == told
-
-
-@pytest.mark.parametrize(
     ("option", "value", "told"),
     [
         *(
@@ -237,16 +222,6 @@ def test_what_cannot_be_an_argument_is_bad_usage(option, value, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_models_are_listed(make_worker):
-    _, worker = make_worker()
-
-    async def ask(client):
-        return await (await client.get("/v1/models")).json()
-
-    (model,) = asked(worker, ask)["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 512)
-
-
 def served(worker, ask, bounds):
     """What `ask`, which is given the worker's address, returns; clients are bounded as main() bounds them."""
 
@@ -255,50 +230,6 @@ def served(worker, ask, bounds):
             return await ask(address)
 
     return asyncio.run(asyncio.wait_for(run(), 120))
-
-
-def test_bodies_and_prompts_that_are_too_long_are_refused_unread(make_worker):
-    llm, worker = make_worker()
-    longest = 512 * max(map(len, llm.tokenizer.get_vocab()))
-    within = {"prompt": "a" * longest}
-
-    async def ask(client):
-        large = await answer_of(client, "/v1/completions", b" " * ((2 << 20) + 1))
-        long = await answer_of(client, "/v1/completions", {"prompt": "a" * (longest + 1)})
-        return large, long, await answer_of(client, "/v1/completions", within)
-
-    large, long, read = asked(worker, ask)
-    assert [(status, answer["error"]["code"]) for status, answer in (large, long, read)] == [
-        (413, "body_too_large"),
-        (400, "prompt_too_long"),
-        (400, "bad_request"),
-    ]
-
-
-def test_a_short_request_waits_for_no_long_prompt(make_worker, monkeypatch):
-    _, worker = make_worker()
-    begun, go_on = threading.Event(), threading.Event()
-    real = PromptReader.completion
-
-    def slow(reader, body):
-        if "user" in body:
-            begun.set()
-            go_on.wait(10)
-        return real(reader, body)
-
-    monkeypatch.setattr(PromptReader, "completion", slow)
-
-    async def ask(client):
-        body = {"prompt": "a", "user": "a" * SHORT_BODY_BYTES, "max_tokens": 1}
-        long = asyncio.ensure_future(answer_of(client, "/v1/completions", body))
-        while not begun.is_set():
-            await asyncio.sleep(0)
-        short = await answer_of(client, "/v1/completions", {"prompt": "a", "max_tokens": 1})
-        is_over = long.done()
-        go_on.set()
-        return short[0], is_over, (await long)[0]
-
-    assert asked(worker, ask) == (200, False, 200)
 
 
 def test_no_malformed_request_is_an_error_of_the_workers(make_worker, caplog):
@@ -356,12 +287,6 @@ def test_requests_together_say_what_they_say_alone(tiny_qwen2_path, engine):
     assert engine.running == 0
 
 
-def test_without_streaming_only_the_end_is_told(engine):
-    (output,) = asyncio.run(outputs_of(engine, PROMPTS[0], streaming=False))
-    assert output.finished
-    assert len(output.outputs[0].token_ids) == 6
-
-
 def test_no_more_run_than_may(engine):
     async def crowd():
         return await asyncio.gather(*(outputs_of(engine, PROMPTS[0]) for _ in range(6)), return_exceptions=True)
@@ -372,7 +297,7 @@ def test_no_more_run_than_may(engine):
     assert "4 requests are running or waiting" in str(refused[0])
 
 
-def test_an_engine_that_fails_tells_all_who_wait_and_takes_nobody(llm, engine, monkeypatch):
+def test_an_engine_that_fails_ends_all_requests_and_takes_no_more(llm, engine, monkeypatch):
     monkeypatch.setattr(llm.executor.model_runner, "forward", broken)
 
     async def ask():

@@ -1,4 +1,4 @@
-"""What could be neither placed nor computed by our rows is computed by vLLM: answers are cold ones, everybody's."""
+"""What could be neither placed nor computed by our rows is computed by vLLM: all answers are cold ones."""
 
 from __future__ import annotations
 

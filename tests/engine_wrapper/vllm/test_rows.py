@@ -47,7 +47,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def deviate(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """Every so many checked tokens one deviates, whatever the check finds."""
+    """Every so many checked tokens one deviates, in place of what the check finds."""
 
     def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
         found = (np.arange(len(deviations)) % every == 0).astype(np.float32)

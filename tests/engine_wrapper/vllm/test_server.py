@@ -121,7 +121,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
         config = folder / "router.toml"
         config.write_text(tables)
-        # Before anybody answers: that the workers have come up the router has to find out.
+        # Before any worker answers: the router has to find out when they have come up.
         front = router(config, **SECRET)
         ending.callback(front.kill)
         made = Fleet(workers, front.address(), Tenants(load_config(config), SECRET))

@@ -1,4 +1,4 @@
-"""Plans beside other requests, in pieces, and when something fails: everybody's answer is the one without reuse."""
+"""Plans beside other requests, in parts, and when something fails: every answer is the one without reuse."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
-from tests.semblend_trt.fleet.conftest import NAMESPACE
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from tests.semblend_trt.samples import NAMESPACE
 
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
@@ -119,8 +119,9 @@ def test_check_tells_what_is_wrong(listen) -> None:
 
 def test_stats_say_who_holds_how_much(listen) -> None:
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
-    donors = [Announcement(f"d{number}", NAMESPACE, "host", 100, 1, b"") for number in range(3)]
-    payloads = [writer.reset(), *map(writer.registered, donors), writer.relocated("d1", "device"), writer.evicted("d2")]
+    payloads = [writer.reset()]
+    payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, b"") for number in range(3)]
+    payloads += [writer.relocated("d1", "device"), writer.evicted("d2")]
     status, output = listen("stats", payloads, "--json")
     worker = json.loads(output)["workers"]["3.0"]
     assert status == 0

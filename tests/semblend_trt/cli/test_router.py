@@ -44,7 +44,7 @@ def test_a_configuration_that_holds_is_told(write, capsys: pytest.CaptureFixture
     [
         ("colour = 1", "colour: there is no such field"),
         ('secret_env = "NO_SUCH_VARIABLE"', "the configuration names the variable NO_SUCH_VARIABLE, which is not set"),
-        ('nats_subject = "a b"', "nats_subject: subject 'a b' is not of letters, digits, _ and -"),
+        ('nats_subject = "a b"', "nats_subject: 'a b' is no subject of letters, digits, _ and -"),
     ],
 )
 def test_one_that_does_not_is_one_sentence(write, capsys: pytest.CaptureFixture[str], lines: str, problem: str) -> None:

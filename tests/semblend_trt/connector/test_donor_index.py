@@ -166,7 +166,7 @@ def test_donor_lost_on_its_way_down_is_found_no_more():
     assert index.offload.take_commands().drops == ["donor"]
 
 
-def test_a_leased_donor_stays_whatever_is_to_be_kept_or_lost():
+def test_a_leased_donor_stays_until_it_is_released():
     index, tokens = index_of(host_tokens=250), text(1, 200)
     keep(index, "a", tokens)
     _, (lease,) = plan(index, tokens)

@@ -126,11 +126,6 @@ def test_what_cannot_be_read_may_be_on(name: str) -> None:
     assert decoder_refusal(SimpleNamespace(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
 
 
-def test_supported_model(tiny_qwen2_path):
-    facts, refusal = facts_or_refusal(SimpleNamespace(model=str(tiny_qwen2_path)), load_settings())
-    assert (facts.num_layers, refusal) == (3, None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "overrides", "reason"),
     [

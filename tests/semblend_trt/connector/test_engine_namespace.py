@@ -1,4 +1,4 @@
-"""The namespace changes with everything that changes KV; what is unknown matches nobody."""
+"""The namespace changes with everything that changes KV; what is unknown matches nothing."""
 
 from __future__ import annotations
 
@@ -200,14 +200,14 @@ def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path: Path, tmp
         ({"dtype": None}, "extra"),
     ],
 )
-def test_what_is_unknown_matches_nobody(tiny_qwen2_path: Path, changes: dict[str, Any], unknown: str) -> None:
+def test_what_is_unknown_matches_nothing(tiny_qwen2_path: Path, changes: dict[str, Any], unknown: str) -> None:
     facts, args = model_facts(tiny_qwen2_path), llm_args(tiny_qwen2_path, **changes)
     first, second = (namespace_for(args, facts, Settings(), 32, torch.float32) for _ in range(2))
     assert unknown in first.unknown_fields
     assert first.key != second.key
 
 
-def test_a_model_without_weights_or_tokenizer_matches_nobody(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_a_model_without_weights_or_tokenizer_matches_nothing(tiny_qwen2_path: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_qwen2_path / "config.json", tmp_path)
     assert set(namespace_of(tmp_path).unknown_fields) == {"model_revision", "tokenizer_revision"}
 

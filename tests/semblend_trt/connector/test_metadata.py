@@ -1,4 +1,5 @@
-"""Metadata of another version never raises in the middle of the worker's work, and never loses a promise in silence."""
+"""Metadata of another version never raises in the middle of the worker's work, and never loses a promise without an
+error."""
 
 from __future__ import annotations
 

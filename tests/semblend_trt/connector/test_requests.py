@@ -54,15 +54,6 @@ def test_oldest_request_makes_room():
     assert len(table) == 2
 
 
-def test_adding_again_keeps_one_entry():
-    table = RequestTable(limit=2)
-    table.add(tracked(1))
-    table.add(tracked(1))
-    assert len(table) == 1
-    assert table.pop(1).request_id == 1
-    assert table.pop(1) is None
-
-
 def promised(request_id):
     return tracked(request_id, plan=SimpleNamespace(matched_tokens=2))
 
@@ -79,7 +70,7 @@ def test_a_request_that_is_silent_is_given_up():
 
 
 def test_what_was_promised_and_not_loaded_is_never_given_up():
-    """The engine would skip the tokens, and nobody would place them."""
+    """The engine would skip the tokens, and no rank would place them."""
     table = RequestTable(limit=2)
     for request in (promised(1), promised(2), tracked(3)):
         given_up = table.add(request)
@@ -182,7 +173,7 @@ def test_a_load_counts_once_wherever_the_position_points(position):
     assert request.written_tokens == PROMPT
 
 
-def test_an_offer_that_the_engine_did_not_apply_is_loaded_by_nobody():
+def test_an_offer_that_the_engine_did_not_apply_is_not_loaded():
     # It counted the offer as a load, and left the request where it was.
     request = savable(matched=30)
     iteration = told(request, -30, PROMPT, BLOCKS, is_first=True)
@@ -251,7 +242,7 @@ def test_deltas_that_are_told_twice_are_not_saved():
         savable_tokens(request, [*BLOCKS, 3, 4], BLOCK)
 
 
-def test_a_request_without_blocks_or_that_nobody_follows_is_not_saved():
+def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
     assert savable_tokens(followed(), [], BLOCK) == 0
     request = followed()
     request.is_followed = False

@@ -64,9 +64,9 @@ def save(saver: DonorSaver, tier: Tier = Tier.HOST) -> None:
 
 
 def finished(saver: DonorSaver) -> SavedDonor:
-    ((request_id, news),) = saver.finished()
+    ((request_id, saved),) = saver.finished()
     assert request_id == 1
-    return news
+    return saved
 
 
 def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other: OtherRank) -> None:
@@ -83,16 +83,16 @@ def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, oth
     save(saver)
     assert "donor" in held_in(saver._store)
     other.tokens = [0]
-    news = finished(saver)
-    assert (news.tokens, news.error) == (0, "another rank does not hold it")
+    saved = finished(saver)
+    assert (saved.tokens, saved.error) == (0, "another rank does not hold it")
     assert "donor" not in held_in(saver._store)
 
 
 def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: OtherRank) -> None:
     save(saver)
     other.tokens = [4]
-    news = finished(saver)
-    assert (news.tokens, news.error) == (4, None)
+    saved = finished(saver)
+    assert (saved.tokens, saved.error) == (4, None)
 
 
 def test_an_own_failure_is_told_with_its_reason(saver: DonorSaver, other: OtherRank) -> None:
@@ -145,14 +145,14 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
         snapshotting.start(SaveIntent(request_id, donor_id, TOKENS), [2, 0], TOKENS)
     go_on.set()
     snapshotting.drain()
-    told = {news.donor_id: (news.tokens, news.error) for _, news in snapshotting.finished()}
+    told = {saved.donor_id: (saved.tokens, saved.error) for _, saved in snapshotting.finished()}
     assert told["first"] == (TOKENS, None)
     assert told["second"][0] == 0
     assert "SEMBLEND_SNAPSHOT_BYTES" in str(told["second"][1])
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
-def test_a_snapshot_is_given_back_whatever_becomes_of_the_save(snapshotting: DonorSaver, tier: Tier) -> None:
+def test_a_snapshot_is_given_back_however_the_save_ends(snapshotting: DonorSaver, tier: Tier) -> None:
     for _ in range(3):  # there is no device tier: those saves fail
         snapshotting.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
         snapshotting.drain()

@@ -71,11 +71,6 @@ def reuse(mode=EngineMode.WRAPPER):
     return plan_of(span, request_id=7, prompt=30, computed=4, blocks=(20, 21, 22, 23), mode=mode)
 
 
-def test_block_size_comes_from_the_pool_not_the_arguments(args, worker):
-    assert args.kv_cache_config.tokens_per_block != BLOCK
-    assert runtime_for(args).pool.geometry.block_size == BLOCK
-
-
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(
     "unknown",
@@ -240,13 +235,6 @@ def test_a_second_pool_is_refused(worker, args):
     assert not held_in(worker.store)
 
 
-def test_drops_free_the_donor(worker):
-    follow(worker, 1, (3,), 8)
-    saved(worker, 1)
-    step(worker, commands=OffloadCommands(drops=["donor-1", "donor-unknown"]))
-    assert not held_in(worker.store)
-
-
 def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
     follow(worker, 1, (3, 5), 16)
     saved(worker, 1)
@@ -275,8 +263,8 @@ def test_missing_donor_on_a_stock_engine_is_an_error_not_a_wrong_token(worker):
     assert torch.equal(worker.loader._pool, pool())
 
 
-def test_a_load_that_raises_leaves_no_lift_untold(two_tiers, args):
-    """The catalog keeps a lifted donor where it is, and its room on the card taken, until it hears of it."""
+def test_a_load_that_raises_leaves_no_promotion_untold(two_tiers, args):
+    """The catalog keeps a promoted donor where it is, and its room on the card taken, until it hears of it."""
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
     two_tiers.saver.drain()
@@ -320,7 +308,7 @@ def test_intents_name_the_tier(two_tiers, args):
     assert [each.error for each in runtime_for(args).saved] == [None, None]
 
 
-def test_demotions_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
+def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
         two_tiers,
@@ -340,7 +328,7 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
     assert len(held_in(two_tiers.store)) == 1
 
 
-def test_what_is_dropped_is_not_demoted(two_tiers):
+def test_what_is_dropped_is_not_offloaded(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.saver.drain()
@@ -360,12 +348,3 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     assert (told.donor_id, told.tokens) == ("donor-1", 0)
     assert "CapacityError" in told.error
     worker.close()
-
-
-def test_loads_read_either_tier_alike(two_tiers, worker):
-    keep_on_device(two_tiers, 1, (3, 5), 16)
-    follow(worker, 1, (3, 5), 16)
-    saved(worker, 1)
-    for each in (two_tiers, worker):
-        step(each, plans=(reuse(),))
-    assert torch.equal(two_tiers.loader._pool, worker.loader._pool)

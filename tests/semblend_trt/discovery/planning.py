@@ -1,5 +1,6 @@
 """Planners over donors of random text, requests, profiles that hold, and the plans that come of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,17 +9,13 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.semblend_trt.samples import NAMESPACE
 
 NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
-
-
-def text(seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 30_000, length, dtype=np.int32)
 
 
 def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overrides: object) -> Planner:
@@ -45,22 +42,7 @@ def request(
 
 def profile(policy: str, **fields: Any) -> ReuseProfile:
     """A profile that the scheduler has found to hold: the planner asks for its terms only."""
-    namespace = CacheNamespace(
-        model="m",
-        model_revision="w",
-        tokenizer="t",
-        tokenizer_revision="r",
-        kv_layout="HND",
-        block_size=32,
-        kv_dtype="bfloat16",
-        cache_dtype="auto",
-        quantization=None,
-        adapter=None,
-        rope_config={"rope_type": "default"},
-        tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
-        backend_cache_layout="engine",
-        extra={"compute_dtype": "bfloat16", "configuration": "c"},
-    )
+    namespace = replace(NAMESPACE, extra={"compute_dtype": "bfloat16", "configuration": "c"})
     return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
 
 

@@ -15,12 +15,9 @@ from semblend_trt.discovery.fingerprint import (
     as_token_array,
     fingerprint,
 )
+from tests.semblend_trt.samples import text as random_tokens
 
 MAX_ID = 2**31 - 1
-
-
-def random_tokens(seed: int, length: int, vocabulary: int = 32_000) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
 
 
 def every_anchor(tokens: np.ndarray) -> Fingerprints:

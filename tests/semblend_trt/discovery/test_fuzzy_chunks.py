@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, ChunkUse, chunks_of, fill
+from semblend_trt.discovery.fuzzy_chunks import MAX_GAP, MAX_OVERLAP, chunks_of, fill
 from semblend_trt.discovery.planner import Planned
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineMode, SemanticKvPlan
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from tests.semblend_trt.discovery.planning import STOCK, WRAPPER, plan_of, planner, profile, request, text
+from tests.semblend_trt.discovery.planning import STOCK, WRAPPER, plan_of, planner, profile, request
+from tests.semblend_trt.samples import text
 
 HEAD, DOCUMENT, TAIL = text(1, 70), text(2, 480), text(3, 20)
 
@@ -92,7 +93,7 @@ def test_what_is_placed_already_stays_and_free_places_are_filled() -> None:
     chosen = [Run("b", 7, 110, 20)]
     placed, used = fill(chosen, chunks, 0, 1000, min_span=36, shortest=1)
     assert placed == [Run("b", 7, 110, 20), Run("a", 45, 145, 36)]  # what lies beside `b` is too short to be worth it
-    assert used == [ChunkUse(chunks[0], 36)]
+    assert used == [chunks[0].explained(36)]
     assert fill(chosen, chunks, 0, 1000, min_span=37, shortest=1) == (chosen, [])
     assert fill(chosen, chunks, 0, 1000, min_span=30, shortest=37) == (chosen, [])
 
@@ -102,7 +103,7 @@ def test_pieces_already_chosen_count_for_their_chunk() -> None:
     chosen = [Run("a", 0, 100, 60)]
     placed, used = fill(chosen, chunks, 160, 1000, min_span=90, shortest=1)
     assert placed == [*chosen, Run("a", 65, 165, 36)]
-    assert [use.explained() for use in used] == [
+    assert used == [
         {
             "donor_id": "a",
             "target": [100, 201],

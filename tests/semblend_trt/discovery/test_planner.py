@@ -18,7 +18,6 @@ from semblend_trt.discovery.planner import (
     Planner,
     cut_to_block,
     exact_run,
-    holes_of,
 )
 from semblend_trt.discovery.span_index import Run, SpanIndex
 from semblend_trt.errors import ConfigurationError
@@ -26,7 +25,8 @@ from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, Sp
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.semblend_trt.discovery import planning
-from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile, text
+from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
+from tests.semblend_trt.samples import text
 
 SYSTEM, DOCUMENT, OTHER, QUESTION = text(1, 100), text(2, 400), text(3, 300), text(4, 40)
 PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
@@ -424,11 +424,6 @@ def test_the_exact_run_is_the_longest_from_both_starts() -> None:
 def test_a_strict_plan_ends_where_a_block_ends(min_span: int, expected: list[PlanSpan]) -> None:
     assert cut_to_block([FIRST, SECOND], 16, min_span) == expected
     assert cut_to_block([PlanSpan("a", 0, 33, 14)], 16, 1) == cut_to_block([], 16, 1) == []
-
-
-def test_holes_lie_before_and_between_the_spans() -> None:
-    assert holes_of([FIRST, SECOND], 0) == []
-    assert holes_of([SECOND, PlanSpan("b", 0, 200, 9)], 96) == [range(96, 100), range(170, 200)]
 
 
 # -- any prompt ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from semblend_trt.discovery.span_index import Run, ScanBounds, ScanWork, SpanIndex
+from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
 UNBOUNDED = ScanBounds(
@@ -16,10 +17,6 @@ BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
 FEW_HASHES = {"one-hash": 0, "four-hashes": 3 << 40, "low-byte": 0xFF}
 MEBIBYTE_OF_TOKENS = (1 << 20) // 4
-
-
-def random_tokens(seed: int | np.random.Generator, length: int, vocabulary: int = 32_000) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
 
 
 def index_of(

@@ -23,10 +23,3 @@ def test_what_ends_a_check_is_a_finding_that_failed() -> None:
         "engine", Status.FAILED, "cannot be checked: OSError: libnothing.so: cannot open", None, {}
     )
     assert second.is_problem
-
-
-def test_notes_are_no_problem_and_refusals_are() -> None:
-    chapter = Chapter("model")
-    assert not chapter.note("so", "no_profile").is_problem
-    refused = chapter.refused("mla", "latent", layers=3)
-    assert (refused.is_problem, refused.reason, refused.details) == (True, "mla", {"layers": 3})

@@ -154,11 +154,6 @@ def test_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_unreadable")
 
 
-def test_no_profile_is_a_note() -> None:
-    (note,) = profile(load_settings(), None)
-    assert (note.status, note.reason) == (Status.NOTE, "no_profile")
-
-
 def test_other_policies_use_none(made: str) -> None:
     assert list(profile(load_settings(policy="exact"), None)) == []
     (note,) = profile(load_settings(policy="exact", profile_path=made), None)

@@ -42,11 +42,6 @@ def test_what_is_switched_off_is_refused(settings, reason: str | None) -> None:
     ]
 
 
-def test_settings_that_cannot_be_read() -> None:
-    (failed,) = variables(None, "SEMBLEND_POLICY: policy 'x' is not known")
-    assert (failed.status, failed.text) == (Status.FAILED, "SEMBLEND_POLICY: policy 'x' is not known")
-
-
 def test_nats_answers(nats_server) -> None:
     (answer,) = nats(load_settings(nats_url=nats_server.url, nats_stream="donors"))
     assert answer.status is Status.OK
@@ -68,7 +63,7 @@ def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path) -> None:
     assert (failed.status, "SEMBLEND_NATS_TLS_CA" in failed.text) == (Status.FAILED, True)
 
 
-def test_without_an_address_nobody_is_asked() -> None:
+def test_without_an_address_no_server_is_asked() -> None:
     assert list(nats(load_settings())) == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from semblend_trt.connector.contract import match_of
 from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.trtllm import MAX_BYTES, engine, kv_dtype_of, options, read_options
 from semblend_trt.errors import ConfigurationError
+from tests.pages import Page
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main(['doctor', '--json']))"
@@ -136,8 +136,7 @@ def test_an_engine_that_asks_for_more_cannot_make_our_connector(tmp_path: Path) 
     assert ours["details"] == {"missing": ["SemBlendKvConnectorScheduler.rewind"]}
 
 
-GUIDE = ROOT / "docs" / "attach.md"
-(SOUND,) = re.findall(r"^```yaml\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+(SOUND,) = Page("docs/attach.md").blocks("yaml")
 
 
 @pytest.fixture

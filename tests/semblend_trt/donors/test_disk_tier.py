@@ -208,7 +208,7 @@ def a_folder(path):
 
 def a_link(path):
     target = path.parents[1] / "target"
-    target.write_bytes(b"somebody else's")
+    target.write_bytes(b"of another owner")
     target.chmod(0o644)
     path.symlink_to(target)
 
@@ -236,7 +236,7 @@ THINGS = pytest.mark.parametrize("thing", [a_fifo, a_folder, a_link, a_dangling_
 def assert_target_is_as_it_was(tmp_path):
     target = tmp_path / "target"
     if target.exists():
-        assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"somebody else's", 0o644)
+        assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"of another owner", 0o644)
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -1,4 +1,4 @@
-"""What was written is read back bit for bit, and whatever else a file holds is refused by its reason."""
+"""What was written is read back bit for bit, and any other content of a file is refused by its reason."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_file_takes_the_bytes_that_were_counted_and_its_kv_begins_with_a_pag
     assert header % PAGE == 0
 
 
-def test_others_can_read_it_with_the_library(written):
+def test_others_can_read_it_with_safetensors(written):
     path, kv, _ = written
     with safe_open(str(path), framework="pt") as file:
         assert sorted(file.keys()) == ["kv", "tokens"]
@@ -176,7 +176,7 @@ def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path):
 
 @pytest.mark.parametrize("forgery", ["another key under our key's name", "our seal", "no seal", "no key"])
 def test_altered_kv_under_right_digests_is_refused(written, tmp_path, forgery, monkeypatch):
-    """Whoever writes the folder knows the format, and can read all files there; the key lies elsewhere."""
+    """A process that writes the folder may know the format and read all files there; the key lies elsewhere."""
     *_, seal = written
     name = donor_file._key_name(KEY)
     forged = tmp_path / "forged"
@@ -283,7 +283,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(written, monkeypatch):
     assert_refused("corrupt", kv_in, path, seal)
 
 
-def test_nobody_reads_into_the_memory_any_more_behind_an_error(written, monkeypatch):
+def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
     """It is another donor's by then."""
     path, _, seal = written
     read, over, ended = donor_file._read_all, threading.Event(), []

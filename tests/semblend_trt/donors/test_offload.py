@@ -1,4 +1,4 @@
-"""Whatever the disk does, every write and every fetch ends in one event, off the caller's thread."""
+"""Every write and every fetch ends in one event, also when the disk fails, and off the caller's thread."""
 
 from __future__ import annotations
 

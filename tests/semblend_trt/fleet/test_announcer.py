@@ -1,4 +1,4 @@
-"""What the connector tells the fleet: each donor once it is held, where it is, and that it is gone."""
+"""What an engine announces: each donor once it is held, its tier, and that it is gone."""
 
 from __future__ import annotations
 
@@ -23,81 +23,63 @@ from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, DonorPublisher, announcer_for, generation, worker_id_of
-from semblend_trt.fleet.connection import ConnectionOptions, is_meant
-from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_key
+from semblend_trt.fleet.connection import is_meant
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
 from semblend_trt.fleet.wire import Emitter, decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.runtime import PoolFacts, SavedDonor
 from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 
 
-class Notebook(DonorPublisher):
-    """Writes down what it is told."""
+class Recorded(DonorPublisher):
+    """Keeps the calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def held(self, donor_id: str, tokens: Any, tier: str) -> None:
-        self.told.append(("held", donor_id, len(tokens), tier))
-
-    def moved(self, donor_id: str, tier: str) -> None:
-        self.told.append(("moved", donor_id, tier))
+        self.calls.append(("held", donor_id, len(tokens), tier))
 
     def gone(self, donor_id: str) -> None:
-        self.told.append(("gone", donor_id))
+        self.calls.append(("gone", donor_id))
 
 
-def library(news: Any, host_tokens: int = 500, **overrides: Any) -> DonorIndex:
-    settings = load_settings(policy="position_fix", host_bytes=host_tokens * TOKEN_BYTES, **overrides)
-    return DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), news, None, lambda kind: None, None)
-
-
-def keep(books: DonorIndex, donor_id: str, tokens: Any, error: str | None = None) -> None:
-    intent = books.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
-    assert intent is not None
-    assert books.begin_save(intent, "namespace", tokens)
-    books.saved(SavedDonor(donor_id, 0 if error else len(tokens), error))
-
-
-def test_a_library_tells_of_donors_that_are_held_and_gone(text) -> None:
-    news = Notebook()
-    books = library(news)
-    keep(books, "a", text(1, 200))
-    keep(books, "b", text(2, 200))
-    keep(books, "c", text(3, 200))
-    books.lost({"b"})
-    assert news.told == [
+def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone() -> None:
+    recorded = Recorded()
+    settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    for seed, donor_id in enumerate("abcd"):
+        tokens, is_saved = text(seed, 200), donor_id != "d"
+        intent = index.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
+        assert intent is not None
+        assert index.begin_save(intent, "namespace", tokens)
+        index.saved(SavedDonor(donor_id, 200 if is_saved else 0, None if is_saved else "disk on fire"))
+    index.lost({"c"})
+    assert recorded.calls == [
         ("held", "a", 200, "host"),
         ("held", "b", 200, "host"),
         ("gone", "a"),
         ("held", "c", 200, "host"),
         ("gone", "b"),
+        ("gone", "d"),
+        ("gone", "c"),
     ]
 
 
-def test_a_library_tells_of_donors_that_move_down(text) -> None:
-    news = Notebook()
-    books = library(news, host_tokens=300, device_bytes=15 * 16 * TOKEN_BYTES)
-    keep(books, "a", text(1, 200))
-    keep(books, "b", text(2, 200))
-    assert news.told == [("held", "a", 200, "device"), ("moved", "a", "host"), ("held", "b", 200, "device")]
-
-
-def test_a_failed_save_is_never_announced(text) -> None:
-    news = Notebook()
-    keep(library(news), "a", text(1, 200), "disk on fire")
-    assert news.told == [("gone", "a")]
-
-
-def test_without_a_server_nobody_is_told(monkeypatch) -> None:
+def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch) -> None:
     monkeypatch.delenv("SEMBLEND_NATS_URL", raising=False)
-    assert type(announcer_for(load_settings())) is DonorPublisher
-    assert type(announcer_for(load_settings(nats_url="nats://127.0.0.1:1", enabled=False))) is DonorPublisher
+    before = threading.active_count()
+    for settings in (load_settings(), load_settings(nats_url="nats://127.0.0.1:1", enabled=False)):
+        publisher = announcer_for(settings)
+        assert type(publisher) is DonorPublisher
+        publisher.close()
+    assert threading.active_count() == before
 
 
 def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
@@ -117,14 +99,14 @@ def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "tenant-acme"])
-def test_a_router_with_the_salt_estimates_the_overlap(nats_server, make_reader, base_namespace, text, salt) -> None:
+def test_a_router_with_the_salt_estimates_the_overlap(nats_server, make_reader, salt) -> None:
     reader = make_reader(nats_server.url)
-    news = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
-    namespace, tokens = base_namespace.for_request(salt, None), text(1, 4000)
-    news.intended("a", namespace, salt)
-    news.held("a", tokens, "host")
+    donors = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
+    namespace, tokens = BASE_NAMESPACE.for_request(salt, None), text(1, 4000)
+    donors.intended("a", namespace, salt)
+    donors.held("a", tokens, "host")
     assert reader.wait_for(lambda reader: "donor_registered" in reader.kinds())
-    news.close()
+    donors.close()
     payload = next(each for each in reader.payloads if b"donor_registered" in each)
     data = decode(payload).data
     assert CacheNamespace.from_dict(data.namespace) == namespace
@@ -140,82 +122,69 @@ def test_a_router_with_the_salt_estimates_the_overlap(nats_server, make_reader, 
     assert share("" if salt is None else None) == 0
 
 
-def test_a_donor_of_an_earlier_process_is_told_once_its_namespace_is_named(
-    nats_server, make_reader, base_namespace, text
+def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(
+    nats_server, make_reader
 ) -> None:
     reader = make_reader(nats_server.url)
-    news = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
-    salted, plain = base_namespace.for_request("acme", None), base_namespace.for_request(None, None)
+    donors = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
+    salted, plain = BASE_NAMESPACE.for_request("acme", None), BASE_NAMESPACE.for_request(None, None)
     for number in range(40):
-        news.found(f"salted-{number}", salted.key, text(number, 100), "disk")
-    news.found("lost", plain.key, text(50, 100), "disk")
-    news.found("plain", plain.key, text(51, 100), "disk")
-    news.gone("lost")
-    news.moved("plain", "host")
-    news.intended("next", plain, None)
+        donors.found(f"salted-{number}", salted.key, text(number, 100), "disk")
+    donors.found("lost", plain.key, text(50, 100), "disk")
+    donors.found("plain", plain.key, text(51, 100), "disk")
+    donors.gone("lost")
+    donors.moved("plain", "host")
+    donors.intended("next", plain, None)
     for _ in range(3):
-        news.intended("next", salted, "acme")
+        donors.intended("next", salted, "acme")
 
-    def tells_all(reader) -> bool:
-        return any(each.donors == 41 for each in reader.directory.workers())
-
-    assert reader.wait_for(tells_all)
+    assert reader.wait_for(lambda reader: len(reader.directory.donors_of((5, 0))) == 41)
     events = [decode(payload).data for payload in reader.payloads]
     told = {data.donor_id: data for data in events if data.kind == "donor_registered"}
     assert told["plain"].location.tier == "host"
     assert CacheNamespace.from_dict(told["salted-7"].namespace) == salted
     sketch = Sketch.from_bytes(told["salted-7"].segments[0].provider_metadata)
     assert overlap(sketch, prompt_fingerprints(text(7, 100), sketch_key(salted.key, "acme"))) == 1.0
-    news.close()
+    donors.close()
+
+
+def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, make_reader) -> None:
+    reader, worker = make_reader(nats_server.url), make_worker(nats_server)
+    other = DonorAnnouncer(worker.publisher, lambda: None)
+    other.intended("other", NAMESPACE, None)
+    other.held("other", text(1, 100), "host")
+    worker.add("own")
+    assert reader.wait_for(lambda reader: len(reader.directory.donors_of((3, 0))) == 2)
+    other.close()
+    assert reader.wait_for(lambda reader: reader.directory.donors_of((3, 0)) == worker.held)
 
 
 class BrokenPublisher:
-    """Fails whatever it is asked."""
-
-    def add(self, library: object) -> None: ...
-
-    def changed(self, *_: Any) -> None:
-        raise RuntimeError("injected")
+    """Fails at every call."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("injected")
 
 
-def test_nothing_is_raised_into_serving(namespace, text, caplog) -> None:
-    news = DonorAnnouncer(BrokenPublisher(), lambda: None)
-    news.intended("a", namespace, None)
-    news.held("a", text(1, 100), "host")
-    news.embedded("a", np.ones(4, dtype=np.float32))
-    news.moved("a", "device")
-    news.found("b", namespace.key, text(1, 100), "disk")
-    news.intended("c", namespace, None)
-    news.gone("a")
-    news.close()
-    assert "the fleet is not told of a donor" in caplog.text
+def test_nothing_is_raised_into_serving(caplog) -> None:
+    donors = DonorAnnouncer(BrokenPublisher(), lambda: None)
+    donors.intended("a", NAMESPACE, None)
+    donors.held("a", text(1, 100), "host")
+    donors.embedded("a", np.ones(4, dtype=np.float32))
+    donors.moved("a", "device")
+    donors.found("b", NAMESPACE.key, text(1, 100), "disk")
+    donors.intended("c", NAMESPACE, None)
+    donors.gone("a")
+    donors.close()
+    assert caplog.messages.count("a change of a donor is not announced") == 6
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "msgspec", None)
-    news = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
-    assert type(news) is DonorPublisher
+    donors = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
+    assert type(donors) is DonorPublisher
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
-
-
-def test_options_show_no_secret() -> None:
-    settings = load_settings(nats_url="nats://user:hunter2@127.0.0.1:4222, nats://other", nats_token="s3cret")
-    options = ConnectionOptions.of(settings)
-    assert options is not None
-    assert options.servers == ("nats://user:hunter2@127.0.0.1:4222", "nats://other")
-    for shown in (repr(options), repr(settings), settings.model_dump_json()):
-        assert "hunter2" not in shown
-        assert "s3cret" not in shown
-
-
-def test_no_thread_is_left_without_a_server(monkeypatch) -> None:
-    before = threading.active_count()
-    announcer_for(load_settings(enabled=False)).close()
-    assert threading.active_count() == before
 
 
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -228,7 +197,7 @@ def ids(seed: int, length: int) -> list[int]:
 
 @pytest.fixture
 def engine(tiny_qwen2_path, nats_server, monkeypatch):
-    """An embedded engine that tells the server of its donors as worker 4, with room for two of 300 tokens."""
+    """An embedded engine that announces its donors as worker 4 and has room for two of 300 tokens."""
     settings = {"POLICY": "position_fix", "NATS_URL": nats_server.url, "WORKER_ID": "4", "HEARTBEAT_SECONDS": "0.2"}
     for name, value in settings.items():
         monkeypatch.setenv(f"SEMBLEND_{name}", value)
@@ -246,15 +215,15 @@ def engine(tiny_qwen2_path, nats_server, monkeypatch):
 
 def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader) -> None:
     reader = make_reader(nats_server.url)
-    reader.ask()  # what the engine said before somebody listened
+    reader.ask()  # for what the engine announced before
     documents = [ids(seed, 300) for seed in range(3)]
     for document in documents:
         engine.generate(document, PREFILL)
         engine.settle()
-    engine.generate(ids(9, 40), PREFILL)  # the scheduler hears of the last save at its next call
+    engine.generate(ids(9, 40), PREFILL)  # the scheduler learns of the last save at its next call
 
     def shown(reader) -> list[list[bool]]:
-        """Which of the documents each donor that is known holds."""
+        """For each known donor, which of the documents it holds."""
         held, shares = reader.directory.donors_of((4, 0)), {}
         for data in (decode(payload).data for payload in reader.payloads):
             if data.kind == "donor_registered" and data.donor_id in held:
@@ -277,7 +246,7 @@ STREAM = (5, 0)
 @pytest.mark.parametrize("is_sent", [True, False])
 @pytest.mark.parametrize("is_found_on_disk", [True, False])
 def test_embeddings_reach_readers_only_when_they_are_to(
-    nats_server, make_reader, namespace, tmp_path, is_sent, is_found_on_disk
+    nats_server, make_reader, tmp_path, is_sent, is_found_on_disk
 ) -> None:
     settings = load_settings(
         nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
@@ -293,13 +262,13 @@ def test_embeddings_reach_readers_only_when_they_are_to(
     )
     tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
     if is_found_on_disk:
-        neighbourhood.found("a", namespace.key, tokens, "disk")
-        assert neighbourhood.neighbours.drain(60)
-        neighbourhood.intended("b", namespace, None)
+        neighbourhood.found("a", NAMESPACE.key, tokens, "disk")
+        neighbourhood.neighbours.drain()
+        neighbourhood.intended("b", NAMESPACE, None)
     else:
-        neighbourhood.intended("a", namespace, None)
+        neighbourhood.intended("a", NAMESPACE, None)
         neighbourhood.held("a", tokens, "host")
-        assert neighbourhood.neighbours.drain(60)
+        neighbourhood.neighbours.drain()
 
     def sent() -> list[str | None]:
         events = [decode(payload).data for payload in reader.payloads]

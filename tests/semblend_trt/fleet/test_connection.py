@@ -133,11 +133,11 @@ class WatchedDirectory(Directory):
 
     def __init__(self, loss: float = 0.0, **keywords: Any) -> None:
         super().__init__(**({"resync_seconds": 0.3} | keywords))
-        self.news, self.loss, self._rng = asyncio.Event(), loss, np.random.default_rng(0)
+        self.changed, self.loss, self._rng = asyncio.Event(), loss, np.random.default_rng(0)
         self._held_back: bytes | None = None
 
     def observe(self, payload: bytes, sender: str | None = None):
-        self.news.set()  # who waits looks in a later turn of the loop
+        self.changed.set()  # who waits looks in a later turn of the loop
         if self._rng.random() < self.loss:
             return None
         if self._rng.random() < self.loss:  # it comes after the next one
@@ -147,8 +147,8 @@ class WatchedDirectory(Directory):
     async def until(self, condition) -> None:
         async def holds() -> None:
             while not condition():
-                await self.news.wait()
-                self.news.clear()
+                await self.changed.wait()
+                self.changed.clear()
 
         await asyncio.wait_for(holds(), 60)
 
@@ -186,7 +186,7 @@ def test_what_was_told_before_it_began_to_read_is_learnt(nats_server, make_worke
 
     async def check(directory, reader) -> None:
         await directory.until(lambda: directory.equals(workers))
-        workers[WORKERS[0]].news.close()
+        workers[WORKERS[0]].announcer.close()
         await directory.until(lambda: directory.donors_of(WORKERS[0]) == {})
 
     reading(nats_server, check)
@@ -284,7 +284,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(make_nats_server, make_wor
 def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog) -> None:
     async def check(directory, reader) -> None:
         def fails(*_: object) -> None:
-            directory.news.set()
+            directory.changed.set()
             raise RuntimeError("a message that cannot be taken")
 
         observe, directory.observe = directory.observe, fails

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, LONGEST_INTERVAL, Directory, Holder, Verdict
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
-from semblend_trt.fleet.sketch import overlap, prompt_fingerprints, sketch_key, sketch_of
+from semblend_trt.fleet.sketch import overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from tests.semblend_trt.fleet.conftest import Teller
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
@@ -114,16 +116,16 @@ def test_what_is_wrong_is_told_with_its_name() -> None:
     speaks.reset()
     feed(directory, [speaks.evicted("a"), *said("reset", generation=1)])
     assert [reason for reason, _ in told] == ["duplicate", "malformed", "unknown_donor", "wrong_state", "gap", "stale"]
-    assert told[0][1] == "worker 3.0, event 1: was seen, or comes too late"
+    assert told[0][1] == "worker 3.0, event 1: was seen already, or comes too late"
     assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
 
 
-def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory, make_teller, text) -> None:
+def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory) -> None:
     document, half = text(1, 3000), text(2, 3000)
-    first, second = make_teller(WORKER), make_teller(OTHER)
+    first, second = Teller(WORKER), Teller(OTHER)
     first.add("a", document)
     second.add("b", np.concatenate([text(3, 500), half]))
-    feed(directory, first.news() + second.news())
+    feed(directory, first.messages() + second.messages())
     prompt = np.concatenate([text(4, 300), document, half[:1500], text(5, 200)])
     found = directory.holders(prompt)
     assert [holder.worker for holder in found] == [WORKER, OTHER]
@@ -133,58 +135,58 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory, mak
     assert directory.holders(text(6, 2000)) == ()
 
 
-def test_a_lone_donors_estimate_is_that_of_its_sketch(directory, make_teller, namespace, text) -> None:
-    teller, key = make_teller(WORKER), sketch_key(namespace.key, None)
+def test_a_lone_donors_estimate_is_that_of_its_sketch(directory) -> None:
+    teller, key = Teller(WORKER), sketch_key(NAMESPACE.key, None)
     teller.add("a", text(1, 20_000))
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     prompt = np.concatenate([text(1, 20_000)[3000:11_000], text(2, 4000)])
     share = overlap(sketch_of(text(1, 20_000), key), prompt_fingerprints(prompt, key))
     assert directory.holders(prompt) == (Holder(WORKER, round(share * len(prompt))),)
 
 
-def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory, make_teller, text) -> None:
-    teller, parts = make_teller(WORKER), [text(seed, 1500) for seed in range(3)]
+def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory) -> None:
+    teller, parts = Teller(WORKER), [text(seed, 1500) for seed in range(3)]
     teller.add("a", np.concatenate(parts[:2]))
     teller.add("b", np.concatenate(parts[1:]))
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     (holder,) = directory.holders(np.concatenate(parts))
     assert holder.tokens == pytest.approx(4500, rel=0.1)
 
 
-def test_donors_that_are_gone_are_not_found(directory, make_teller, text) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_donors_that_are_gone_are_not_found(directory) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     for name in ("a", "b"):
         teller.add(name, document)
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     teller.remove("a")
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     assert directory.holders(document) == (Holder(WORKER, 1000),)
     teller.remove("b")
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     assert directory.holders(document) == ()
     assert directory.donors_of(WORKER) == {}
     assert not directory._namespaces._by_key
 
 
-def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory, make_teller, text) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    *news, registered = teller.news()
+    *messages, registered = teller.messages()
     teller.remove("a")
-    (evicted,) = teller.news()
+    (evicted,) = teller.messages()
     message = json.loads(evicted)
     message["data"]["segments"] = [0]
-    feed(directory, [*news, registered, json.dumps(message).encode()])
+    feed(directory, [*messages, registered, json.dumps(message).encode()])
     assert directory.holders(document) == ()
     assert directory.donors_of(WORKER) == {"a": "device"}
 
 
-def test_tenants_and_models_never_meet(directory, make_teller, text) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_tenants_and_models_never_meet(directory) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     for number, salt in enumerate((None, "acme", "acme ", "")):
         teller.add(f"donor-{number}", document, salt)
     teller.remove("donor-2")
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     held = (Holder(WORKER, 1000),)
     for salt in (None, "acme", ""):
         assert directory.holders(document, tenant_salt=salt) == held
@@ -193,19 +195,17 @@ def test_tenants_and_models_never_meet(directory, make_teller, text) -> None:
     assert directory.holders(document, model="tiny") == held
     assert directory.holders(document, model="huge") == ()
     teller.remove("donor-1")
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     assert directory.holders(document, tenant_salt="acme") == ()
     assert directory.holders(document) == held
 
 
-def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(
-    directory, make_teller, base_namespace, text
-) -> None:
+def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory) -> None:
     """Whoever repeats a tenant's namespace, which stands on the subject, cannot draw that tenant's requests."""
-    teller, document = make_teller(WORKER), text(1, 1000)
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document, "acme")
-    reset, registered = teller.news()
-    guess = sketch_of(document, sketch_key(base_namespace.for_request("acme", None).key, None)).to_bytes()
+    reset, registered = teller.messages()
+    guess = sketch_of(document, sketch_key(BASE_NAMESPACE.for_request("acme", None).key, None)).to_bytes()
     message = json.loads(registered)
     message["data"]["segments"][0]["provider_metadata"] = list(guess)
     feed(directory, [reset, json.dumps(message).encode()])
@@ -213,10 +213,10 @@ def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(
     assert directory.holders(document, tenant_salt="acme") == ()
 
 
-def test_bad_questions_are_refused(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
+def test_bad_questions_are_refused(directory) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 100))
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     with pytest.raises(ValueError, match="one dimension"):
         directory.holders([[1, 2]])
     with pytest.raises(NamespaceError, match="salt"):
@@ -224,64 +224,64 @@ def test_bad_questions_are_refused(directory, make_teller, text) -> None:
     assert directory.holders([]) == ()
 
 
-def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, make_teller, clock, text) -> None:
-    teller = make_teller(WORKER)
-    reset, *_ = teller.news()
+def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, clock) -> None:
+    teller = Teller(WORKER)
+    reset, *_ = teller.messages()
     teller.add("a", text(1, 100))
-    teller.news()
+    teller.messages()
     teller.add("b", text(2, 100))
-    assert feed(directory, [reset, *teller.news()]) == [Verdict.RESET, Verdict.GAP]
+    assert feed(directory, [reset, *teller.messages()]) == [Verdict.RESET, Verdict.GAP]
     assert directory.resyncs_due() == (WORKER,)
     assert directory.resyncs_due() == ()
     clock.now += 10
     assert directory.resyncs_due() == (WORKER,)
     assert [state.is_synced for state in directory.workers()] == [False]
     teller.resync()
-    feed(directory, teller.news(heartbeat=True))
+    feed(directory, teller.messages(heartbeat=True))
     clock.now += 10
     assert directory.resyncs_due() == ()
     assert directory.donors_of(WORKER) == teller.held
     assert [(state.is_synced, state.donors) for state in directory.workers()] == [(True, 2)]
 
 
-def test_a_lost_last_event_shows_with_the_next_heartbeat(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
-    reset, *_ = teller.news()
+def test_a_lost_last_event_shows_with_the_next_heartbeat(directory) -> None:
+    teller = Teller(WORKER)
+    reset, *_ = teller.messages()
     teller.add("a", text(1, 100))
-    (lost,) = teller.news()
-    (heartbeat,) = teller.news(heartbeat=True)
+    (lost,) = teller.messages()
+    (heartbeat,) = teller.messages(heartbeat=True)
     feed(directory, [reset, changed(heartbeat, event_id=json.loads(lost)["event_id"])])
     assert directory.counts["wrong_state"] == 1
     assert directory.resyncs_due() == (WORKER,)
 
 
-def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, make_teller, clock, text) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    feed(directory, teller.news(heartbeat=True))
+    feed(directory, teller.messages(heartbeat=True))
     clock.now += 10 * HEARTBEATS_MISSED
     assert directory.holders(document)
     clock.now += 1
     assert directory.holders(document) == ()
     assert directory.workers() == ()
-    back = make_teller(WORKER, generation=3)
+    back = Teller(WORKER, generation=3)
     back.add("b", document)
-    feed(directory, back.news())
+    feed(directory, back.messages())
     assert directory.holders(document) == (Holder(WORKER, 1000),)
 
 
 @pytest.mark.parametrize("forged", ["generation", "event_id", "interval", "reset"])
-def test_a_forged_event_blinds_for_some_heartbeats_at_most(directory, make_teller, clock, text, forged) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_a_forged_event_blinds_for_some_heartbeats_at_most(directory, clock, forged) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    news = teller.news(heartbeat=True)
-    feed(directory, news)
+    messages = teller.messages(heartbeat=True)
+    feed(directory, messages)
     ahead = int(NOW_S * 1e6)
     forgery = {
-        "generation": changed(news[0], generation=ahead, event_id=1),
-        "event_id": changed(news[-1], event_id=1 << 60),
-        "interval": changed(news[-1], event_id=4, interval_seconds=86400.0),
-        "reset": changed(news[0], event_id=4),
+        "generation": changed(messages[0], generation=ahead, event_id=1),
+        "event_id": changed(messages[-1], event_id=1 << 60),
+        "interval": changed(messages[-1], event_id=4, interval_seconds=86400.0),
+        "reset": changed(messages[0], event_id=4),
     }[forged]
     assert directory.observe(forgery).is_to_apply
     for _ in range(int(HEARTBEATS_MISSED * LONGEST_INTERVAL / 10) + 2):
@@ -289,46 +289,46 @@ def test_a_forged_event_blinds_for_some_heartbeats_at_most(directory, make_telle
         asked = directory.resyncs_due()
         if asked:
             teller.resync()
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
     assert directory.holders(document) == (Holder(WORKER, 1000),)
     assert directory.workers()[0].is_synced
 
 
 @pytest.mark.parametrize("forged", ["generation", "event_id", "interval", "endless_first", "donors"])
-def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(
-    directory, make_teller, clock, text, forged
-) -> None:
+def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged) -> None:
     """A heartbeat a second, and behind each of the first ten a forgery; nothing but heartbeats ends what it did."""
-    teller, document = make_teller(WORKER), text(1, 1000)
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    forger = make_teller(WORKER, generation=int(NOW_S * 1e6))
+    forger = Teller(WORKER, generation=int(NOW_S * 1e6))
     forger.add("forged", text(2, 1000))
-    forger_news = [changed(each, event_id=1 << 40 | number) for number, each in enumerate(forger.news(heartbeat=True))]
+    forged_messages = [
+        changed(each, event_id=1 << 40 | number) for number, each in enumerate(forger.messages(heartbeat=True))
+    ]
 
     def beat() -> None:
         clock.now += 1.0
         if directory.resyncs_due():
             teller.resync()
-        feed(directory, teller.news())
-        feed(directory, [changed(*teller.news(heartbeat=True), interval_seconds=1.0)])
+        feed(directory, teller.messages())
+        feed(directory, [changed(*teller.messages(heartbeat=True), interval_seconds=1.0)])
 
     def forge(last: bytes) -> None:
         number = json.loads(last)["event_id"]
         if forged == "generation":
-            feed(directory, forger_news)
+            feed(directory, forged_messages)
         elif forged == "event_id":
             directory.observe(changed(last, event_id=number + (1 << 40)))
         elif forged == "interval":
             directory.observe(changed(last, event_id=number + (1 << 40), interval_seconds=86400.0))
         elif forged == "endless_first":  # whenever the worker was forgotten, the forger speaks first
-            feed(directory, forger_news[::-1])
+            feed(directory, forged_messages[::-1])
         else:
-            directory.observe(changed(forger_news[1], event_id=number + 1, provider_generation=teller.generation))
+            directory.observe(changed(forged_messages[1], event_id=number + 1, provider_generation=teller.generation))
 
     beat()
     for _ in range(10):
         beat()
-        (last,) = teller.news(heartbeat=True)
+        (last,) = teller.messages(heartbeat=True)
         forge(last)
     for _ in range(HEARTBEATS_MISSED + 1):  # and one whose answer to a request for a resync it carries
         beat()
@@ -337,58 +337,56 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(
     assert directory.workers()[0].is_synced
 
 
-def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(
-    directory, make_teller, clock, text
-) -> None:
-    live, older = make_teller(WORKER, generation=9), make_teller(WORKER, generation=8)
+def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock) -> None:
+    live, older = Teller(WORKER, generation=9), Teller(WORKER, generation=8)
     live.add("a", text(1, 1000))
-    feed(directory, live.news())
+    feed(directory, live.messages())
     for _ in range(3 * HEARTBEATS_MISSED):
         clock.now += 10
-        feed(directory, [*older.news(heartbeat=True), *live.news(heartbeat=True)])
+        feed(directory, [*older.messages(heartbeat=True), *live.messages(heartbeat=True)])
     assert directory.donors_of(WORKER) == live.held
     assert not directory.counts["expired"]
 
 
-def test_what_was_left_out_for_want_of_room_is_asked_for_when_there_is_some(make_teller, clock, text) -> None:
+def test_what_was_left_out_for_want_of_room_is_asked_for_when_there_is_some(clock) -> None:
     directory = Directory(max_donors=4, clock=clock)
-    crowd, teller = make_teller(OTHER), make_teller(WORKER)
+    crowd, teller = Teller(OTHER), Teller(WORKER)
     for name in range(4):
         crowd.add(f"forged-{name}", text(name, 200))
     teller.add("a", text(9, 1000))
-    feed(directory, crowd.news(heartbeat=True) + teller.news(heartbeat=True))
+    feed(directory, crowd.messages(heartbeat=True) + teller.messages(heartbeat=True))
     assert directory.donors_of(WORKER) == {}
     assert directory.resyncs_due() == ()
     crowd.remove("forged-0")
-    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    feed(directory, crowd.messages() + teller.messages(heartbeat=True))
     assert directory.resyncs_due() == (WORKER,)
     teller.resync()
-    feed(directory, teller.news(heartbeat=True))
+    feed(directory, teller.messages(heartbeat=True))
     assert directory.holders(text(9, 1000)) == (Holder(WORKER, 1000),)
     assert directory.resyncs_due() == ()
 
 
-def test_donors_without_a_namespace_are_asked_for_when_there_is_one(directory, make_teller, text, monkeypatch) -> None:
+def test_donors_without_a_namespace_are_asked_for_when_there_is_one(directory, monkeypatch) -> None:
     monkeypatch.setattr(directory._namespaces, "_max_namespaces", 1)
-    crowd, teller = make_teller(OTHER), make_teller(WORKER)
+    crowd, teller = Teller(OTHER), Teller(WORKER)
     crowd.add("forged", text(1, 200), "another tenant")
     teller.add("a", text(9, 1000))
-    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    feed(directory, crowd.messages() + teller.messages(heartbeat=True))
     assert directory.holders(text(9, 1000)) == ()
     assert directory.resyncs_due() == ()
     crowd.remove("forged")
-    feed(directory, crowd.news() + teller.news(heartbeat=True))
+    feed(directory, crowd.messages() + teller.messages(heartbeat=True))
     assert directory.resyncs_due() == (WORKER,)
     teller.resync()
-    feed(directory, teller.news(heartbeat=True))
+    feed(directory, teller.messages(heartbeat=True))
     assert directory.holders(text(9, 1000)) == (Holder(WORKER, 1000),)
 
 
-def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, make_teller, clock, text) -> None:
-    teller = make_teller(WORKER)
+def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, clock) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 100))
-    feed(directory, teller.news()[1:])  # its reset was lost
-    feed(directory, [changed(*teller.news(heartbeat=True), interval_seconds=1.0)])
+    feed(directory, teller.messages()[1:])  # its reset was lost
+    feed(directory, [changed(*teller.messages(heartbeat=True), interval_seconds=1.0)])
     assert directory.resyncs_due() == (WORKER,)
     clock.now += 0.5
     assert directory.resyncs_due() == ()
@@ -396,21 +394,21 @@ def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, ma
     assert directory.resyncs_due() == (WORKER,)
 
 
-def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
+def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
-    news = teller.news()
+    messages = teller.messages()
     for sender in ("4", "03", "3.0", "", "resync"):
-        assert {directory.observe(each, sender) for each in news} == {Verdict.REFUSED}
-    assert directory.counts["wrong_subject"] == 5 * len(news)
+        assert {directory.observe(each, sender) for each in messages} == {Verdict.REFUSED}
+    assert directory.counts["wrong_subject"] == 5 * len(messages)
     assert directory.workers() == ()
-    assert directory.observe(news[0], "3") is Verdict.RESET
+    assert directory.observe(messages[0], "3") is Verdict.RESET
 
 
-def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
+def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 100))
-    reset, registered = teller.news()
+    reset, registered = teller.messages()
     feed(directory, [reset, registered])
     far = int((NOW_S + 90_000) * 1e6)
     assert directory.observe(changed(reset, generation=far)) is Verdict.REFUSED
@@ -420,7 +418,7 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, mak
     assert directory.donors_of(WORKER) == teller.held
     assert directory.resyncs_due() == (WORKER,)
     teller.restart()
-    assert feed(directory, teller.news()) == [Verdict.RESET, Verdict.NEXT]
+    assert feed(directory, teller.messages()) == [Verdict.RESET, Verdict.NEXT]
 
 
 @pytest.mark.parametrize("is_reset_lost", [False, True])
@@ -434,17 +432,17 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory, mak
     ],
 )
 def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(
-    directory, make_teller, clock, text, skew_s, counted, is_reset_lost
+    directory, clock, skew_s, counted, is_reset_lost
 ) -> None:
     started = int((NOW_S - 30) * 1e6)
-    dead, back = make_teller(WORKER, started), make_teller(WORKER, started + skew_s * 1_000_000)
+    dead, back = Teller(WORKER, started), Teller(WORKER, started + skew_s * 1_000_000)
     dead.add("dead", text(1, 1000))
-    feed(directory, dead.news(heartbeat=True))
+    feed(directory, dead.messages(heartbeat=True))
     back.add("back", text(2, 1000))
-    feed(directory, back.news()[is_reset_lost:])
+    feed(directory, back.messages()[is_reset_lost:])
     for _ in range(HEARTBEATS_MISSED + 2):
         clock.now += 10
-        feed(directory, back.news(heartbeat=True))
+        feed(directory, back.messages(heartbeat=True))
         if directory.resyncs_due():
             back.resync()
     assert directory.donors_of(WORKER) == back.held
@@ -454,46 +452,44 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
 
 
-def test_the_first_thing_heard_of_a_worker_blinds_for_some_heartbeats_at_most(
-    directory, make_teller, clock, text
-) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_the_first_thing_heard_of_a_worker_blinds_for_some_heartbeats_at_most(directory, clock) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    forged = make_teller(WORKER, generation=1 << 60)
-    feed(directory, [*forged.news(), changed(*forged.news(heartbeat=True), interval_seconds=86400.0)])
+    forged = Teller(WORKER, generation=1 << 60)
+    feed(directory, [*forged.messages(), changed(*forged.messages(heartbeat=True), interval_seconds=86400.0)])
     for _ in range(int(HEARTBEATS_MISSED * LONGEST_INTERVAL / 10) + 2):
         clock.now += 10
         if directory.resyncs_due():
             teller.resync()
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
     assert directory.holders(document) == (Holder(WORKER, 1000),)
     assert directory.workers()[0].is_synced
 
 
-def test_only_accepted_workers_are_followed(make_teller, text) -> None:
+def test_only_accepted_workers_are_followed() -> None:
     directory = Directory(accepted=[WORKER])
     for worker in (WORKER, OTHER):
-        teller = make_teller(worker)
+        teller = Teller(worker)
         teller.add("a", text(1, 1000))
-        feed(directory, teller.news())
+        feed(directory, teller.messages())
     assert [holder.worker for holder in directory.holders(text(1, 1000))] == [WORKER]
     assert directory.counts["unknown_worker"] == 2
 
 
-def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(make_teller, clock, text) -> None:
+def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(clock) -> None:
     directory = Directory(max_workers=2, max_donors=5, clock=clock)
-    tellers = [make_teller((number, 0)) for number in range(3)]
+    tellers = [Teller((number, 0)) for number in range(3)]
     for teller in tellers:
         for name in range(4):
             teller.add(f"donor-{name}", text(name, 200))
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
     assert [state.donors for state in directory.workers()] == [4, 1]
     assert directory.counts["too_many_donors"] == 3
     assert directory.counts["refused"] == 6
     assert directory.resyncs_due() == ()
     tellers[0].remove("donor-0")
     tellers[1].resync()
-    feed(directory, tellers[0].news(heartbeat=True) + tellers[1].news(heartbeat=True))
+    feed(directory, tellers[0].messages(heartbeat=True) + tellers[1].messages(heartbeat=True))
     assert [state.donors for state in directory.workers()] == [3, 2]
 
 
@@ -504,10 +500,10 @@ GARBAGE = (
 )  # fmt: skip
 
 
-def test_garbage_is_counted_and_changes_nothing(directory, make_teller, text) -> None:
-    teller, document = make_teller(WORKER), text(1, 1000)
+def test_garbage_is_counted_and_changes_nothing(directory) -> None:
+    teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     assert feed(directory, GARBAGE) == [None] * len(GARBAGE)
     reasons = ("malformed", "invalid", "version", "oversize")
     assert sum(directory.counts[reason] for reason in reasons) == len(GARBAGE)
@@ -520,10 +516,10 @@ def test_no_bytes_raise(payload) -> None:
     Directory().observe(payload)
 
 
-def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
+def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
-    reset, registered = teller.news()
+    reset, registered = teller.messages()
     message = json.loads(registered)
     bad = []
     for change in ("namespace", "tenant", "nested", "sketch", "kind"):
@@ -548,39 +544,39 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert directory.workers()[0].is_synced
 
 
-def test_what_a_worker_held_leaves_the_index_with_the_next_events(make_teller, text) -> None:
-    directory, teller = Directory(max_donors=40), make_teller(WORKER)
+def test_what_a_worker_held_leaves_the_index_with_the_next_events() -> None:
+    directory, teller = Directory(max_donors=40), Teller(WORKER)
     for number in range(30):
         teller.add(f"donor-{number}", text(number, 2000))
     for _ in range(20):
         teller.resync()
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
         assert not directory.counts["index_full"]
     for _ in range(30):
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
     assert len(directory._by_number) <= 4
     assert directory._entries == sum(len(each.posting.entries) for each in directory._workers[WORKER].donors.values())
 
 
-def test_sketches_beyond_the_index_are_left_out(make_teller, text) -> None:
-    directory, teller = Directory(max_donors=2), make_teller(WORKER)
+def test_sketches_beyond_the_index_are_left_out() -> None:
+    directory, teller = Directory(max_donors=2), Teller(WORKER)
     teller.add("a", text(1, 2000))
     teller.add("b", text(2, 2000))
-    reset, first, second = teller.news()
+    reset, first, second = teller.messages()
     large = sketch_of(text(1, 6000), bytes(16), 500).to_bytes()
     forged = json.loads(first)
     forged["data"]["segments"][0]["provider_metadata"] = list(large)
     feed(directory, [reset, json.dumps(forged).encode(), second])
     assert directory.counts["index_full"] == 1
     assert directory.donors_of(WORKER) == teller.held
-    feed(directory, [teller.news(heartbeat=True)[0]])
+    feed(directory, [teller.messages(heartbeat=True)[0]])
     assert is_synced(directory)
 
 
-def test_a_purge_takes_all_of_a_worker(directory, make_teller, text) -> None:
-    teller = make_teller(WORKER)
+def test_a_purge_takes_all_of_a_worker(directory) -> None:
+    teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
-    feed(directory, teller.news())
+    feed(directory, teller.messages())
     writer = EventWriter(Emitter(*WORKER, 7), EventFormat.MSGPACK)
     writer.last_id = 2
     assert directory.observe(writer.purged()) is Verdict.NEXT
@@ -598,10 +594,10 @@ def histories(draw):
 
 @given(histories())
 @settings(max_examples=60)
-def test_after_a_resync_the_directory_equals_the_truth(make_teller, text, history) -> None:
+def test_after_a_resync_the_directory_equals_the_truth(history) -> None:
     clock = Clock()
     directory = Directory(clock=clock, wall_clock=lambda: NOW_S)
-    tellers = [make_teller((number, 0)) for number in range(3)]
+    tellers = [Teller((number, 0)) for number in range(3)]
     late: list[bytes] = []
     for number, deed, donor, fate in history:
         teller, name = tellers[number], f"donor-{donor}"
@@ -611,7 +607,7 @@ def test_after_a_resync_the_directory_equals_the_truth(make_teller, text, histor
             getattr(teller, deed)(name)
         elif deed in ("restart", "resync"):
             getattr(teller, deed)()
-        for payload in teller.news(heartbeat=deed == "beat"):
+        for payload in teller.messages(heartbeat=deed == "beat"):
             if fate == "late":
                 late.append(payload)
             else:
@@ -621,7 +617,7 @@ def test_after_a_resync_the_directory_equals_the_truth(make_teller, text, histor
     feed(directory, late)
     for teller in tellers:
         teller.resync()
-        feed(directory, teller.news(heartbeat=True))
+        feed(directory, teller.messages(heartbeat=True))
         assert directory.donors_of(teller.worker) == teller.held
     assert all(state.is_synced for state in directory.workers())
     for donor in range(6):

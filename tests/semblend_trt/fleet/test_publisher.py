@@ -1,4 +1,4 @@
-"""The publisher: readers end up with what is held, by the fewest events, whatever is killed in between."""
+"""The publisher: readers end up with the donors held, by the fewest events, also when servers are killed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from prometheus_client import Counter as Series
 
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
-from semblend_trt.fleet.publisher import DROP_REASONS, PORTION_TOKENS, EventCounters, Held, HeldDonors, Outbox
+from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters, Outbox
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, token_digest
+from semblend_trt.fleet.wire import EventFormat, decode, token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
-from tests.semblend_trt.fleet.conftest import NAMESPACE
+from tests.semblend_trt.fleet.conftest import held_donor, outbox
+from tests.semblend_trt.samples import text
 
 STREAM = (3, 0)
 
@@ -61,7 +62,7 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
     events = [decode(payload) for payload in reader.payloads]
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert {event.generation for event in events} == {7}
-    worker.news.close()
+    worker.announcer.close()
     assert reader.wait_for(lambda reader: known(reader.directory) == {})
     assert reader.kinds()[-1] == "donors_purged"
     assert not reader.directory.problems
@@ -307,7 +308,7 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None
     server.kill()
     worker = make_worker(server)
     worker.churn(np.random.default_rng(4), 300)
-    worker.news.close()
+    worker.announcer.close()
     worker.add("after the end")
     worker.publisher.close(60)
     assert not worker.publisher._thread.is_alive()
@@ -337,49 +338,41 @@ TOKENS = np.arange(64, dtype=np.int32)
 NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
 
 
-def donor(tier: str = "device", tokens=TOKENS) -> Held:
-    return Held(NAMESPACE, b"", tier, len(tokens), tokens)
-
-
-def outbox() -> Outbox:
-    return Outbox(EventWriter(Emitter(3, 0, 7), EventFormat.JSON), EventCounters(enabled=False))
-
-
 def announced(box: Outbox) -> dict[str, str]:
-    """What a reader that followed knows: tier by donor id."""
-    return {donor_id: told.tier for donor_id, told in box._told.items()}
+    """Tier by donor id, as readers know them that received all messages."""
+    return {donor_id: known.tier for donor_id, known in box._announced.items()}
 
 
-class Telling(RuleBasedStateMachine):
-    """Two libraries change, messages are taken in any portions, and some are lost together with the connection."""
+def kinds_of(box: Outbox, *changed: str) -> list[str]:
+    """The kinds of the messages after these donors have changed."""
+    box.changes.extend(changed)
+    box.absorb(10)
+    return [notice.kind for notice in box.take(10)]
+
+
+class Announcing(RuleBasedStateMachine):
+    """Donors change, messages are taken in any batches, and some are lost together with the connection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outbox = outbox()
-        self.libraries = [HeldDonors(), HeldDonors()]
-        for library in self.libraries:
-            self.outbox.add(library)
-        self.reader = WatchedDirectory()
+        self.outbox, self.reader = outbox(), WatchedDirectory()
 
-    def _note(self, which: int, name: str) -> None:
-        self.outbox.changes.append((self.libraries[which], f"{which}-{name}"))
+    @rule(name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def hold(self, name, tier):
+        self.outbox.donors[name] = held_donor(TOKENS, tier=tier)
+        self.outbox.changes.append(name)
 
-    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
-    def hold(self, which, name, tier):
-        self.libraries[which].donors[f"{which}-{name}"] = donor(tier)
-        self._note(which, name)
-
-    @rule(which=st.integers(0, 1), name=NAMES, tier=st.sampled_from(["device", "host"]))
-    def move(self, which, name, tier):
-        held = self.libraries[which].donors.get(f"{which}-{name}")
+    @rule(name=NAMES, tier=st.sampled_from(["device", "host"]))
+    def move(self, name, tier):
+        held = self.outbox.donors.get(name)
         if held is not None:
             held.tier = tier
-            self._note(which, name)
+            self.outbox.changes.append(name)
 
-    @rule(which=st.integers(0, 1), name=NAMES)
-    def drop(self, which, name):
-        if self.libraries[which].donors.pop(f"{which}-{name}", None):
-            self._note(which, name)
+    @rule(name=NAMES)
+    def drop(self, name):
+        if self.outbox.donors.pop(name, None):
+            self.outbox.changes.append(name)
 
     @rule(limit=st.integers(0, 5))
     def absorb(self, limit):
@@ -400,109 +393,75 @@ class Telling(RuleBasedStateMachine):
     def overflow(self):
         self.outbox.changes.clear()
         self.outbox.forget_changes()
-        self.outbox.describe_all()
+        self.outbox.sketch_all()
         self.outbox.resync()
 
-    @rule(which=st.integers(0, 1))
-    def replace_library(self, which):
-        self.outbox.remove(self.libraries[which])
-        self.libraries[which] = HeldDonors()
-        self.outbox.add(self.libraries[which])
-
     @rule()
-    def settle(self):
+    def deliver_all(self):
         self.outbox.absorb(1000)
         while len(self.outbox):
             self.deliver(7)
         self.reader.observe(self.outbox.heartbeat(1.0).payload)
-        truth = {name: held.tier for library in self.libraries for name, held in library.donors.items()}
-        assert self.reader.is_synced((3, 0))
-        assert self.reader.donors_of((3, 0)) == truth == announced(self.outbox)
+        truth = {name: held.tier for name, held in self.outbox.donors.items()}
+        assert self.reader.is_synced(STREAM)
+        assert known(self.reader) == truth == announced(self.outbox)
         assert set(self.reader.problems) <= {"gap"}
 
     @invariant()
-    def described_donors_have_let_their_tokens_go(self):
-        for library in self.libraries:
-            for name, held in library.donors.items():
-                assert name not in announced(self.outbox) or held.tokens is None or held.tokens is TOKENS
+    def sketched_donors_have_let_their_tokens_go(self):
+        for name, held in self.outbox.donors.items():
+            assert name not in announced(self.outbox) or held.tokens is None or held.tokens is TOKENS
 
     def teardown(self):
-        self.settle()
+        self.deliver_all()
 
 
-TestTelling = Telling.TestCase
-TestTelling.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
+TestAnnouncing = Announcing.TestCase
+TestAnnouncing.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
 
 
-def test_a_donor_that_cannot_be_described_costs_only_itself() -> None:
-    box, library = outbox(), HeldDonors()
-    box.add(library)
-    library.donors["bad"] = donor(tokens=np.array(["token"] * 64))
-    library.donors["good"] = donor()
-    box.changes.extend([(library, "bad"), (library, "good"), (library, "good")])
-    box.absorb(10)
-    assert [notice.kind for notice in box.take(10)] == ["provider_generation_reset", "donor_registered"]
+def test_a_donor_that_cannot_be_sketched_costs_only_itself() -> None:
+    box = outbox()
+    box.donors |= {"bad": held_donor(np.array(["token"] * 64)), "good": held_donor(TOKENS)}
+    assert kinds_of(box, "bad", "good", "good") == ["provider_generation_reset", "donor_registered"]
     assert list(announced(box)) == ["good"]
 
 
-def test_donors_are_described_together_as_each_by_itself() -> None:
-    box, library, rng = outbox(), HeldDonors(), np.random.default_rng(3)
-    box.add(library)
-    texts = [rng.integers(0, 150_000, length, dtype=np.int32) for length in (0, 31, PORTION_TOKENS, 400, 800, 5)]
+def test_donors_are_sketched_together_as_each_alone() -> None:
+    box, texts = outbox(), [text(3, length) for length in (0, 31, GROUP_TOKENS, 400, 800, 5)]
     texts.append(texts[4][::2])
     salts = [None, "one", None, "two", None, "one", "one"]
     for number, (tokens, salt) in enumerate(zip(texts, salts, strict=True)):
-        key = b"" if salt is None else sketch_key(NAMESPACE.key, salt)
-        library.donors[str(number)] = Held(NAMESPACE, key, "host", len(tokens), tokens)
-        # Noted twice, as a donor that comes and is moved.
-        box.changes.extend([(library, str(number))] * 2)
+        box.donors[str(number)] = held_donor(tokens, salt)
+        box.changes.extend([str(number)] * 2)  # held, then moved
     assert box.absorb(20) == 14
-    for tokens, salt, held in zip(texts, salts, library.donors.values(), strict=True):
+    for tokens, salt, held in zip(texts, salts, box.donors.values(), strict=True):
         assert held.tokens is None
-        assert held.sketch == sketch_of(tokens, sketch_key(NAMESPACE.key, salt)).to_bytes()
+        assert held.sketch == sketch_of(tokens, sketch_key(held.namespace.key, salt)).to_bytes()
         assert held.digest == token_digest(tokens, held.salted_key)
 
 
-def test_a_donor_of_the_same_id_replaces_the_other() -> None:
-    box, library = outbox(), HeldDonors()
-    box.add(library)
-    library.donors["a"] = donor()
-    box.take(10)
-    library.donors["a"] = donor()
-    box.changes.append((library, "a"))
-    box.absorb(10)
-    assert [notice.kind for notice in box.take(10)] == ["donor_registered"]
-    box.changes.append((library, "a"))
-    box.absorb(10)
-    assert box.take(10) == []
+def test_another_donor_of_the_same_id_or_a_later_embedding_is_one_more_registration() -> None:
+    box = outbox()
+    box.donors["a"] = held_donor(TOKENS)
+    kinds_of(box)
+    box.donors["a"] = held_donor(TOKENS)
+    assert [kinds_of(box, "a") for _ in range(2)] == [["donor_registered"], []]
+    box.donors["a"].embedding = np.ones(4, dtype=np.float32)
+    assert [kinds_of(box, "a") for _ in range(2)] == [["donor_registered"], []]
+    box.donors["a"].tier = "host"
+    assert kinds_of(box, "a") == ["donor_relocated"]
+    assert announced(box) == {"a": "host"}
 
 
-def test_the_last_word_says_that_nothing_is_held() -> None:
-    box, library, reader = outbox(), HeldDonors(), WatchedDirectory()
-    box.add(library)
-    library.donors["a"] = donor()
+def test_the_last_message_says_that_no_donor_is_held() -> None:
+    box, reader = outbox(), WatchedDirectory()
+    box.donors["a"] = held_donor(TOKENS)
     for notice in [*box.take(10), box.purge(), box.heartbeat(1.0)]:
         reader.observe(notice.payload)
-    assert reader.compared((3, 0)) == 1
-    assert reader.donors_of((3, 0)) == {}
+    assert reader.compared(STREAM) == 1
+    assert known(reader) == {}
     assert not reader.problems
-
-
-def test_an_embedding_that_comes_later_is_told_by_one_more_registration() -> None:
-    box, library = outbox(), HeldDonors()
-    box.add(library)
-    library.donors["a"] = donor()
-    box.take(10)
-    library.donors["a"].embedding = np.ones(4, dtype=np.float32)
-    for kinds in (["donor_registered"], []):
-        box.changes.append((library, "a"))
-        box.absorb(10)
-        assert [notice.kind for notice in box.take(10)] == kinds
-    library.donors["a"].tier = "host"
-    box.changes.append((library, "a"))
-    box.absorb(10)
-    assert [notice.kind for notice in box.take(10)] == ["donor_relocated"]
-    assert announced(box) == {"a": "host"}
 
 
 def test_counts_are_shown_in_prometheus() -> None:
@@ -528,7 +487,7 @@ def test_counts_are_shown_in_prometheus() -> None:
 
 def test_names_that_are_taken_cost_the_series_only() -> None:
     registry = CollectorRegistry()
-    Series("semblend_events", "Somebody else's.", registry=registry)
+    Series("semblend_events", "Another library's.", registry=registry)
     counters = EventCounters(registry=registry)
     counters.count("sent", "donor_registered", 5)
     assert counters.sent["donor_registered"] == 5

@@ -15,17 +15,14 @@ from semblend_trt.fleet.sketch import (
     Sketch,
     keyed,
     overlap,
-    prompt_fingerprints,
     sketch_key,
     sketch_of,
     sketches_of,
 )
+from tests.semblend_trt.samples import prompt_fingerprints
+from tests.semblend_trt.samples import text as random_tokens
 
 KEY = sketch_key("namespace", "salt")
-
-
-def random_text(seed: int, length: int):
-    return np.random.default_rng(seed).integers(0, 150_000, length, dtype=np.int32)
 
 
 def siphash(message: int, low: int, high: int) -> int:
@@ -71,7 +68,7 @@ def test_the_hash_agrees_with_plain_integers(messages, low, high) -> None:
 @given(st.integers(0, 30_000), st.integers(1, MAX_ENTRIES), st.integers(0, 99))
 @settings(max_examples=40)
 def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
-    tokens = random_text(seed, length)
+    tokens = random_tokens(seed, length)
     sketch = sketch_of(tokens, KEY, entries)
     low, high = np.frombuffer(KEY, dtype="<u8")
     values = keyed(fingerprint(tokens).hashes, low, high).tolist()
@@ -88,9 +85,9 @@ def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
 @given(st.integers(0, 99), st.integers(0, 6000), st.integers(0, 6000), st.integers(0, 6000))
 @settings(max_examples=40)
 def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after) -> None:
-    document = random_text(seed, shared)
-    donor = np.concatenate([random_text(seed + 100, 3000), document, random_text(seed + 200, 1000)])
-    prompt = np.concatenate([random_text(seed + 300, before), document, random_text(seed + 400, after)])
+    document = random_tokens(seed, shared)
+    donor = np.concatenate([random_tokens(seed + 100, 3000), document, random_tokens(seed + 200, 1000)])
+    prompt = np.concatenate([random_tokens(seed + 300, before), document, random_tokens(seed + 400, after)])
     sketch, asked = sketch_of(donor, KEY), prompt_fingerprints(prompt, KEY)
     truth = shared / max(len(prompt), 1)
     eligible = int(asked.eligible[sketch.level])
@@ -100,10 +97,10 @@ def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, a
 
 
 def test_identical_text_is_wholly_seen_and_other_text_not_at_all() -> None:
-    tokens = random_text(1, 24_000)
+    tokens = random_tokens(1, 24_000)
     asked = prompt_fingerprints(tokens, KEY)
     assert overlap(sketch_of(tokens, KEY), asked) == 1.0
-    assert overlap(sketch_of(random_text(2, 24_000), KEY), asked) == 0.0
+    assert overlap(sketch_of(random_tokens(2, 24_000), KEY), asked) == 0.0
     assert asked.tokens == 24_000
 
 
@@ -118,30 +115,31 @@ def test_identical_text_is_wholly_seen_and_other_text_not_at_all() -> None:
     ],
 )
 def test_other_tenants_and_namespaces_see_nothing(other) -> None:
-    tokens = random_text(1, 8000)
+    tokens = random_tokens(1, 8000)
     assert other != KEY
     assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
 
 
-def test_short_and_empty_texts() -> None:
-    for length in (0, 1, 31):
-        sketch = sketch_of(random_text(1, length), KEY)
-        assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
-        assert overlap(sketch, prompt_fingerprints(random_text(1, 5000), KEY)) == 0.0
-        assert overlap(sketch_of(random_text(1, 5000), KEY), prompt_fingerprints(random_text(1, length), KEY)) == 0.0
+@pytest.mark.parametrize("length", [0, 1, 31])
+def test_short_and_empty_texts(length) -> None:
+    short, long = random_tokens(1, length), random_tokens(1, 5000)
+    sketch = sketch_of(short, KEY)
+    assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
+    assert overlap(sketch, prompt_fingerprints(long, KEY)) == 0.0
+    assert overlap(sketch_of(long, KEY), prompt_fingerprints(short, KEY)) == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=16, max_size=16)), min_size=1, max_size=6))
 @settings(max_examples=30)
 def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
-    tokens = [random_text(seed, length) for seed, (length, _) in enumerate(texts)]
+    tokens = [random_tokens(seed, length) for seed, (length, _) in enumerate(texts)]
     keys = [key for _, key in texts]
     together = sketches_of(np.concatenate(tokens), np.cumsum([len(each) for each in tokens]), keys, 64)
     assert together == [sketch_of(each, key, 64).to_bytes() for each, key in zip(tokens, keys, strict=True)]
 
 
 def test_a_sketch_of_another_version_is_refused_by_it() -> None:
-    data = bytearray(sketch_of(random_text(1, 400), KEY).to_bytes())
+    data = bytearray(sketch_of(random_tokens(1, 400), KEY).to_bytes())
     data[2] = 1
     with pytest.raises(ValueError, match="version 2"):
         Sketch.from_bytes(bytes(data))
@@ -150,19 +148,19 @@ def test_a_sketch_of_another_version_is_refused_by_it() -> None:
 @pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
 def test_bad_sizes_are_refused(entries) -> None:
     with pytest.raises(ValueError, match="entries"):
-        sketch_of(random_text(1, 100), KEY, entries)
+        sketch_of(random_tokens(1, 100), KEY, entries)
 
 
 def test_bad_keys_and_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        sketch_of(random_text(1, 100), b"short")
+        sketch_of(random_tokens(1, 100), b"short")
     with pytest.raises(ValueError, match="token ids"):
         prompt_fingerprints([-1] * 40, KEY)
 
 
 @given(st.binary(max_size=64))
 def test_bytes_from_outside_are_checked(data) -> None:
-    good = sketch_of(random_text(1, 400), KEY).to_bytes()
+    good = sketch_of(random_tokens(1, 400), KEY).to_bytes()
     for candidate in (data, good[:4] + data, good + data[:1] * 5, good[: len(data)]):
         try:
             sketch = Sketch.from_bytes(candidate)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.sketch import Sketch, overlap, prompt_fingerprints, sketch_of
+from semblend_trt.fleet.sketch import Sketch, overlap, sketch_of
 from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, KnownNamespaces, SketchIndex
 from semblend_trt.namespace import content_value
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints
 
 KEY = bytes(range(16))
 WORKERS = 3
@@ -143,10 +144,10 @@ def known():
     return KnownNamespaces(max_namespaces=3)
 
 
-def test_ranks_of_one_donor_are_one_namespace(known, namespace) -> None:
-    values = namespace.to_dict()
+def test_ranks_of_one_donor_are_one_namespace(known) -> None:
+    values = NAMESPACE.to_dict()
     values["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 0}
-    other = namespace.to_dict()
+    other = NAMESPACE.to_dict()
     other["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 1}
     first, second = known.enter(values), known.enter(other)
     assert first is second
@@ -155,14 +156,14 @@ def test_ranks_of_one_donor_are_one_namespace(known, namespace) -> None:
     assert known.met_by(None, None) == [first]
     known.leave(second)
     assert known.met_by(None, None) == []
-    assert known.enter(namespace.to_dict()) is not first
+    assert known.enter(NAMESPACE.to_dict()) is not first
 
 
-def test_a_request_meets_its_own_salt_and_model_only(known, base_namespace) -> None:
-    acme = known.enter(base_namespace.for_request("acme", None).to_dict())
-    none = known.enter(base_namespace.for_request(None, None).to_dict())
-    other = known.enter(dataclasses.replace(base_namespace, model="other").for_request(None, None).to_dict())
-    known.enter(other_values := dataclasses.replace(base_namespace, model="other").for_request(None, None).to_dict())
+def test_a_request_meets_its_own_salt_and_model_only(known) -> None:
+    acme = known.enter(BASE_NAMESPACE.for_request("acme", None).to_dict())
+    none = known.enter(BASE_NAMESPACE.for_request(None, None).to_dict())
+    other = known.enter(dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
+    known.enter(other_values := dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
     assert other_values["model"] == "other"
     assert known.met_by("acme", None) == [acme]
     assert known.met_by("Acme", None) == []
@@ -170,28 +171,28 @@ def test_a_request_meets_its_own_salt_and_model_only(known, base_namespace) -> N
     assert known.met_by(None, "tiny") == [none]
 
 
-def test_one_model_under_two_names_is_met_under_both(known, base_namespace) -> None:
+def test_one_model_under_two_names_is_met_under_both(known) -> None:
     revisions = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
     names = ("one", "two")
     first, second = (
-        known.enter(dataclasses.replace(base_namespace, model=name, **revisions).to_dict()) for name in names
+        known.enter(dataclasses.replace(BASE_NAMESPACE, model=name, **revisions).to_dict()) for name in names
     )
     assert first is second
     assert [known.met_by(None, name) for name in (*names, "three")] == [[first], [first], []]
 
 
-def test_a_namespace_with_another_tenants_key_is_refused(known, base_namespace) -> None:
+def test_a_namespace_with_another_tenants_key_is_refused(known) -> None:
     for salt, foreign in (("acme", "other"), (None, "acme"), ("acme", None)):
-        values = base_namespace.for_request(salt, None).to_dict()
-        values["extra"]["tenant_key"] = base_namespace.for_request(foreign, None).extra["tenant_key"]
+        values = BASE_NAMESPACE.for_request(salt, None).to_dict()
+        values["extra"]["tenant_key"] = BASE_NAMESPACE.for_request(foreign, None).extra["tenant_key"]
         with pytest.raises(NamespaceError, match="tenant key"):
             known.enter(values)
-    known.enter(base_namespace.for_request("", None).to_dict())
+    known.enter(BASE_NAMESPACE.for_request("", None).to_dict())
 
 
-def test_there_is_a_most(known, base_namespace) -> None:
+def test_there_is_a_most(known) -> None:
     for salt in "abc":
-        known.enter(base_namespace.for_request(salt, None).to_dict())
+        known.enter(BASE_NAMESPACE.for_request(salt, None).to_dict())
     with pytest.raises(NamespaceError, match="more than 3"):
-        known.enter(base_namespace.for_request("d", None).to_dict())
-    known.enter(base_namespace.for_request("a", None).to_dict())
+        known.enter(BASE_NAMESPACE.for_request("d", None).to_dict())
+    known.enter(BASE_NAMESPACE.for_request("a", None).to_dict())

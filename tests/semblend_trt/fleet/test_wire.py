@@ -1,4 +1,4 @@
-"""What we write: readable by the models, numbered from 1, within bounds, and without tokens, salts or text."""
+"""Events as they are written: the models read them, ids count from 1, and no tokens, salts or text are in them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
 from semblend_trt.namespace import CacheNamespace
-from tests.semblend_trt.fleet.conftest import BASE_NAMESPACE
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 EMITTER = Emitter(worker_id=3, dp_rank=1, generation=99)
 
 
-def announcement(namespace, **changes):
-    made = Announcement("d", namespace, "device", 3, 7, b"\x01\xff")
-    return dataclasses.replace(made, **changes)
+DONOR = {"donor_id": "d", "namespace": NAMESPACE, "tier": "device", "tokens": 3, "digest": 7, "sketch": b"\x01\xff"}
 
 
 @pytest.fixture(params=EventFormat)
@@ -29,10 +27,10 @@ def writer(request):
     return EventWriter(EMITTER, request.param)
 
 
-def test_ids_count_from_one_and_everything_names_one_generation(writer, namespace) -> None:
+def test_ids_count_from_one_and_everything_names_one_generation(writer) -> None:
     payloads = [
         writer.reset(),
-        writer.registered(announcement(namespace)),
+        writer.registered(**DONOR),
         writer.relocated("d", "host"),
         writer.heartbeat(2.5, 1, 5),
         writer.evicted("d"),
@@ -42,7 +40,7 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     assert [event.event_id for event in events] == [1, 2, 3, 4, 5, 6]
     assert {(event.worker_id, event.dp_rank, event.generation) for event in events} == {(3, 1, 99)}
     registered = events[1].data
-    assert CacheNamespace.from_dict(registered.namespace) == namespace
+    assert CacheNamespace.from_dict(registered.namespace) == NAMESPACE
     assert registered.segments[0].provider_metadata == b"\x01\xff"
     assert registered.segments[0].token_range == (0, 3)
     assert registered.location.tier == "device"
@@ -57,51 +55,52 @@ def test_ids_count_from_one_and_everything_names_one_generation(writer, namespac
     st.binary(max_size=MAX_SKETCH_BYTES),
     st.sampled_from(EventFormat),
 )
-def test_whatever_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
+def test_all_that_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
     namespace = BASE_NAMESPACE.for_request("salt", "lora:1")
-    payload = EventWriter(EMITTER, form).registered(Announcement(donor_id, namespace, "host", tokens, digest, sketch))
+    payload = EventWriter(EMITTER, form).registered(donor_id, namespace, "host", tokens, digest, sketch)
     data = decode(payload).data
     assert (data.donor_id, data.token_count, data.segments[0].digest) == (donor_id, tokens, digest)
     assert data.segments[0].provider_metadata == sketch
     assert CacheNamespace.from_dict(data.namespace) == namespace
 
 
-def test_the_largest_message_fits(base_namespace, text) -> None:
-    namespace = dataclasses.replace(base_namespace, model="m" * 4000, tokenizer="t" * 4000).for_request("s" * 4096, "a")
+def test_the_largest_message_fits() -> None:
+    namespace = dataclasses.replace(BASE_NAMESPACE, model="m" * 4000, tokenizer="t" * 4000).for_request("s" * 4096, "a")
     sketch = sketch_of(text(1, 100_000), bytes(16), MAX_ENTRIES).to_bytes()
-    donor = announcement(namespace, donor_id="d" * 256, sketch=sketch, embedding=np.ones(4096, np.float32))
+    donor = {"donor_id": "d" * 256, "namespace": namespace, "sketch": sketch, "embedding": np.ones(4096, np.float32)}
     for form in EventFormat:
-        payload = EventWriter(EMITTER, form, embeddings=True).registered(donor)
+        payload = EventWriter(EMITTER, form, embeddings=True).registered(**DONOR | donor)
         assert len(payload) <= MAX_MESSAGE_BYTES
         assert decode(payload).data.donor_id == "d" * 256
 
 
-def test_a_namespace_too_large_takes_no_id(writer, base_namespace) -> None:
+def test_a_namespace_too_large_takes_no_id(writer) -> None:
     extra = {f"field-{number}": "x" * 4000 for number in range(5)}
-    namespace = dataclasses.replace(base_namespace, extra=extra).for_request(None, None)
+    namespace = dataclasses.replace(BASE_NAMESPACE, extra=extra).for_request(None, None)
     with pytest.raises(EventError, match="namespace of"):
-        writer.registered(announcement(namespace))
+        writer.registered(**DONOR | {"namespace": namespace})
     assert decode(writer.reset()).event_id == 1
 
 
 @pytest.mark.known_defect(32)
-def test_embeddings_go_out_only_when_asked_for(namespace) -> None:
+def test_embeddings_go_out_only_when_asked_for() -> None:
     embedding = np.arange(384, dtype=np.float32)
-    donor = announcement(namespace, embedding=embedding)
-    silent = decode(EventWriter(EMITTER, EventFormat.JSON).registered(donor))
+    donor = DONOR | {"embedding": embedding}
+    silent = decode(EventWriter(EMITTER, EventFormat.JSON).registered(**donor))
     assert silent.data.segments[0].embedding is None
-    payload = EventWriter(EMITTER, EventFormat.JSON, embeddings=True).registered(donor)
+    payload = EventWriter(EMITTER, EventFormat.JSON, embeddings=True).registered(**donor)
     sent = decode(payload).data.segments[0].embedding
     assert np.array_equal(np.frombuffer(base64.b64decode(sent), "<f4"), embedding)
     assert len(payload) < 4000
 
 
-def test_no_salt_and_no_tokens_are_written(writer, base_namespace) -> None:
+def test_no_salt_and_no_tokens_are_written(writer) -> None:
     tokens = np.arange(70_001, 70_401, dtype=np.int32)
-    namespace = base_namespace.for_request("tenant-acme", None)
+    namespace = BASE_NAMESPACE.for_request("tenant-acme", None)
     key = sketch_key(namespace.key, "tenant-acme")
-    donor = announcement(namespace, digest=token_digest(tokens, key), sketch=sketch_of(tokens, key).to_bytes())
-    payload = writer.registered(donor)
+    payload = writer.registered(
+        "d", namespace, "device", len(tokens), token_digest(tokens, key), sketch_of(tokens, key).to_bytes()
+    )
     assert b"tenant-acme" not in payload
     assert not [token for token in tokens.tolist() if str(token).encode() in payload]
     assert decode(payload).data.tenant_key == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"

@@ -1,4 +1,4 @@
-"""The background thread: what it finds, what it forgets, and that it never stands in the way."""
+"""Neighbours: what is found and forgotten, and that serving never waits for it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,68 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
-from semblend_trt.semantic.neighbours import Neighbours, neighbourhood_for
+from semblend_trt.semantic.neighbours import EVENTS, Neighbours, neighbourhood_for
+from tests.semblend_trt import samples
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
-class Records:
-    """Keeps what the thread tells."""
+class Recorded(DonorPublisher):
+    """Keeps the calls, and the vectors."""
 
     def __init__(self):
-        self.found, self.embedded, self.events = {}, {}, []
+        self.calls, self.embedded_donors = [], {}
 
-    def neighbours_found(self, request_id, nearest):
-        self.found[request_id] = nearest
+    def intended(self, donor_id, namespace, salt):
+        self.calls.append(("intended", donor_id))
 
-    def donor_embedded(self, donor_id, vector):
-        self.embedded[donor_id] = vector
+    def held(self, donor_id, tokens, tier):
+        self.calls.append(("held", donor_id))
 
-    def neighbours_counted(self, event):
-        self.events.append(event)
+    def moved(self, donor_id, tier):
+        self.calls.append(("moved", donor_id))
+
+    def gone(self, donor_id):
+        self.calls.append(("gone", donor_id))
+
+    def close(self):
+        self.calls.append(("close",))
+
+    def embedded(self, donor_id, vector):
+        self.embedded_donors[donor_id] = vector
+
+
+class Records:
+    """Where neighbours are reported: the audit log, the metrics and the publisher of donors."""
+
+    def __init__(self, path):
+        self._path, self._registry = path, CollectorRegistry()
+        self.audit, self.metrics, self.publisher = (
+            AuditEvents(path),
+            metrics_for(True, self._registry),
+            Recorded(),
+        )
+
+    def events(self):
+        self.audit.flush()
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == "neighbours"]
+
+    def count(self, event):
+        return self._registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
+
+    def counts(self):
+        return {event: count for event in EVENTS if (count := self.count(event))}
+
+    def similarities(self):
+        return self._registry.get_sample_value("semblend_neighbour_similarity_count")
 
 
 def static():
@@ -72,12 +109,12 @@ class Gate:
 
 
 def text(seed, length=300):
-    return np.random.default_rng(seed).integers(300, 5_000, length, dtype=np.int32)
+    return 300 + samples.text(seed, length, vocabulary=4_700)
 
 
 @pytest.fixture
-def records():
-    return Records()
+def records(tmp_path):
+    return Records(tmp_path / "audit")
 
 
 @pytest.fixture
@@ -86,7 +123,8 @@ def neighbours_of(records):
     with contextlib.ExitStack() as ending:
 
         def make(open_embedder=static, open_decoder=decoder, **rest):
-            made = Neighbours(open_embedder, open_decoder, records, min_similarity=0.6, **rest)
+            reported_to = records.audit, records.metrics, records.publisher
+            made = Neighbours(open_embedder, open_decoder, *reported_to, min_similarity=0.6, **rest)
             ending.callback(made.close)
             return made
 
@@ -103,27 +141,30 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
         made.donor_held("space", f"donor-{number}", text(number))
     made.look_up(7, "space", np.concatenate([text(50, 40), text(3)]))
     made.look_up(8, "space", text(99))
-    assert made.drain(WAIT)
+    made.drain()
     (near,) = made.nearest(7)
     assert near.donor_id == "donor-3"
     assert 0.6 <= near.similarity <= 1.0
     assert made.nearest(8) == ()
-    assert records.found == {7: (near,), 8: ()}
-    assert sorted(records.events) == ["donor_embedded"] * 5 + ["request_embedded"] * 2
+    assert [(event["request_id"], [name for name, _ in event["nearest"]]) for event in records.events()] == [
+        (7, ["donor-3"]),
+        (8, []),
+    ]
+    assert records.counts() == {"donor_embedded": 5, "request_embedded": 2}
     for number in range(5):
         (vector,) = static().embed([decoder()(text(number))])
-        np.testing.assert_array_equal(records.embedded[f"donor-{number}"], vector)
+        np.testing.assert_array_equal(records.publisher.embedded_donors[f"donor-{number}"], vector)
 
 
 def test_a_donor_that_left_is_named_no_more(made):
     made.donor_held("space", "donor", text(1))
     made.look_up(1, "space", text(1))
-    assert made.drain(WAIT)
+    made.drain()
     assert [near.donor_id for near in made.nearest(1)] == ["donor"]
     made.donor_gone("donor")
     assert made.nearest(1) == ()
     made.look_up(2, "space", text(1))
-    assert made.drain(WAIT)
+    made.drain()
     assert made.nearest(2) == ()
     made.donor_gone("never known")
 
@@ -132,12 +173,12 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
     gate = Gate()
     made = neighbours_of(lambda: gate)
     made.donor_held("space", "donor", text(1))
-    for _ in range(2):  # the thread's first text is its own
+    for _ in range(2):  # the first text is the warm-up
         assert gate.begun.acquire(timeout=WAIT)
     made.donor_gone("donor")
     made.look_up(1, "space", text(1))
     gate.let.release(5)
-    assert made.drain(WAIT)
+    made.drain()
     assert made.nearest(1) == ()
 
 
@@ -150,14 +191,14 @@ def test_a_full_queue_drops_texts_but_no_removals(records, neighbours_of):
         assert gate.begun.acquire(timeout=WAIT)
     for number in range(1, 6):
         made.donor_held("space", f"donor-{number}", text(number))
-    assert records.events == ["dropped"] * 2
+    assert records.count("dropped") == 2
     made.donor_gone("donor-0")
     made.donor_gone("donor-2")
     gate.let.release(100)
-    assert made.drain(WAIT)
+    made.drain()
     for number in range(6):
         made.look_up(number, "space", text(number))
-        assert made.drain(WAIT)
+        made.drain()
     assert [len(made.nearest(number)) for number in range(6)] == [0, 1, 0, 1, 0, 0]
 
 
@@ -179,34 +220,34 @@ def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
     made.donor_held("space", "good", text(1))
     made.look_up(1, "space", text(1))
     made.look_up(2, "space", text(1, 0))
-    assert made.drain(WAIT)
+    made.drain()
     assert [near.donor_id for near in made.nearest(1)] == ["good"]
     assert made.nearest(2) == ()
-    assert records.events.count("failed") == 2
+    assert records.count("failed") == 2
     assert sum("cannot be embedded" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("pip install 'semblend-trt[onnx]'"), RuntimeError("injected")])
-def test_an_embedder_that_cannot_be_made_is_said_once(records, caplog, error, neighbours_of):
+def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, neighbours_of):
     def raises():
         raise error
 
     with caplog.at_level(logging.WARNING):
         made = neighbours_of(raises)
-        assert made.drain(WAIT)
+        made.drain()
         for number in range(1000):
             made.donor_held("space", str(number), text(number, 5))
-    assert made.drain(WAIT)
+    made.drain()
     assert made.refusal == str(error)
     assert made.nearest(1) == ()
     assert [str(error) in line for line in caplog.messages] == [True]
-    assert records.events == []
+    assert records.counts() == {}
 
 
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
     monkeypatch.setitem(sys.modules, "faiss", None)
     made = neighbours_of()
-    assert made.drain(WAIT)
+    made.drain()
     expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
     assert caplog.messages == [expected]
 
@@ -220,27 +261,27 @@ def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
     monkeypatch.setattr(SemanticIndex, "remove", broken)
     made = neighbours_of()
     made.donor_held("space", "donor", text(1))
-    assert made.drain(WAIT)
+    made.drain()
     made.donor_gone("donor")
-    assert made.drain(WAIT)
+    made.drain()
     assert made.refusal == "injected"
     made.donor_held("space", "another", text(2))
-    assert made.drain(WAIT)
-    assert list(records.embedded) == ["donor"]
+    made.drain()
+    assert list(records.publisher.embedded_donors) == ["donor"]
 
 
 def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
     made = neighbours_of()
-    assert made.drain(WAIT)
+    made.drain()
     made.close()
     made.close()
     made.donor_held("space", "donor", text(1))
     made.look_up(1, "space", text(1))
     made.donor_gone("donor")
-    assert made.drain(WAIT)
+    made.drain()
     assert made.nearest(1) == ()
-    assert records.events == []
-    assert not [thread for thread in threading.enumerate() if thread is made._worker._thread]
+    assert records.counts() == {}
+    assert not [thread for thread in threading.enumerate() if thread is made._thread._thread]
 
 
 def test_what_opened_the_embedder_is_let_go(neighbours_of):
@@ -252,15 +293,15 @@ def test_what_opened_the_embedder_is_let_go(neighbours_of):
     gone = weakref.ref(opener)
     made = neighbours_of(opener)
     del opener
-    assert made.drain(WAIT)
+    made.drain()
     gc.collect()
     assert gone() is None
 
 
-def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
-    made = Neighbours(static, decoder, records, min_similarity=0.6)
-    assert made.drain(WAIT)
-    thread, gone = made._worker._thread, weakref.ref(made)
+def test_the_thread_ends_with_the_last_reference(records):
+    made = Neighbours(static, decoder, records.audit, records.metrics, records.publisher, min_similarity=0.6)
+    made.drain()
+    thread, gone = made._thread._thread, weakref.ref(made)
     del made
     gc.collect()
     assert gone() is None
@@ -271,29 +312,18 @@ def test_the_thread_ends_when_nobody_holds_the_neighbours(records):
 # -- in step with the scheduler -------------------------------------------------------------------------------------
 
 
-class News:
-    """Keeps what is passed on."""
-
-    def __init__(self):
-        self.told = []
-
-    def __getattr__(self, name):
-        return lambda *rest: self.told.append((name, rest[0] if rest else None))
-
-
-class Scheduled:
+class Scheduled(Records):
     """A neighbourhood as the scheduler has it, with the tokenizer of the shipped model."""
 
     def __init__(self, path, refusal=None, model=MODEL, **overrides):
-        self.path, self.news, self.registry = path, News(), CollectorRegistry()
-        self.audit = AuditEvents(path)
+        super().__init__(path)
         self.neighbourhood = neighbourhood_for(
             load_settings(**{"embedder": "static"} | overrides),
             refusal,
             partial(tokenizer_folder, SimpleNamespace(model=str(model))),
             self.audit,
-            metrics_for(True, self.registry),
-            self.news,
+            self.metrics,
+            self.publisher,
         )
 
     def hold(self, donor_id, tokens, key="space"):
@@ -302,16 +332,8 @@ class Scheduled:
 
     def nearest(self, request_id, tokens, key="space"):
         self.neighbourhood.look_up(TrackedRequest(request_id, key, tokens, 0))
-        assert self.neighbourhood.neighbours.drain(WAIT)
+        self.neighbourhood.neighbours.drain()
         return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
-
-    def events(self):
-        self.audit.close()
-        lines = self.path.read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == "neighbours"]
-
-    def count(self, event):
-        return self.registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
 
 
 def test_near_donors_are_reported_written_and_counted(tmp_path):
@@ -329,10 +351,10 @@ def test_near_donors_are_reported_written_and_counted(tmp_path):
     assert (near["request_id"], [name for name, _ in near["nearest"]], none["nearest"]) == (5, ["two"], [])
     assert 0.6 <= near["nearest"][0][1] <= 1.0
     assert (made.count("donor_embedded"), made.count("request_embedded"), made.count("dropped")) == (3, 2, 0)
-    assert made.registry.get_sample_value("semblend_neighbour_similarity_count") == 1
+    assert made.similarities() == 1
 
 
-def test_donors_near_a_request_are_named_to_the_scheduler_once(tmp_path):
+def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):
     made = Scheduled(tmp_path / "audit")
     made.hold("one", text(1))
     made.nearest(5, text(7))
@@ -344,29 +366,23 @@ def test_donors_near_a_request_are_named_to_the_scheduler_once(tmp_path):
     made.neighbourhood.close()
 
 
-def test_min_similarity_decides_what_is_near(tmp_path):
-    mixed = np.concatenate([text(1), text(2)])
-    for least, expected in ((0.2, ["one"]), (0.95, [])):
-        made = Scheduled(tmp_path / f"audit-{least}", min_similarity=least)
-        made.hold("one", text(1))
-        assert made.nearest(1, mixed) == expected
-        made.neighbourhood.close()
+@pytest.mark.parametrize(("least", "expected"), [(0.2, ["one"]), (0.95, [])])
+def test_min_similarity_decides_what_is_near(tmp_path, least, expected):
+    made = Scheduled(tmp_path / "audit", min_similarity=least)
+    made.hold("one", text(1))
+    assert made.nearest(1, np.concatenate([text(1), text(2)])) == expected
+    made.neighbourhood.close()
 
 
-def test_the_news_reaches_the_fleet_with_and_without_an_embedder(tmp_path):
-    for kind in ("off", "static"):
-        made = Scheduled(tmp_path / kind, embedder=kind)
-        made.hold("one", text(1))
-        made.neighbourhood.moved("one", "device")
-        made.neighbourhood.gone("one")
-        made.neighbourhood.close()
-        assert made.news.told == [
-            ("intended", "one"),
-            ("held", "one"),
-            ("moved", "one"),
-            ("gone", "one"),
-            ("close", None),
-        ]
+@pytest.mark.parametrize("embedder", ["off", "static"])
+def test_calls_reach_the_publisher_with_and_without_an_embedder(tmp_path, embedder):
+    made = Scheduled(tmp_path / "audit", embedder=embedder)
+    made.hold("one", text(1))
+    made.neighbourhood.moved("one", "device")
+    made.neighbourhood.gone("one")
+    made.neighbourhood.close()
+    calls = [("intended", "one"), ("held", "one"), ("moved", "one"), ("gone", "one"), ("close",)]
+    assert made.publisher.calls == calls
 
 
 @pytest.mark.parametrize(

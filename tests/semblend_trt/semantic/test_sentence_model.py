@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.semantic.sentence_model import (
     BATCH_WINDOWS,
     OVERLAP_TOKENS,
     SPECIAL_TOKENS,
     WINDOW_TOKENS,
     pooled,
-    window_tokenizer,
     windows_of,
 )
 
@@ -90,8 +88,3 @@ def test_pooling_takes_windows_in_any_order_and_in_small_batches(tokenizer):
 
 def test_overlap_leaves_room_to_go_on():
     assert 0 < OVERLAP_TOKENS < MOST
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
-        window_tokenizer(tmp_path)

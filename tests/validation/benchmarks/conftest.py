@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
 class Server:
     """As a process of a server looks to a benchmark."""
 
-    log_bytes = 0
+    log = ""
 
     def __init__(self) -> None:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -13,8 +13,8 @@ from validation.arms import VERIFIED, ArmChoices, arms_of
 from validation.calibration.command import identity_of
 from validation.cli import main
 from validation.families.catalog import FamilyRequest, write_cases
+from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
-from validation.serving import BatchServer, BatchSettings
 from validation.trtllm_engine import TrtllmEngines
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ SHORT = ("--groups", "2", "--questions", "1", "--tokens", "512", "--max-tokens",
 # As the shipped profile's.
 CHECK = ProfileCheck(layer=2, threshold=0.22, max_span_share=0.5, min_saved_share=0.1)
 MADE_WITH = {"groups": 2, "questions": 1, "tokens": 512, "seed": 3, "max_tokens": 8}
-SETTINGS = BatchSettings(str(shipped_model()), max_tokens=8, groups=4, batch_size=4)
+SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
 def told(profile: ReuseProfile, what: str) -> list[dict[str, Any]]:

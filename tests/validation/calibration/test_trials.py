@@ -12,8 +12,8 @@ from validation.calibration.deviations import DeviationCollector
 from validation.calibration.trials import PLANTED, TRIES, Planter, Trials, write_plants
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest
+from validation.measurement import ServingSettings
 from validation.models import PROFILE_NAME, shipped_model
-from validation.serving import BatchSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,9 @@ def test_a_candidate_is_served_the_plants_that_it_misses(
     shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile, tmp_path: Path
 ) -> None:
     plants = write_plants(shipped, FamilyRequest(seed=5), [PLANTED], 2 * TRIES + 1)
-    trials = Trials(shipped, plants, BatchSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN), 5, collector)
+    trials = Trials(
+        shipped, plants, ServingSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN), 5, collector
+    )
     assert trials.known([PLANTED], lambda _: None) == [PLANTED]
     assert len(trials.deviations(PLANTED)) == len(plants)
     path = tmp_path / "profile.json"

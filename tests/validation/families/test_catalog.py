@@ -10,11 +10,12 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from validation import prompts
 from validation.cases import Expectation, groups
-from validation.families.catalog import FAMILIES, Kind, family, write_family
+from validation.families.catalog import FAMILIES, TIMED, Kind, family, write_family, write_timed
 from validation.prompts import PLAIN
 
 if TYPE_CHECKING:
     from tests.validation.families.conftest import Writer
+    from validation.embedded_engine import EmbeddedEngines
 
 BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
 EXPECTED = {
@@ -107,3 +108,14 @@ def test_units_and_dates_read_naturally_in_plain_text() -> None:
 def test_what_cannot_be_written_is_refused(writer: Writer, changes: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         writer.write(**({"name": "reordered"} | changes))
+
+
+def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipped: EmbeddedEngines) -> None:
+    cases = write_timed(shipped, 1, 8_192)
+    assert {family(case.workload).kind for case in cases} == set(Kind)
+    assert len({case.id for case in cases}) == len(cases)
+    assert write_timed(shipped, 1, 8_192) == cases
+    fitting = write_timed(shipped, 1, 3_000)
+    assert fitting == [case for case in cases if case.size != "4096"]
+    with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt; bring shorter cases"):
+        write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24)

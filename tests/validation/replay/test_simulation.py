@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.donors.eviction import Eviction, eviction_factory
 from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate
-from validation.replay.trace import NONE, trace_of
-from validation.replay.workloads import workload_lines
+from validation.replay.trace import NONE, trace_of, workload_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

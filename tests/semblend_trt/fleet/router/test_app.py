@@ -20,13 +20,12 @@ from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Announcement, Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from tests.semblend_trt.fleet.router.conftest import Routed, router
+from tests.semblend_trt.samples import BASE_NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from semblend_trt.namespace import CacheNamespace
 
 
 KEYS = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": [name]} for name in ("acme", "globex")]
@@ -430,15 +429,15 @@ REPLICAS = [Replica((1, 0), 0), Replica((2, 0), 0)]
 
 
 @pytest.fixture
-def directory(base_namespace: CacheNamespace, tokenizer: Any) -> Directory:
+def directory(tokenizer: Any) -> Directory:
     """Worker 2 holds the document, for the salt "a" alone."""
-    namespace = base_namespace.for_request("a", None)
+    namespace = BASE_NAMESPACE.for_request("a", None)
     tokens = tokenizer.encode("Some instruction. " + DOCUMENT)
     sketch = sketch_of(tokens, sketch_key(namespace.key, "a")).to_bytes()
     writer = EventWriter(Emitter(2, 0, 1), EventFormat.JSON)
     known = Directory()
     known.observe(writer.reset())
-    known.observe(writer.registered(Announcement("d", namespace, "host", len(tokens), 1, sketch)))
+    known.observe(writer.registered("d", namespace, "host", len(tokens), 1, sketch))
     return known
 
 

@@ -1,0 +1,36 @@
+"""A namespace and texts that tests share."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from semblend_trt.fleet.sketch import PromptFingerprints, fingerprints_of
+from semblend_trt.namespace import CacheNamespace
+
+BASE_NAMESPACE = CacheNamespace(
+    model="tiny",
+    model_revision="r1",
+    tokenizer="tiny",
+    tokenizer_revision="t1",
+    kv_layout="HND",
+    block_size=32,
+    kv_dtype="bfloat16",
+    cache_dtype="bfloat16",
+    quantization=None,
+    adapter=None,
+    rope_config={"rope_type": "default", "rope_theta": 1e6},
+    tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    backend_cache_layout="trtllm_pytorch_primary_pool_v1",
+)
+# That of requests without a salt; BASE_NAMESPACE is bound to no request.
+NAMESPACE = BASE_NAMESPACE.for_request(None, None)
+
+
+def text(seed: int | np.random.Generator, length: int, vocabulary: int = 30_000) -> npt.NDArray[np.int32]:
+    """Token ids below `vocabulary`, int32 [length]."""
+    return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
+
+
+def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
+    return fingerprints_of(tokens, [key])[0]

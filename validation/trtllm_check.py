@@ -1,0 +1,521 @@
+"""`python -m validation.trtllm_check`: runs the connector inside a real TensorRT-LLM, and says what holds there.
+
+Four engines of one model serve the same prompts, one after the other: without a connector, with ours, with ours
+attached and every layer computed again, and with ours attached and nothing computed again. Then a reuse profile is
+confirmed in the engine, or without --profile a small calibration makes one, and policy verified serves with it. At last
+many requests are served at once over a small pool, and the blocks are counted before and after: one of them is
+cancelled while it generates, and one is too long to be served. A forward that fails cannot be provoked through the
+public API. Status: 0 when everything holds, 1 naming what does not, 2 where tensorrt_llm cannot be imported, or model
+or profile cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.command_line import ended, named
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.files import check_writable
+from semblend_trt.printable import printable
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.audit_log import ended_requests, read_events
+from validation.documents import Document, Question, stock_list
+from validation.prompts import PLAIN
+from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_SHORT = "Answer with a number only."
+_LONG = "Read the lists, then give the number that is asked for, and nothing else."
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts with their right answers. `targets` hold the documents of `donors` at other places, and are asked
+    twice."""
+
+    donors: tuple[Question, ...]
+    targets: tuple[Question, ...]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [each.text for each in (*self.donors, *self.targets, *self.targets)]
+
+
+def workload(groups: int, rows: int, seed: int = 0) -> Workload:
+    """Stock lists, four a prompt, under one instruction as donors and reversed under another as targets."""
+    rng = random.Random(seed)
+    donors: list[Question] = []
+    targets: list[Question] = []
+    for _ in range(groups):
+        lists = [stock_list(rng, rows=rows) for _ in range(4)]
+        donors.append(_asked(rng, _SHORT, lists))
+        targets.append(_asked(rng, _LONG, lists[::-1]))
+    return Workload(tuple(donors), tuple(targets))
+
+
+def crowd(rounds: int, beginnings: int, rows: int, seed: int = 1) -> tuple[tuple[str, ...], ...]:
+    """Rounds of prompts that are asked at once: two of each of the `beginnings`, next to each other.
+
+    Prompts of one beginning share instruction and lists, and neighbouring beginnings share a list.
+    """
+    rng = random.Random(seed)
+    lists = [stock_list(rng, rows=rows) for _ in range(beginnings + 1)]
+    pairs = [[lists[index], lists[index + 1]] for index in range(beginnings)]
+    return tuple(tuple(_asked(rng, _SHORT, pair).text for pair in pairs for _ in range(2)) for _ in range(rounds))
+
+
+def _asked(rng: random.Random, instruction: str, lists: list[Document]) -> Question:
+    question = rng.choice(rng.choice(lists).questions)
+    return Question(PLAIN.render(instruction, [each.text for each in lists], question.text), question.answer)
+
+
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one engine answered to the workload's prompts, and the audit events of its connector."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    events: tuple[dict[str, Any], ...]
+
+    def ended_requests(self) -> list[dict[str, Any]]:
+        """How every request ended, in the order in which they were asked."""
+        return ended_requests(self.events)
+
+
+def serve(
+    model: str, dtype: str, prompts: Sequence[str], connector: str | None, variables: Mapping[str, str]
+) -> Served:
+    """Serves one prompt after the other. The audit log is read when the engine has ended. Raises SemBlendError."""
+    tokens, texts = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        audit = Path(folder) / "audit.jsonl"
+        with open_llm(model, connector, {**variables, "SEMBLEND_AUDIT_PATH": str(audit)}, dtype=dtype) as llm:
+            for prompt in prompts:
+                [output] = llm.generate([prompt], greedy())
+                tokens.append(tuple(output.outputs[0].token_ids))
+                texts.append(output.outputs[0].text)
+        return Served(tuple(tokens), tuple(texts), tuple(read_events(audit)))
+
+
+def greedy(max_tokens: int = MAX_TOKENS, **options: Any) -> Any:
+    """TensorRT-LLM's SamplingParams for greedy answers."""
+    return trtllm_api().SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
+
+
+Answers = tuple[tuple[int, ...], ...]
+
+# Requests that the pool holds at once; a round asks four times as many.
+_ROOM = 4
+_CANCELLED_TOKENS = 64
+# Room beside a prompt and its answer: for tokens that the engine adds, and for the cancelled request.
+_SPARE_TOKENS = 128
+_WAIT_SECONDS = 600.0
+_STATS_SECONDS = 1.0
+# A count of blocks is steady once it was seen _STEADY times in a row; it is asked for _MAX_ASKED times at most.
+_STEADY, _MAX_ASKED = 3, 20
+_SMALL_TALK = "Hello."
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """Answers of the stock engine, one prompt at a time (`cold`) and a round at once, and those of the small pool with
+    our connector, empty where a request failed.
+
+    `cancelled` and `failed` say how those two requests ended. A count of free blocks is None where it was not steady.
+    """
+
+    cold: Answers
+    at_once: Answers
+    answers: Answers
+    cancelled: str
+    failed: str
+    free_before: int | None
+    free_after: int | None
+    events: tuple[dict[str, Any], ...]
+
+    def saved(self) -> int:
+        """Requests that became donors."""
+        return sum(event["event"] == "donor_registered" and not event.get("error") for event in self.events)
+
+    def loaded_tokens(self) -> int:
+        """Tokens that came from donors."""
+        return sum(event["reused_tokens"] for event in self.events if event["event"] == "request_settled")
+
+
+def serve_crowd(model: str, dtype: str, rounds: Sequence[Sequence[str]]) -> Crowded:
+    """Serves the rounds cold and crowded. Raises SemBlendError when an engine does not start."""
+    prompts = [prompt for each in rounds for prompt in each]
+    with open_llm(model, None, {}, dtype=dtype, cache={"enable_block_reuse": False}) as llm:
+        outputs = [output for prompt in prompts for output in llm.generate([prompt], greedy())]
+        cold = tuple(tuple(output.outputs[0].token_ids) for output in outputs)
+        longest = max(len(output.prompt_token_ids) for output in outputs)
+        at_once = tuple(answer for each in rounds for answer in _answers([_ask(llm, prompt) for prompt in each]))
+    room = longest + MAX_TOKENS + _SPARE_TOKENS
+    with tempfile.TemporaryDirectory() as folder:
+        audit = Path(folder) / "audit.jsonl"
+        variables = {"SEMBLEND_POLICY": "exact", "SEMBLEND_AUDIT_PATH": str(audit)}
+        with open_llm(
+            model,
+            WRAPPER,
+            variables,
+            dtype=dtype,
+            cache={"max_tokens": _ROOM * room},
+            max_seq_len=room,
+            max_batch_size=max(map(len, rounds)),
+            enable_iter_perf_stats=True,
+        ) as llm:
+            before = _free_blocks(llm)
+            answers, cancelled, failed = _crowd(llm, rounds, [1] * (room + 1), audit)
+            after = _free_blocks(llm)
+        return Crowded(cold, at_once, answers, cancelled, failed, before, after, tuple(read_events(audit)))
+
+
+def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit: Path) -> tuple[Answers, str, str]:
+    """The answers, and how the cancelled and the failing request ended. Both are asked in the middle of round two."""
+    answers: list[tuple[int, ...]] = []
+    cancelled = failed = "not asked"
+    for number, prompts in enumerate(rounds):
+        half, broken = len(prompts) // 2, None
+        handles = [_ask(llm, prompt) for prompt in prompts[:half]]
+        if number == 1:
+            doomed = llm.generate_async(prompts[0], greedy(_CANCELLED_TOKENS, ignore_eos=True), streaming=True)
+            broken = _ask(llm, too_long)
+        handles += [_ask(llm, prompt) for prompt in prompts[half:]]
+        if broken is not None:
+            cancelled, failed = _cancel(doomed), _end(broken)
+        answers += _answers(handles)
+        wait_for_quiet(audit)
+    return tuple(answers), cancelled, failed
+
+
+def _ask(llm: Any, prompt: str | list[int]) -> Any:
+    """A running request, or the error with which the engine refused it."""
+    try:
+        return llm.generate_async(prompt, greedy())
+    except Exception as error:
+        return error
+
+
+def _answers(handles: Sequence[Any]) -> Answers:
+    found: list[tuple[int, ...]] = []
+    for handle in handles:
+        ended = _end(handle)
+        found.append(tuple(handle.outputs[0].token_ids) if ended in ("stop", "length") else ())
+    return tuple(found)
+
+
+def _cancel(handle: Any) -> str:
+    """Cancels a request that has begun to generate, and says how it ended."""
+    try:
+        next(iter(handle))
+        handle.abort()
+    except Exception as error:
+        return f"error: {error}"
+    return _end(handle)
+
+
+def _end(handle: Any) -> str:
+    """Waits for a request; its finish reason or its error."""
+    if isinstance(handle, Exception):
+        return f"error: {handle}"
+    try:
+        return str(handle.result(timeout=_WAIT_SECONDS).outputs[0].finish_reason)
+    except Exception as error:
+        return f"error: {error!r}"
+
+
+def _free_blocks(llm: Any) -> int | None:
+    """Blocks that no request holds, those kept for reuse included; None when the count does not become steady.
+
+    Statistics come with iterations only, so short requests are served for them.
+    """
+    seen: list[int] = []
+    for _ in range(_MAX_ASKED):
+        llm.generate([_SMALL_TALK], greedy(1))
+        stats = [json.loads(each) if isinstance(each, str) else each for each in llm.get_stats(_STATS_SECONDS)]
+        seen += [int(each["kvCacheStats"]["freeNumBlocks"]) for each in stats if each.get("kvCacheStats")][-1:]
+        if len(seen) >= _STEADY and len(set(seen[-_STEADY:])) == 1:
+            return seen[-1]
+    return None
+
+
+STOCK, EXACT, RECOMPUTED, REUSED = "stock", "exact", "recomputed", "reused"
+# Half precision makes some answers differ when a prompt is computed in other chunks; the stock engine shows how many.
+_SLACK = 0.05
+_MAX_EM_DROP = 0.02
+_PROFILE_REFUSALS = ("no_profile", "profile_mismatch", "profile_unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the result."""
+
+    name: str
+    holds: bool
+    what: str
+
+
+def judge(asked: Workload, served: dict[str, Served]) -> list[Finding]:
+    """What the answers and audit logs of the four engines without a profile show."""
+    return [check(asked, served) for check in (_smoke, _exactness, _execution, _publication, _validation)]
+
+
+def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
+    """What is reused under the profile is as often right as cold, and the engine takes the profile."""
+    right = {"stock": _exact_matches(asked, stock), "verified": _exact_matches(asked, verified)}
+    ended = verified.ended_requests()
+    refused = sorted({str(event["reason"]) for event in ended if event["reason"] in _PROFILE_REFUSALS})
+    reused = sum(int(event["reused_tokens"]) for event in ended)
+    what = f"share of right answers {right}; {reused} tokens reused; the profile was refused: {refused}"
+    holds = len(ended) == len(asked.prompts) and not refused and right["stock"] - right["verified"] <= _MAX_EM_DROP
+    return Finding("verified", holds, what)
+
+
+def judge_crowd(crowded: Crowded) -> list[Finding]:
+    """Requests served at once are answered as one at a time, all of them end, and every block is free again."""
+    floor, share = (_share_equal(crowded.cold, each) for each in (crowded.at_once, crowded.answers))
+    saved, loaded = crowded.saved(), crowded.loaded_tokens()
+    pairs = zip(crowded.cold, crowded.answers, strict=True)
+    differing = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs][:16]
+    seen = (
+        f"{len(crowded.cold)} answers, equal to a cold run's: {share:.3f}; to the stock engine's, asked at once: "
+        f"{floor:.3f}; {saved} donors saved and {loaded} tokens loaded; others: {differing}"
+    )
+    ended = f"the cancelled request: {crowded.cancelled}; the one that is too long: {crowded.failed[:200]}"
+    blocks = f"free blocks before {crowded.free_before}, after {crowded.free_after}"
+    is_back = crowded.free_before is not None and crowded.free_after == crowded.free_before
+    is_ended = crowded.cancelled == "cancelled" and crowded.failed.startswith("error")
+    # Where nothing was saved and loaded, equal answers show nothing.
+    return [
+        Finding("concurrency", share >= floor - _SLACK and saved > 0 and loaded > 0, seen),
+        Finding("endings", is_ended and all(crowded.answers), ended),
+        Finding("blocks", is_back, blocks),
+    ]
+
+
+def _smoke(asked: Workload, served: dict[str, Served]) -> Finding:
+    """Every prompt is answered, and every connector has seen every request."""
+    prompts = len(asked.prompts)
+    silent = [arm for arm, each in served.items() if sum(map(bool, each.tokens)) < prompts]
+    unseen = [arm for arm, each in served.items() if arm != STOCK and len(each.ended_requests()) < prompts]
+    refused = {
+        str(event["refusal"])
+        for each in served.values()
+        for event in each.events
+        if event["event"] == "scheduler_initialized" and event["refusal"]
+    }
+    what = (
+        f"{prompts} prompts; unanswered in {silent}, not seen by the connector in {unseen}, refused: {sorted(refused)}"
+    )
+    return Finding("smoke", not silent and not unseen and not refused, what)
+
+
+def _exactness(asked: Workload, served: dict[str, Served]) -> Finding:
+    """Under exact reuse, and where every layer is computed again, answers are the stock engine's."""
+    first, second = _twice(asked, served[STOCK].tokens)
+    floor = _share_equal(first, second)
+    shares = {arm: _share_equal(served[STOCK].tokens, served[arm].tokens) for arm in (EXACT, RECOMPUTED)}
+    what = f"answers equal to the stock engine's: {shares}; to its own, asked twice: {floor:.3f}"
+    return Finding("exactness", all(share >= floor - _SLACK for share in shares.values()), what)
+
+
+def _execution(asked: Workload, served: dict[str, Served]) -> Finding:
+    """Text at other places was offered: the wrapper is attached to the decoder, and its self-check has passed."""
+    start, end = len(asked.donors), len(asked.donors) + len(asked.targets)
+    offered = {
+        arm: sum(int(event.get("offered_tokens") or 0) for event in served[arm].ended_requests()[start:end])
+        for arm in (RECOMPUTED, REUSED)
+    }
+    segmented = {arm: any(_is_segmented(event) for event in served[arm].events) for arm in offered}
+    what = f"tokens offered from other places {offered}, with holes between them {segmented}"
+    return Finding("execution", all(offered.values()) and all(segmented.values()), what)
+
+
+def _publication(asked: Workload, served: dict[str, Served]) -> Finding:
+    """A prompt that was served approximately and is asked again finds only its exact part in the engine."""
+    grown = []
+    for arm in (RECOMPUTED, REUSED):
+        exact = _exact_parts(served[arm].events)
+        first, second = _twice(asked, served[arm].ended_requests())
+        for before, after in zip(first, second, strict=True):
+            limit = max(before["exact_prefix_tokens"], exact.get(before["request_id"], after["exact_prefix_tokens"]))
+            grown += [arm] if after["exact_prefix_tokens"] > limit else []
+    return Finding("publication", not grown, f"prompts whose approximate KV was published: {grown}")
+
+
+def _exact_parts(events: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """The tokens in front of the first moved span, by request, of plans that move one."""
+    shifted = {
+        event["request_id"]: [target for _, donor, target, _ in event["spans"] if donor != target]
+        for event in events
+        if event["event"] == "plan_dispatched"
+    }
+    return {request_id: min(starts) for request_id, starts in shifted.items() if starts}
+
+
+def _validation(asked: Workload, served: dict[str, Served]) -> Finding:
+    """Answers from reused text are as often right as cold ones."""
+    right = {arm: _exact_matches(asked, served[arm]) for arm in (STOCK, REUSED)}
+    what = f"share of right answers {right}; a drop of {_MAX_EM_DROP} is allowed"
+    return Finding("validation", right[STOCK] - right[REUSED] <= _MAX_EM_DROP, what)
+
+
+def _is_segmented(event: dict[str, Any]) -> bool:
+    is_approximate = (event["event"], event.get("kind")) == ("lookup", "request_local")
+    return is_approximate and bool(event["diagnostics"]["holes"])
+
+
+def _twice(asked: Workload, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The results of the targets, asked first and asked again. `results`: one item a prompt."""
+    start, count = len(asked.donors), len(asked.targets)
+    return results[start : start + count], results[start + count : start + 2 * count]
+
+
+def _share_equal(first: Sequence[Any], second: Sequence[Any]) -> float:
+    return sum(bool(one == other) for one, other in zip(first, second, strict=True)) / max(1, len(first))
+
+
+def _exact_matches(asked: Workload, served: Served) -> float:
+    start = len(asked.donors)
+    texts = served.texts[start : start + len(asked.targets)]
+    pairs = zip(texts, asked.targets, strict=True)
+    right = [re.findall(r"\d+", text)[:1] == [each.answer] for text, each in pairs]
+    return sum(right) / max(1, len(right))
+
+
+DEFAULT_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+# So few prompts show that a calibration runs here, and little about the model.
+_SMALL_CALIBRATION = (
+    *("--families", "reordered,header_trap", "--groups", "4", "--screening-groups", "2", "--questions", "2"),
+    *("--tokens", "1024", "--max-tries", "6"),
+)
+# 16 requests at once, two of each beginning.
+_ROUNDS, _BEGINNINGS = 3, 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    return ended("trtllm-check", lambda: _status(arguments))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        check_writable(arguments.output)
+    trtllm_api()
+    if arguments.profile is not None:
+        ReuseProfile.read(arguments.profile)
+    try:
+        layers = model_facts(arguments.model).num_layers
+    except SemBlendError as error:
+        raise ConfigurationError(f"{error}. A folder is named by its full path: make leaves its own.") from error
+    holds = True
+    for finding in _findings(arguments, layers):
+        sys.stdout.write(
+            printable(f"{finding.name:<12} {'holds' if finding.holds else 'FAILS'}  {finding.what}") + "\n"
+        )
+        holds = holds and finding.holds
+    return 0 if holds else 1
+
+
+def _findings(arguments: argparse.Namespace, layers: int) -> Iterator[Finding]:
+    """One part after the other; a part whose engine does not start is one line that fails."""
+    model, dtype = arguments.model, _dtype(arguments)
+    asked = workload(arguments.groups, arguments.rows)
+    try:
+        served = {
+            arm: serve(model, dtype, asked.prompts, connector, variables)
+            for arm, (connector, variables) in _arms(layers).items()
+        }
+        yield from judge(asked, served)
+    except SemBlendError as error:
+        yield Finding("engine", False, str(error))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        output = arguments.output or Path(folder) / "reuse-profile.json"
+        try:
+            yield from _profile(arguments, output, asked, served[STOCK])
+        except (SemBlendError, OSError) as error:
+            yield Finding("profile", False, str(error))
+    try:
+        yield from judge_crowd(serve_crowd(model, dtype, crowd(_ROUNDS, _BEGINNINGS, arguments.rows)))
+    except SemBlendError as error:
+        yield Finding("concurrency", False, str(error))
+
+
+def _arms(num_layers: int) -> dict[str, tuple[str | None, dict[str, str]]]:
+    """Each engine's connector and its settings."""
+    recomputed = {"SEMBLEND_POLICY": "boundary", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER": str(num_layers)}
+    return {
+        STOCK: (None, {}),
+        EXACT: (STOCK_CONNECTOR, {"SEMBLEND_POLICY": "exact"}),
+        RECOMPUTED: (WRAPPER, recomputed),
+        REUSED: (WRAPPER, {"SEMBLEND_POLICY": "position_fix"}),
+    }
+
+
+def _profile(arguments: argparse.Namespace, output: Path, asked: Workload, stock: Served) -> Iterator[Finding]:
+    """Confirms the profile, or makes one; then what is served under it. Raises SemBlendError and OSError."""
+    try:
+        # Here: they need more than an environment with TensorRT-LLM and the connector may have.
+        from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
+    except ModuleNotFoundError as error:
+        yield Finding("profile", False, f"{error.name} is not installed; install it beside TensorRT-LLM for this part")
+        return
+    common = ("--engine", "trtllm", "--model", arguments.model, "--output", str(output))
+    if arguments.profile is not None:
+        options = ("--profile", str(arguments.profile), *common)
+        if not run_confirm(parse_confirm(options), f"python -m validation confirm {shlex.join(options)}"):
+            yield Finding("profile", False, "it is not as good as cold in this engine; the lines above say where")
+            return
+    else:
+        made = (*common, "--dtype", arguments.dtype, *_SMALL_CALIBRATION)
+        run_calibrate(parse_calibrate(made), f"python -m validation calibrate {shlex.join(made)}")
+    profile = ReuseProfile.read(output)
+    yield Finding("profile", True, f"policy {profile.policy} in {' and '.join(profile.engines)}; {profile.check}")
+    variables = {"SEMBLEND_POLICY": "verified", "SEMBLEND_PROFILE": str(output)}
+    verified = serve(arguments.model, _dtype(arguments), asked.prompts, WRAPPER, variables)
+    yield judge_verified(asked, stock, verified)
+
+
+def _dtype(arguments: argparse.Namespace) -> str:
+    """The engines': a profile binds to the one with which it was made."""
+    if arguments.profile is None or arguments.dtype != "auto":
+        return str(arguments.dtype)
+    return str(ReuseProfile.read(arguments.profile).namespace["compute_dtype"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m validation.trtllm_check", description=__doc__)
+    parser.add_argument(
+        "--model", type=named, default=DEFAULT_MODEL, help="a folder (full path) or a hub id (default: %(default)s)"
+    )
+    parser.add_argument("--groups", type=int, default=24, help="prompts of each kind (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=24, help="rows of each stock list (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="a profile from elsewhere, to be confirmed here")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the confirmed or made profile is kept")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="the engine's argument (default: the profile's, else auto)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

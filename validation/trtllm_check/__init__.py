@@ -1,1 +1,0 @@
-"""Runs the connector inside a real TensorRT-LLM, and says what holds there."""
