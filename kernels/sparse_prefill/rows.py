@@ -20,8 +20,8 @@ class SequenceRows:
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
     tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
 
-    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels derive
-    from a batch that begins with these rows; the layers of a stage share it.
+    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels
+    derive from a batch that begins with these rows; the layers of a stage share it.
     """
 
     first_row: int

@@ -71,7 +71,8 @@ class Sizes:
     repeats: int = 15
     turns: int = 6
     in_turn: int = 4
-    misses: int = 8
+    miss_turns: int = 40
+    misses: int = 3
     donor_device_bytes: int = 4 << 30
     donor_host_bytes: int = 8 << 30
 
@@ -98,6 +99,7 @@ SMALL = Sizes(
     repeats=2,
     turns=2,
     in_turn=2,
+    miss_turns=2,
     misses=2,
     donor_device_bytes=1 << 26,
     donor_host_bytes=1 << 28,
@@ -360,7 +362,7 @@ class VllmArm:
         """
         found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": []}
         with self.watched() as served:
-            for _ in range(2 * self.sizes.turns):
+            for _ in range(self.sizes.miss_turns):
                 gc.collect()
                 prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + self.sizes.misses)]
                 with self._turn():
