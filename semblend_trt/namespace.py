@@ -133,11 +133,6 @@ class CacheNamespace:
             adapter = json.dumps([self.adapter, adapter])
         return replace(self, extra=extra, adapter=self.adapter if adapter is None else adapter)
 
-    @property
-    def unknown_fields(self) -> tuple[str, ...]:
-        """Names of the fields that could not be determined: nothing outside this process can match."""
-        return tuple(name for name in _FIELD_NAMES if _holds_unknown(getattr(self, name)))
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, read back by `from_dict`; holds no raw salt."""
         return {name: _thawed(getattr(self, name)) for name in _FIELD_NAMES}
@@ -291,14 +286,6 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_thawed(item) for item in value]
     return value
-
-
-def _holds_unknown(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_unknown(item) for item in value.values())
-    if isinstance(value, tuple):
-        return any(_holds_unknown(item) for item in value)
-    return is_unknown(value)
 
 
 def _canonical_json(values: Mapping[str, Any]) -> bytes:

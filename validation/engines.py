@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
@@ -170,13 +171,8 @@ def answered(
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
-    saved = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLE_PREFIXES)}
-    for name in saved:
-        del os.environ[name]
-    os.environ.update(variables)
-    try:
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith(_VARIABLE_PREFIXES)]:
+            del os.environ[name]
+        os.environ.update(variables)
         yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(saved)

@@ -38,10 +38,6 @@ _SLOW = "no answer within"
 _NOT_ASKED = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
 
 
-class _TooMuchError(Exception):
-    """The judge printed too much."""
-
-
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Runs `command` for each comparison, with `{"id", "arm", "prompt", "reference", "cold", "answer"}` on its stdin.
@@ -68,7 +64,7 @@ class Judge:
         """The score and None, or None and why there is none."""
         try:
             status, printed, errors = self._run(json.dumps(comparison).encode())
-        except _TooMuchError as error:
+        except ValueError as error:  # it printed too much
             return None, str(error)
         except subprocess.TimeoutExpired:
             return None, f"{_SLOW} {self.timeout_seconds:g} s"
@@ -85,7 +81,7 @@ class Judge:
         return score, None
 
     def _run(self, given: bytes) -> tuple[int, str, str]:
-        """Exit status, output and errors. Raises OSError, TimeoutExpired and _TooMuchError."""
+        """Exit status, output and errors. Raises OSError, TimeoutExpired, and ValueError for too much output."""
         deadline = time.monotonic() + self.timeout_seconds
         with tempfile.TemporaryFile() as stdin:
             stdin.write(given)
@@ -116,7 +112,7 @@ def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
                 chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
                 read[key.fd] += chunk
                 if len(read[key.fd]) > MAX_OUTPUT_BYTES:
-                    raise _TooMuchError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
+                    raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
                 if not chunk:
                     selector.unregister(key.fd)
     return [each.decode("utf-8", "replace") for each in read.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
@@ -150,17 +150,9 @@ def _words(text: str) -> tuple[str, ...]:
 # Both small models know places of two words only, so a unit or a date takes the place of the first.
 _UNITS = _words("Box Crate Pair Dozen Bag Sack Pound Barrel")
 _DATES = _words("Spring Summer Autumn Winter")
-_TWO_WORDS = "{word} {name}"
 
 SHIPPED = PromptForm(
-    "shipped",
-    INSTRUCTIONS,
-    SYSTEM_PROMPTS,
-    SHIPPED_VOCABULARY,
-    (12, 18),
-    _UNITS,
-    _DATES,
-    _TWO_WORDS,
+    "shipped", INSTRUCTIONS, SYSTEM_PROMPTS, SHIPPED_VOCABULARY, (12, 18), _UNITS, _DATES, "{word} {name}"
 )
 
 # Prompts of the shipped model.
@@ -179,11 +171,12 @@ _YARDSTICK_INSTRUCTIONS = (
     "Context documents follow. Give short answers.",
 )
 # This model was trained on lists of these words and lengths only; other words halve its exact match.
-YARDSTICK = PromptForm(
-    "yardstick",
-    _YARDSTICK_INSTRUCTIONS,
-    _YARDSTICK_INSTRUCTIONS,
-    Vocabulary(
+YARDSTICK = replace(
+    SHIPPED,
+    name="yardstick",
+    instructions=_YARDSTICK_INSTRUCTIONS,
+    system_prompts=_YARDSTICK_INSTRUCTIONS,
+    vocabulary=Vocabulary(
         _words("Depot Vault Shed Plant Store Warehouse Yard Branch Annex Hangar Outlet Office Kiosk Dock Cellar"),
         _words(
             "Split Turku Pune Hanoi Turin Delhi Ghent Quito Bern Reno Porto Leeds Kazan Kyoto Sofia Lima Boise Dakar "
@@ -197,20 +190,14 @@ YARDSTICK = PromptForm(
         ),
         least=5,
     ),
-    (8, 9),
-    _UNITS,
-    _DATES,
-    _TWO_WORDS,
+    rows=(8, 9),
 )
-PLAIN = PromptForm(
-    "plain",
-    INSTRUCTIONS,
-    SYSTEM_PROMPTS,
-    SHIPPED_VOCABULARY,
-    (12, 18),
-    _words("boxes crates pairs dozens bags sacks pounds barrels"),
-    _words("January February March April May June July August September October November December"),
-    "{name} in {word}",
+PLAIN = replace(
+    SHIPPED,
+    name="plain",
+    units=_words("boxes crates pairs dozens bags sacks pounds barrels"),
+    dates=_words("January February March April May June July August September October November December"),
+    qualified="{name} in {word}",
     has_marks=False,
 )
 FORMS = {form.name: form for form in (SHIPPED, YARDSTICK, PLAIN)}

@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
-from engine_wrapper.embedded.models import LoadedModel, adopt_model, load_model
+from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.ranks import Ranks
 from semblend_trt.streams import current_stream
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
+    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
-    from semblend_trt.ranks import Ranks
     from semblend_trt.runtime import LayerReadiness
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
@@ -52,7 +54,8 @@ class ModelRunner:
         ranks: Ranks | None = None,
     ) -> None:
         """Loads the model; see `load_model` for the settings and errors."""
-        self._own(load_model(model_path, dtype, device, tokenizer, revision, ranks))
+        ranks = ranks or Ranks()
+        self._own(*load_model(model_path, dtype, device, tokenizer, revision, ranks), ranks)
 
     @classmethod
     def from_model(
@@ -64,18 +67,18 @@ class ModelRunner:
         `tokenizer`, prompts are token ids. No file identifies the weights, so their KV is shared with no other engine
         unless SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
         """
-        runner = cls.__new__(cls)
-        runner._own(adopt_model(model, config_path, tokenizer, ranks))
+        runner, ranks = cls.__new__(cls), ranks or Ranks()
+        runner._own(model, tokenizer, *adopt_model(model, config_path, tokenizer, ranks), ranks)
         return runner
 
-    def _own(self, loaded: LoadedModel) -> None:
+    def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource, ranks: Ranks) -> None:
         # The Transformers model; called directly, it runs plain SDPA and touches no pool.
-        self.model, self.config, self.tokenizer = loaded.model, loaded.model.config, loaded.tokenizer
-        self.facts, self.source, self.ranks = loaded.facts, loaded.source, loaded.ranks
+        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        self.facts, self.source, self.ranks = facts, source, ranks
         # Of weights, hidden rows and pool.
-        self.dtype: torch.dtype = loaded.model.dtype
-        self.device: torch.device = loaded.model.device
-        self.kv_heads = loaded.facts.kv_heads // loaded.ranks.size  # of this rank
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.kv_heads = facts.kv_heads // ranks.size  # of this rank
         self._detach()
 
     def _detach(self) -> None:

@@ -19,7 +19,6 @@ from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of
-from semblend_trt.ranks import Ranks
 from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.llm_args import LlmArgs
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.connector.model_files import FileState
+    from semblend_trt.ranks import Ranks
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -66,44 +66,35 @@ class ModelSource:
         return {"revision": self.revision, "tokenizer": self.tokenizer, "load_format": load_format}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready for inference, or this rank's part of it. `facts` are the whole model's."""
-
-    model: Any
-    tokenizer: Any
-    facts: ModelFacts
-    ranks: Ranks
-    source: ModelSource
-
-
 def load_model(
     model: str | Path,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
-    tokenizer: str | Path | None = None,
-    revision: str | None = None,
-    ranks: Ranks | None = None,
-) -> LoadedModel:
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    tokenizer: str | Path | None,
+    revision: str | None,
+    ranks: Ranks,
+) -> tuple[Any, Any, ModelFacts, ModelSource]:
     """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    Several `ranks` load one model, and each keeps its part. Raises ConfigurationError when something cannot be read or
+    Returns the model, its tokenizer, the whole model's facts, and its source. Several `ranks` load one model, and each
+    keeps its part. Raises ConfigurationError when something cannot be read or
     a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported.
     """
-    target_dtype, target_device, ranks = resolve_dtype(dtype), resolve_device(device), ranks or Ranks()
+    target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
-    words = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
+    loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
     weights = _load_weights(str(model), target_dtype, revision)
     keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
     files = files or _states(str(model), revision)  # the model was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
-    return LoadedModel(weights, words, facts, ranks, source)
+    return weights, loaded_tokenizer, facts, source
 
 
-def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks | None = None) -> LoadedModel:
-    """Takes a whole model that is in memory; `config_path` is a folder with its config.json. Each rank keeps its part.
+def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks) -> tuple[ModelFacts, ModelSource]:
+    """Prepares a whole model that is in memory; `config_path` is a folder with its config.json. Each rank keeps its
+    part. Returns the whole model's facts, and its source.
 
     Raises as `load_model` does, and ConfigurationError when the folder describes another model.
     """
@@ -114,11 +105,10 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
             f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    ranks = ranks or Ranks()
     keep_shard(model, ranks)
     model.eval().requires_grad_(False)
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return LoadedModel(model, tokenizer, facts, ranks, source)
+    return facts, source
 
 
 def _digest(config: Any) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import arguments_of, vllm_version
 from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,22 +32,22 @@ def vllm(model: str | None, options: Any) -> Iterator[Finding]:
 
     vLLM makes its own configuration of both, which may take some seconds; no engine is started.
     """
-    chapter, version = Chapter("engine"), vllm_version()
+    area, version = Area("engine"), vllm_version()
     if version is None:
-        yield chapter.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
+        yield area.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
         return
     told = f"vLLM {version[0]}.{version[1]} is installed"
     if version < OLDEST:
-        yield chapter.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
+        yield area.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
         return
     if version == _TESTED:
-        yield chapter.ok(told)
+        yield area.ok(told)
     else:
-        yield chapter.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")
+        yield area.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")
     given = {} if options is None else _plain(options)
     name = given.get("model") or model
     if name is None:
-        yield chapter.note("without --model nothing can be said of an engine's options")
+        yield area.note("without --model nothing can be said of an engine's options")
         return
     yield from _of_configuration(str(name), given)
 
@@ -55,16 +55,16 @@ def vllm(model: str | None, options: Any) -> Iterator[Finding]:
 def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
     from vllm.engine.arg_utils import EngineArgs
 
-    chapter = Chapter("options")
+    area = Area("options")
     transfer = given.get("kv_transfer_config", _DEFAULT)
     with contextlib.suppress(ValueError, TypeError):
         transfer = json.loads(transfer)  # as it stands on a command line
     if not isinstance(transfer, dict):
-        yield chapter.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
+        yield area.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
         return
     named = (transfer.get("kv_connector"), transfer.get("kv_connector_module_path"))
     if named != OUR_CONNECTOR:
-        yield chapter.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
+        yield area.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
         return
     known = {each for each in EngineArgs.__dataclass_fields__ if each != "model"}
     arguments = {each: value for each, value in given.items() if each in known}
@@ -72,17 +72,17 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
     try:
         configuration = EngineArgs(model=model, **arguments).create_engine_config()
     except Exception as error:  # vLLM and pydantic each raise their own
-        yield chapter.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
+        yield area.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
         return
     warnings: list[str] = []
     with _heard(warnings):
         refusal = arguments_of(configuration).refusal or engine_refusal_of(configuration, None)
     for warning in warnings:
-        yield chapter.note(warning)
+        yield area.note(warning)
     if refusal is not None:
-        yield chapter.refused(refusal, _sentence(refusal))
+        yield area.refused(refusal, _sentence(refusal))
     else:
-        yield chapter.ok("nothing in these options is refused")
+        yield area.ok("nothing in these options is refused")
 
 
 def _transfer_config(transfer: dict[str, Any]) -> Any:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
-from kernels.results import Results, parser_of
+from kernels.results import Results, parser_of, say
 from kernels.rope import RopeRotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from kernels.span_table import Tiling
 
 COPY_BYTES = 2 << 30
 HOST_BYTES = 1 << 30
@@ -56,6 +58,15 @@ def add_share(results: Results, name: str, milliseconds: float, num_bytes: float
     baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s; copy {copy_gbps():.0f} GB/s, read + written"
     results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, better="higher")
     return speed / copy_gbps()
+
+
+def show_tilings(what: str, num_bytes: int, tilings: Iterable[Tiling], time_of: Callable[[Tiling], float]) -> None:
+    """Shows how fast each tiling reads and writes `num_bytes`; `time_of` measures one, in milliseconds."""
+    say(f"tilings at {what}; copy {copy_gbps():.0f} GB/s")
+    for tiling in tilings:
+        milliseconds = time_of(tiling)
+        speed = num_bytes / milliseconds / 1e6
+        say(f"  {milliseconds:8.4f} ms {speed:7.0f} GB/s {speed / copy_gbps():6.3f} of copy  {tiling}")
 
 
 def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

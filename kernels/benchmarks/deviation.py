@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,11 @@ from kernels.benchmarks.ceilings import (
     VLLM_LAYOUTS,
     add_share,
     check_close,
-    copy_gbps,
     random_donor,
     random_layers,
     random_pool,
     run_on_card,
+    show_tilings,
     time_ms,
     wall_ms,
 )
@@ -74,11 +75,9 @@ def _kernel_ms(span: Move, fresh: Fresh, tiling: Tiling | None = None) -> float:
 def _sweep(tokens: int) -> None:
     from kernels.span_table import Tiling
 
-    donor, fresh = random_donor(tokens), random_pool(tokens + 32)
-    say(f"tilings at {tokens} tokens; copy {copy_gbps():.0f} GB/s")
-    for tiling in (Tiling(4096), Tiling(8192), Tiling(2048, warps=2), Tiling(8192, warps=8)):
-        milliseconds = _kernel_ms(Move(donor, 0, SHIFT, tokens), fresh, tiling)
-        say(f"  {milliseconds:8.4f} ms {_bytes_read(tokens) / milliseconds / 1e6:7.0f} GB/s  {tiling}")
+    span, fresh = Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32)
+    tilings = (Tiling(4096), Tiling(8192), Tiling(2048, warps=2), Tiling(8192, warps=8))
+    show_tilings(f"{tokens} tokens", _bytes_read(tokens), tilings, partial(_kernel_ms, span, fresh))
 
 
 def _check() -> float:

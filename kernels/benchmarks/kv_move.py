@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from kernels.benchmarks.ceilings import (
     random_layers,
     random_pool,
     run_on_card,
+    show_tilings,
     time_ms,
     wall_ms,
 )
@@ -114,11 +116,7 @@ def _sweep() -> None:
 
 
 def _sweep_move(what: str, move: Move, target: PagedKv | ContiguousKv) -> None:
-    say(f"tilings at {what}; copy {copy_gbps():.0f} GB/s")
-    for tiling in tilings():
-        milliseconds = kernel_ms([move], target, tiling)
-        speed = bytes_moved(move.length) / milliseconds / 1e6
-        say(f"  {milliseconds:8.4f} ms {speed:7.0f} GB/s {speed / copy_gbps():6.3f} of copy  {tiling}")
+    show_tilings(what, bytes_moved(move.length), tilings(), partial(kernel_ms, [move], target))
 
 
 def _measure_size(results: Results, tokens: int) -> float:

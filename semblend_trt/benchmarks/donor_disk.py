@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
-from kernels.results import Results, parser_of, seconds
+from kernels.results import Count, Results, run_counted, seconds
 from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv
@@ -26,20 +27,13 @@ from semblend_trt.donors.host_tier import HostKv
 FORM = KvForm(num_layers=28, kv_factor=2, kv_heads=4, head_dim=128, dtype=torch.bfloat16)
 
 
-def main() -> None:
-    arguments = parser_of(__doc__)
-    arguments.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk measured")
-    arguments.add_argument("--tokens", type=int, default=8192, help="tokens of the donor")
-    arguments.add_argument("--repeats", type=int, default=5)
-    options = arguments.parse_args()
-    results = Results()
-    with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        measure(Path(folder), options.tokens, options.repeats, results)
-    results.write(options.json, "donor_disk")
+def run(tokens: int, repeats: int, results: Results, path: Path) -> None:
+    """Adds both rows. Each is the median of `repeats`; its baseline is measured in turn with it."""
+    with tempfile.TemporaryDirectory(dir=path) as folder:
+        _measure(tokens, repeats, results, Path(folder))
 
 
-def measure(folder: Path, tokens: int, repeats: int, results: Results) -> None:
-    """Adds both rows; each is the median of `repeats`, its baseline measured in turn with it."""
+def _measure(tokens: int, repeats: int, results: Results, folder: Path) -> None:
     tier = DiskTier(folder, FORM, folder / "key")
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(28, tokens, 2, 4, 128, generator=generator).to(torch.bfloat16)
@@ -89,6 +83,10 @@ def _read_plain(path: Path, target: memoryview) -> None:
         while target:
             target = target[file.readinto(target) :]
 
+
+_COUNTS = [Count("tokens", 8192, "tokens of the donor"), Count("repeats", 5, "times each is measured")]
+_PATH = {"type": Path, "default": Path(tempfile.gettempdir()), "help": "folder on the disk measured"}
+main = partial(run_counted, "donor_disk", __doc__, _COUNTS, run, path=_PATH)
 
 if __name__ == "__main__":
     main()

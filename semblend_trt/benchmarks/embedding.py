@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from kernels.layout import KvGeometry
-from kernels.results import Results, parser_of, say, seconds
+from kernels.results import Results, run_counted, say, seconds
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
@@ -128,13 +129,12 @@ def measure_scheduler(results: Results) -> None:
     results.add("scheduler_extra_ms", max(0.0, middle["on"] - middle["off"]), "ms", baseline, EXTRA_GOAL_MS)
 
 
-def main() -> None:
-    given = parser_of(__doc__).parse_args()
-    results = Results()
+def run(results: Results) -> None:
     measure_scheduler(results)
     measure_embedders(results)
-    results.write(given.json, "embedding")
 
+
+main = partial(run_counted, "embedding", __doc__, [], run)
 
 if __name__ == "__main__":
     main()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say, seconds
+from kernels.results import Count, Results, run_counted, say, seconds
 from semblend_trt.benchmarks.fleet_server import (
     NAMESPACE,
     SUBJECT,
@@ -206,12 +207,8 @@ async def convergence(server: LoopbackServer) -> list[float]:
     return taken
 
 
-def main() -> None:
-    """Measures and prints; writes the rows where --json says."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--donors", type=int, default=100_000, help="donors of the fleet")
-    arguments = parser.parse_args()
-    results = Results()
+def run(donors: int, results: Results) -> None:
+    """Adds the rows of both measurements."""
     with loopback_server() as server:
         taken = asyncio.run(convergence(server))
     share = sum(each <= RESYNC_SECONDS for each in taken) / len(taken)
@@ -222,11 +219,11 @@ def main() -> None:
     results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
     results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=told)
     before = resident_mib()
-    fleet = Fleet(arguments.donors)
+    fleet = Fleet(donors)
     grown = resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
     fingerprinting, looking_up = lookups(fleet)
     told = (
-        f"{arguments.donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
+        f"{donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
         f"prompts of {PROMPT_TOKENS} tokens; a loop over all sketches takes {loop_over_sketches(fleet):.0f} ms"
     )
     p99 = float(np.percentile(looking_up, 99))
@@ -236,7 +233,9 @@ def main() -> None:
     results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=told)
     results.add("directory_event_us", fleet.event_us, "us", baseline=told)
     results.add("directory_memory_mib", grown, "MiB", baseline=told)
-    results.write(arguments.json, "fleet_directory")
+
+
+main = partial(run_counted, "fleet_directory", __doc__, [Count("donors", 100_000, "donors of the fleet")], run)
 
 
 if __name__ == "__main__":

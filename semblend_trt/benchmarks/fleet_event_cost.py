@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of
+from kernels.results import Results, run_counted
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, loopback_server, texts
 from semblend_trt.config import load_settings
 from semblend_trt.fleet.announcer import DonorPublisher, announcer_for
@@ -59,10 +60,8 @@ def best_round(publisher: DonorPublisher) -> npt.NDArray[np.float64]:
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
 
 
-def main() -> None:
-    """Measures and prints; writes the rows where --json says."""
-    arguments = parser_of(__doc__).parse_args()
-    results = Results()
+def run(results: Results) -> None:
+    """Adds both rows."""
     gc.collect()
     silent = best_round(DonorPublisher())
     with loopback_server() as server:
@@ -75,7 +74,6 @@ def main() -> None:
     )
     results.add("event_cost_p99_us", float(np.percentile(told, 99)), "us", goal=20, baseline=baseline)
     results.add("event_cost_p50_us", float(np.percentile(told, 50)), "us", baseline=baseline)
-    results.write(arguments.json, "fleet_event_cost")
 
 
 def _work_until(moment: int) -> None:
@@ -83,6 +81,8 @@ def _work_until(moment: int) -> None:
     while time.perf_counter_ns() < moment:
         pass
 
+
+main = partial(run_counted, "fleet_event_cost", __doc__, [], run)
 
 if __name__ == "__main__":
     main()

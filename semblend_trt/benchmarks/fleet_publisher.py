@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.benchmarks.fleet_server import (
     NAMESPACE,
     free_port,
@@ -103,18 +104,13 @@ def growth_without_server() -> float:
     return grown
 
 
-def main() -> None:
-    """Measures and prints; writes the rows where --json says."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to publish")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each donor")
-    arguments = parser.parse_args()
-    results = Results()
+def run(seconds: int, tokens: int, results: Results) -> None:
+    """Adds the rows of both measurements."""
     grown = growth_without_server()
     for form in EventFormat:
-        found, work, elapsed = rate(form, arguments.seconds, arguments.tokens)
+        found, work, elapsed = rate(form, seconds, tokens)
         end = "" if form is EventFormat.JSON else f"_{form.value}"
-        told = f"{elapsed:.0f} s on loopback, half of them donors of {arguments.tokens} tokens with their sketches"
+        told = f"{elapsed:.0f} s on loopback, half of them donors of {tokens} tokens with their sketches"
         results.add(f"publisher_cpu_us_per_event{end}", work, "us", baseline=told)
         results.add(f"publisher_events_per_s{end}", found, "events/s", goal=20_000, better="higher", baseline=told)
     told = (
@@ -122,13 +118,15 @@ def main() -> None:
         f"{DOWN_HELD} donors held; after the first minute"
     )
     results.add("publisher_down_10min_growth_mib", grown, "MiB", goal=16, baseline=told)
-    results.write(arguments.json, "fleet_publisher")
 
 
 def _await_sent(publisher: EventPublisher) -> None:
     if not publisher.flush(120):
         sys.exit("The publisher did not reach the server.")
 
+
+_COUNTS = [Count("seconds", 10, "how long to publish"), Count("tokens", 1024, "tokens of each donor")]
+main = partial(run_counted, "fleet_publisher", __doc__, _COUNTS, run)
 
 if __name__ == "__main__":
     main()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.results import Results, parser_of
+from kernels.results import Count, Results, run_counted
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, VOCABULARY
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
@@ -172,17 +173,12 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
     return outcome
 
 
-def main() -> None:
-    """Measures and prints; writes the rows where --json says."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--requests", type=int, default=5000, help="how many requests")
-    parser.add_argument("--load", type=float, default=1.0, help="load, 1 is all that could be served without reuse")
-    arguments = parser.parse_args()
-    results = Results()
-    arrivals = arrivals_of(arguments.requests, arguments.load)
+def run(requests: int, results: Results, load: float) -> None:
+    """Adds three rows for each policy."""
+    arrivals = arrivals_of(requests, load)
     told = (
-        f"{arguments.requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
-        f"at {arguments.load:g} times what these could serve without reuse"
+        f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
+        f"at {load:g} times what these could serve without reuse"
     )
     for name, policy in POLICIES.items():
         outcome = simulate(policy(), arrivals)
@@ -191,12 +187,14 @@ def main() -> None:
         results.add(f"routed_to_holder_share{end}", share, "share", told, goals[0], "higher")
         results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", told, goals[1])
         results.add(f"routed_first_token_p95_ms{end}", p95, "ms", told)
-    results.write(arguments.json, "fleet_routing")
 
 
 def _text(rng: np.random.Generator, length: int) -> _Tokens:
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
+
+_LOAD = {"type": float, "default": 1.0, "help": "load; 1 is all that could be served without reuse"}
+main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run, load=_LOAD)
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from kernels.results import Results, parser_of, seconds
+from kernels.results import Results, run_counted, seconds
 from semblend_trt.benchmarks.span_corpus import EXCERPT, TOKENIZER, chained
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
@@ -88,7 +89,7 @@ class Topics:
         return _unit(made)
 
 
-def synthetic(count: int, queries: int) -> Collection:
+def synthetic_vectors(count: int, queries: int) -> Collection:
     """`count` vectors of topics, and other vectors of the same topics as queries."""
     topics = Topics.made(count, seed=0)
     vectors = np.empty((count, DIM), dtype=np.float32)
@@ -217,21 +218,25 @@ def measure(collection: Collection, results: Results) -> None:
     results.add(f"semantic_recall_{size}", float(shares.mean()), "share", baseline, GOAL_RECALL, "higher")
 
 
-def main() -> None:
-    """Measures the collections that the command line names."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
-    for name, size, told in (("entries", 100_000, "passages to store"), ("synthetic", 1_000_000, "synthetic vectors")):
-        parser.add_argument(f"--{name}", type=int, nargs="*", default=[size], metavar="N", help=told)
-    given = parser.parse_args()
+def run(results: Results, text: Path | None, entries: list[int], synthetic: list[int]) -> None:
+    """Measures collections of these sizes."""
     faiss.omp_set_num_threads(1)
-    results = Results()
-    for entries in given.entries:
-        measure(embedded_passages(given.text, entries, QUERIES), results)
-    for entries in given.synthetic:
-        measure(synthetic(entries, QUERIES), results)
-    results.write(given.json, "semantic_search")
+    for count in entries:
+        measure(embedded_passages(text, count, QUERIES), results)
+    for count in synthetic:
+        measure(synthetic_vectors(count, QUERIES), results)
 
+
+main = partial(
+    run_counted,
+    "semantic_search",
+    __doc__,
+    [],
+    run,
+    text={"type": Path, "metavar": "FILE", "help": "English text, UTF-8, may be gzipped"},
+    entries={"type": int, "nargs": "*", "default": [100_000], "metavar": "N", "help": "passages to store"},
+    synthetic={"type": int, "nargs": "*", "default": [1_000_000], "metavar": "N", "help": "synthetic vectors"},
+)
 
 if __name__ == "__main__":
     main()

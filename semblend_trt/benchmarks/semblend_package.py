@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.results import Results, parser_of, say, seconds
+from kernels.results import Count, Results, run_counted, say, seconds
 from semblend_trt.benchmarks.span_corpus import DOCUMENT_TOKENS, RUN_TOKENS, Corpus, read_corpus
 from semblend_trt.benchmarks.span_lookup import SPACE
 from semblend_trt.discovery.span_index import SpanIndex
@@ -43,26 +44,17 @@ class Case:
     prompt_documents: npt.NDArray[np.int64]
 
 
-def main() -> None:
-    """Measures the package's arms, then ours, and writes the rows of both."""
-    arguments = parser_of(__doc__)
-    arguments.add_argument("--python", required=True, metavar="PYTHON", help="interpreter with the package")
-    arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
-    arguments.add_argument("--donors", type=int, nargs="+", default=[100, 1_000, 6_000], help="where to look up")
-    arguments.add_argument("--prompts", type=int, default=15, help="lookups for each number of donors")
-    arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways to run the package")
-    given = arguments.parse_args()
-    counts = sorted(given.donors)
-    corpus = read_corpus(given.text, DOCUMENTS, MADE_TOKENS)
-    case = make_case(corpus, counts[-1], given.prompts)
-    results = Results()
+def run(prompts: int, results: Results, python: str, text: Path | None, donors: list[int], arms: list[str]) -> None:
+    """Measures the package's arms, then ours, and adds the rows of both."""
+    counts = sorted(donors)
+    corpus = read_corpus(text, DOCUMENTS, MADE_TOKENS)
+    case = make_case(corpus, counts[-1], prompts)
     try:
-        told = {arm: run_package(given.python, arm, case, counts) for arm in given.arms}
+        told = {arm: run_package(python, arm, case, counts) for arm in arms}
     except subprocess.CalledProcessError as error:
-        sys.exit(f"{given.python} could not run the package: {error.stderr.strip().splitlines()[-1]}")
+        sys.exit(f"{python} could not run the package: {error.stderr.strip().splitlines()[-1]}")
     results.measured.versions["semblend"] = next(iter(told.values()))["version"]
     add_rows(results, told, own_lookups(case, counts), corpus.source)
-    results.write(given.json, "semblend_package")
 
 
 def make_case(corpus: Corpus, donors: int, prompts: int) -> Case:
@@ -158,6 +150,18 @@ def _found(lookups: dict[str, Any]) -> str:
         told.append(f"{kind}: {sum(found)} of {len(found)} found{usable}")
     return "; ".join(told)
 
+
+main = partial(
+    run_counted,
+    "semblend_package",
+    __doc__,
+    [Count("prompts", 15, "look-ups for each number of donors")],
+    run,
+    python={"required": True, "metavar": "PYTHON", "help": "interpreter with the package"},
+    text={"type": Path, "metavar": "FILE", "help": "English text, UTF-8, may be gzipped"},
+    donors={"type": int, "nargs": "+", "default": [100, 1_000, 6_000], "help": "where to look up"},
+    arms={"nargs": "+", "choices": ARMS, "default": list(ARMS), "help": "ways to run the package"},
+)
 
 if __name__ == "__main__":
     main()

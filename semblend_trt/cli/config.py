@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from semblend_trt.printable import printable
@@ -53,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     rows, unknown = settings_in_use(load_settings()), unknown_variables(os.environ)
     if arguments.json:
-        sys.stdout.write(json.dumps({"settings": [_fields(row) for row in rows], "unknown": unknown}, indent=2) + "\n")
+        told = [{**asdict(row), "source": row.source or "default"} for row in rows]
+        sys.stdout.write(json.dumps({"settings": told, "unknown": unknown}, indent=2) + "\n")
     else:
         sys.stdout.write(_table(rows))
     return 0
@@ -79,16 +81,6 @@ def _line(row: SettingRow) -> str:
     _, name, *older = row.variables
     also = "".join(f" Older name: `{each}`." for each in older)
     return f"| `{name}` | {row.default} | {row.allowed} | {row.description}{also} |\n"
-
-
-def _fields(row: SettingInUse) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "variable": row.variable,
-        "value": row.value,
-        "source": row.source or "default",
-        "ignored": list(row.ignored),
-    }
 
 
 def _table(rows: list[SettingInUse]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args, arguments.engine))
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
-        told = {"version": __version__, "problems": problems, "findings": [_fields(finding) for finding in findings]}
+        told = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
         sys.stdout.write(json.dumps(told, indent=2, default=str) + "\n")
     else:
         sys.stdout.write(_shown(findings))
@@ -73,28 +74,29 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 
 
 def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
-    from semblend_trt.doctor import machine, software, surroundings, trtllm
-    from semblend_trt.doctor.finding import Chapter
+    from semblend_trt.doctor import machine, software, trtllm
+    from semblend_trt.doctor import settings as settings_checks
+    from semblend_trt.doctor.finding import Area
 
     settings, problem = _settings()
-    yield from Chapter("software").told(software.software(settings))
+    yield from Area("software").collect(software.software(settings))
     if settings is not None:
-        yield from Chapter("software").told(software.embedder(settings))
+        yield from Area("software").collect(software.embedder(settings))
     if engine_name in _plugged():
-        yield from Chapter("engine").told(_plugged()[engine_name].load()(name, llm_args))
+        yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
         llm_args = None
     else:
-        yield from Chapter("engine").told(trtllm.engine())
-    yield from Chapter("machine").told(machine.machine(settings))
-    yield from Chapter("settings").told(surroundings.variables(settings, problem))
+        yield from Area("engine").collect(trtllm.engine())
+    yield from Area("machine").collect(machine.machine(settings))
+    yield from Area("settings").collect(settings_checks.variables(settings, problem))
     if settings is not None:
-        yield from Chapter("fleet").told(surroundings.nats(settings))
-        yield from Chapter("files").told(surroundings.disk(settings))
-        yield from Chapter("files").told(surroundings.audit(settings))
+        yield from Area("fleet").collect(settings_checks.nats(settings))
+        yield from Area("files").collect(settings_checks.disk(settings))
+        yield from Area("files").collect(settings_checks.audit(settings))
     if llm_args is not None:
-        yield from Chapter("options").told(trtllm.options(llm_args, settings))
+        yield from Area("options").collect(trtllm.options(llm_args, settings))
         kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
-    yield from Chapter("model").told(_of_model(name, kv_dtype, settings, llm_args))
+    yield from Area("model").collect(_of_model(name, kv_dtype, settings, llm_args))
 
 
 def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any) -> Iterator[Finding]:
@@ -120,16 +122,6 @@ def _settings() -> tuple[Settings | None, str | None]:
         return load_settings(), None
     except ConfigurationError as error:
         return None, str(error)
-
-
-def _fields(finding: Finding) -> dict[str, object]:
-    return {
-        "area": finding.area,
-        "status": finding.status.value,
-        "reason": finding.reason,
-        "text": finding.text,
-        "details": finding.details,
-    }
 
 
 def _shown(findings: list[Finding]) -> str:

@@ -21,8 +21,8 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`text` is a sentence for people, `details` the same for programs. `reason` is the name under which requests that
-    are refused for it are counted."""
+    """`text` is a sentence for people, `details` holds the same for programs. `reason` is the name under which requests
+    that are refused for it are counted."""
 
     area: str
     status: Status
@@ -35,7 +35,7 @@ class Finding:
         return self.status in (Status.REFUSED, Status.FAILED)
 
 
-class Chapter:
+class Area:
     """Findings of one area, in the words of their status."""
 
     def __init__(self, area: str) -> None:
@@ -53,8 +53,9 @@ class Chapter:
     def failed(self, text: str, **details: Any) -> Finding:
         return Finding(self.area, Status.FAILED, text, details=details)
 
-    def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """`findings`, and what ended them early as one that failed: a broken package must not end the others' check."""
+    def collect(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """`findings`, and an error that ends them as a finding that failed: one broken package must not end the other
+        checks."""
         try:
             yield from findings
         except Exception as error:

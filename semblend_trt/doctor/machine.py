@@ -1,4 +1,4 @@
-"""The card, what the kernels run as, and the memory that donors are to take."""
+"""The cards, how the kernels run, and the memory that donors need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,26 +17,25 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
     from semblend_trt.doctor.model import KnownModel
 
-_chapter = Chapter("machine")
+_area = Area("machine")
 _GIB = 1 << 30
 # Of control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def machine(settings: Settings | None) -> Iterator[Finding]:
-    """Says what torch sees, and whether the memory that the settings ask for is there."""
+    """Whether torch sees the cards, and whether there is the memory that the settings ask for."""
     import torch
 
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(cards):
-        card = torch.cuda.get_device_properties(index)
+    cards = _cards()
+    for index, card in enumerate(cards):
         told = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
-        yield _chapter.ok(f"CUDA device {index}: {told}", device=index, name=card.name, memory=card.total_memory)
+        yield _area.ok(f"CUDA device {index}: {told}", device=index, name=card.name, memory=card.total_memory)
     if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield _chapter.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
+        yield _area.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
     elif not cards:
-        yield _chapter.note("no CUDA device; models and kernels run on the CPU")
-    yield _kernels(cards > 0)
+        yield _area.note("no CUDA device; models and kernels run on the CPU")
+    yield _kernels(bool(cards))
     if settings is not None:
         yield from _memory(settings)
 
@@ -44,14 +43,14 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
 def _kernels(has_card: bool) -> Finding:
     has_triton = find_spec("triton") is not None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return _chapter.note("TRITON_INTERPRET is 1: Triton kernels are interpreted, which is for tests alone")
+        return _area.note("TRITON_INTERPRET is 1: Triton kernels are interpreted, which is for tests alone")
     if has_card and has_triton:
-        return _chapter.ok("kernels run as Triton kernels", kernels="triton")
+        return _area.ok("kernels run as Triton kernels", kernels="triton")
     if has_card:
-        return _chapter.note(
+        return _area.note(
             "Triton is not installed: kernels run as PyTorch, much slower; install semblend-trt[gpu]", kernels="torch"
         )
-    return _chapter.ok("kernels run as PyTorch", kernels="torch")
+    return _area.ok("kernels run as PyTorch", kernels="torch")
 
 
 def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
@@ -61,29 +60,32 @@ def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
     if tokens is None or known.dtype is None or not isinstance(ranks, int):
         return
     if not isinstance(tokens, int) or tokens < 1:
-        yield _chapter.failed(f"kv_cache_config.max_tokens is {tokens!r}; give a whole number from 1 on")
+        yield _area.failed(f"kv_cache_config.max_tokens is {tokens!r}; give a whole number from 1 on")
         return
     size, cards = tokens * known.geometry(ranks).bytes_per_token(known.dtype), _cards()
-    memory = min(cards, default=_host_memory())
+    memory = min((card.total_memory for card in cards), default=_host_memory())
     if size > memory:
         place = "a card here" if cards else "this machine"
         told = f"kv_cache_config.max_tokens {tokens} are {size} bytes of KV a rank, and {place} has {memory}; lower it"
-        yield _chapter.failed(told) if cards else _chapter.note(told)
+        yield _area.failed(told) if cards else _area.note(told)
 
 
 def _memory(settings: Settings) -> Iterator[Finding]:
-    """Host memory is page-locked at the start where there is a card, and then has to be there at once. Without one, the
-    other tiers are host memory as well."""
+    """With a card, host memory is page-locked at the start and must be there at once. Without one all tiers are host
+    memory."""
     cards, memory = _cards(), _host_memory()
     on_host = {"HOST_BYTES": settings.host_bytes}
     on_card = {"DEVICE_BYTES": settings.device_bytes, "SNAPSHOT_BYTES": settings.snapshot_bytes}
     if cards:
         yield from _too_much(
-            on_card | {"STAGING_BYTES": settings.staging_bytes}, min(cards), "a card here", _chapter.failed
+            on_card | {"STAGING_BYTES": settings.staging_bytes},
+            min(card.total_memory for card in cards),
+            "a card here",
+            _area.failed,
         )
-        yield from _too_much(on_host, memory, "this machine", _chapter.failed)
+        yield from _too_much(on_host, memory, "this machine", _area.failed)
     else:
-        yield from _too_much(on_host | on_card, memory, "this machine", _chapter.note)
+        yield from _too_much(on_host | on_card, memory, "this machine", _area.note)
 
 
 def _too_much(sizes: dict[str, int], memory: int, place: str, told: Callable[[str], Finding]) -> Iterator[Finding]:
@@ -93,16 +95,16 @@ def _too_much(sizes: dict[str, int], memory: int, place: str, told: Callable[[st
         yield told(f"{place} has {memory} bytes of memory, and {total} are asked for by {names}; lower them")
 
 
-def _cards() -> list[int]:
-    """Memory of each card, in bytes."""
+def _cards() -> list[Any]:
+    """Torch's properties of each card."""
     import torch
 
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [int(torch.cuda.get_device_properties(index).total_memory) for index in range(cards)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_properties(index) for index in range(count)]
 
 
 def _host_memory() -> int:
-    """In bytes: what is built in, or less where the container may have less."""
+    """Bytes of memory: the machine's, or less where the container's limit is lower."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in _LIMITS:
         with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for none

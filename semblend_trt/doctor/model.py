@@ -1,4 +1,4 @@
-"""What is known of a model, what of it would be refused, and whether the settings and their reuse profile suit it."""
+"""A model's facts, its refusals, and whether the settings and their reuse profile fit it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.layout import SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEFT_OPEN = "dtypes other than the KV cache's, and the parallel layout, are compared when the engine starts"
-_model, _profile = Chapter("model"), Chapter("profile")
+_model, _profile = Area("model"), Area("profile")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is not refused. `dtype` is that of its KV, None where nothing says it."""
+    """A model that is not refused. `dtype` is that of its KV, None where it is not known."""
 
     name: str
     facts: ModelFacts
@@ -45,7 +45,7 @@ class KnownModel:
         return KvGeometry(self.facts.num_layers, kv_heads, self.facts.head_dim, 1)
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
-        """The namespace of an engine that serves the model with these `arguments`; what they leave out is unknown."""
+        """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""
         llm_args = SimpleNamespace(model=self.name, **arguments)
         return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
@@ -71,7 +71,7 @@ def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
 
 
 def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
-    """Geometry, rotation and size of its KV, and what of the settings does not suit it."""
+    """The geometry, rotation and size of its KV, and settings that do not fit it."""
     yield from _described(known.facts)
     if known.dtype is None:
         yield _model.note("its configuration names no dtype; give that of the KV cache with --kv-dtype")
@@ -83,7 +83,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
 
 
 def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
-    """Says what the profile allows, and compares it with `known` as far as that is known without its engine."""
+    """What the profile allows, and whether it fits `known` as far as can be told without the engine."""
     if settings.policy is not ReusePolicy.VERIFIED:
         if settings.profile_path is not None:
             yield _profile.note(f"SEMBLEND_PROFILE is set, but policy {settings.policy.value} uses no profile")
@@ -151,7 +151,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
 
 
 def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
-    """What the policy alone makes of every request."""
+    """What the policy means for every request."""
     try:
         terms = terms_of(settings.policy, settings, facts.num_layers)
     except ConfigurationError as error:
@@ -166,7 +166,7 @@ def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
 
 
 def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
-    """Parts of the namespace that the model's files should tell and do not."""
+    """Parts of the namespace that the model's files do not tell."""
     namespace = known.namespace(settings)
     for told, value, variable in (
         ("weights", namespace.model_revision, "SEMBLEND_MODEL_REVISION"),
@@ -188,7 +188,7 @@ def _own_dtype(name: str) -> torch.dtype | None:
 
 
 def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
-    """What keeps the profile from holding for every engine of the model; what depends on the engine is left open."""
+    """Why the profile holds for no engine of the model; what depends on the engine is left open."""
     made_for: dict[str, Any] = held.namespace
     ranks = made_for["tensor_parallel"]
     namespace = model.namespace(

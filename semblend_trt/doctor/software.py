@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.semantic.embedder import EmbedderKind
 from semblend_trt.semantic.sentence_model import sentence_model
@@ -25,16 +25,16 @@ _EXTRA_OF_EMBEDDER = {
     EmbedderKind.ONNX: "onnx",
     EmbedderKind.ONNX_GPU: "onnx-gpu",
 }
-_chapter = Chapter("software")
+_area = Area("software")
 
 
 def software(settings: Settings | None) -> Iterator[Finding]:
-    """Python, our own packages' needs and each extra; an extra that the settings need has to be complete."""
-    yield _chapter.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    """Python, our own requirements and each extra; an extra that the settings need must be complete."""
+    yield _area.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     try:
         ours = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        yield _chapter.note(f"{DISTRIBUTION} is not installed as a package, so that its extras are not known")
+        yield _area.note(f"{DISTRIBUTION} is not installed as a package, so that its extras are not known")
         return
     needs = [Requirement(line) for line in ours.requires or ()]
     yield _base(ours.version, needs)
@@ -43,30 +43,30 @@ def software(settings: Settings | None) -> Iterator[Finding]:
 
 
 def embedder(settings: Settings) -> Iterator[Finding]:
-    """Whether semantic neighbours are reported, and whether the sentence model is here that the settings name."""
+    """Whether semantic neighbours are reported, and whether the sentence model of the settings is here."""
     if settings.embedder is EmbedderKind.OFF:
-        yield _chapter.ok("SEMBLEND_EMBEDDER=off: no semantic neighbours are reported")
+        yield _area.ok("SEMBLEND_EMBEDDER=off: no semantic neighbours are reported")
     extra = _EXTRA_OF_EMBEDDER.get(settings.embedder)
     if extra is None:
         if settings.embedder_model is not None:
             told = f"SEMBLEND_EMBEDDER_MODEL is set, but embedder {settings.embedder.value} runs no model"
-            yield _chapter.note(told)
+            yield _area.note(told)
         return
     try:
         found = sentence_model(settings.embedder_model, settings.embedder.value, extra)
     except ConfigurationError as error:
-        yield _chapter.failed(str(error))
+        yield _area.failed(str(error))
     else:
-        yield _chapter.ok(f"embedder {settings.embedder.value} runs the model in {found.folder}")
+        yield _area.ok(f"embedder {settings.embedder.value} runs the model in {found.folder}")
 
 
 def _base(version: str, needs: list[Requirement]) -> Finding:
     wanted = [need for need in needs if _applies(need, "")]
     if missing := _missing(wanted):
-        return _chapter.failed(f"{DISTRIBUTION} {version} cannot work: {', '.join(missing)}", missing=missing)
+        return _area.failed(f"{DISTRIBUTION} {version} cannot work: {', '.join(missing)}", missing=missing)
     versions = _versions(wanted)
     told = ", ".join(f"{name} {found}" for name, found in versions.items())
-    return _chapter.ok(f"{DISTRIBUTION} {version} with {told}", versions={DISTRIBUTION: version, **versions})
+    return _area.ok(f"{DISTRIBUTION} {version} with {told}", versions={DISTRIBUTION: version, **versions})
 
 
 def _extra(extra: str, needs: list[Requirement], user: str | None) -> Finding:
@@ -75,11 +75,11 @@ def _extra(extra: str, needs: list[Requirement], user: str | None) -> Finding:
     if missing := _missing(wanted):
         told = f"extra {extra} is not complete: {', '.join(missing)}"
         if user is None:
-            return _chapter.note(told, extra=extra, missing=missing, versions=versions)
+            return _area.note(told, extra=extra, missing=missing, versions=versions)
         told += f"; {user} needs it, install {DISTRIBUTION}[{extra}]"
-        return _chapter.failed(told, extra=extra, missing=missing, versions=versions)
+        return _area.failed(told, extra=extra, missing=missing, versions=versions)
     told = ", ".join(f"{name} {found}" for name, found in versions.items())
-    return _chapter.ok(f"extra {extra} is complete: {told}", extra=extra, versions=versions)
+    return _area.ok(f"extra {extra} is complete: {told}", extra=extra, versions=versions)
 
 
 def _user_of(extra: str, settings: Settings | None) -> str | None:
@@ -99,13 +99,13 @@ def _applies(need: Requirement, extra: str) -> bool:
 
 
 def _versions(needs: list[Requirement]) -> dict[str, str]:
-    return {need.name: found for need in needs if (found := _installed(need.name)) is not None}
+    return {need.name: found for need in needs if (found := installed(need.name)) is not None}
 
 
 def _missing(needs: list[Requirement]) -> list[str]:
     told = []
     for need in needs:
-        found = _installed(need.name)
+        found = installed(need.name)
         if found is None:
             told.append(f"{need.name}{need.specifier} is missing")
         elif not need.specifier.contains(found, prereleases=True):
@@ -113,7 +113,8 @@ def _missing(needs: list[Requirement]) -> list[str]:
     return told
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a distribution; None without it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
+from semblend_trt.doctor.software import installed
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.transformers_version import embedded_engine_refusal
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WRAPPER_MODULE = "engine_wrapper.connector"
 OUR_MODULES = ("semblend_trt.connector", WRAPPER_MODULE)
-# What the settings that decide about the decoder are where a file leaves them out: CUDA graphs are on.
+# Defaults of the options that decide whether plans can be executed: CUDA graphs are on.
 _DEFAULTS: dict[str, Any] = {
     "torch_compile_config": None,
     "cuda_graph_config": {},
@@ -36,10 +36,10 @@ _DEFAULTS: dict[str, Any] = {
 # The only capacity policy with which TensorRT-LLM lets a connector in.
 CAPACITY_POLICY = "GUARANTEED_NO_EVICT"
 MAX_BYTES = 1 << 20
-# A value that YAML names again is one more each time: a small file can stand for more than any memory holds.
+# YAML aliases count each time: a small file can stand for more values than memory holds.
 MAX_VALUES = 100_000
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-_engine, _options = Chapter("engine"), Chapter("options")
+_engine, _options = Area("engine"), Area("options")
 
 
 def engine() -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def engine() -> Iterator[Finding]:
         return
     from semblend_trt.connector.contract import match_of
 
-    release = _release()
+    release = installed("tensorrt-llm") or "of unknown version"
     module = _connector_module()
     if module is None:
         yield _engine.failed(f"TensorRT-LLM {release} has no KV cache connector; 1.1 or later is needed")
@@ -66,31 +66,28 @@ def engine() -> Iterator[Finding]:
 
 
 def read_options(path: str | Path) -> SimpleNamespace:
-    """The options as attributes, as an engine hands them to a connector. Raises ConfigurationError for a file that
-    holds none."""
+    """The options as attributes, as an engine hands them to a connector. Raises ConfigurationError for a file without
+    options."""
     try:
         with Path(path).open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
-        options = None if len(content) > MAX_BYTES else yaml.safe_load(content)
+        options = None if len(content) > MAX_BYTES else _attributes(yaml.safe_load(content), count(1))
     except OSError as error:
         raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
     except RecursionError:
-        raise _too_deep(path) from None
-    except Exception as error:  # the parser may raise anything
-        raise ConfigurationError(f"engine options {path} are not YAML: {error}".replace("\n", " ")) from error
-    if not isinstance(options, dict):
-        raise ConfigurationError(f"engine options {path} are not names with values; give the YAML file of the engine")
-    try:
-        attributes: SimpleNamespace = _attributes(options, count(1))
-    except RecursionError:
-        raise _too_deep(path) from None
+        told = f"engine options {path} are nested too deeply; give the YAML file of the engine"
+        raise ConfigurationError(told) from None
     except OverflowError as error:
         raise ConfigurationError(f"engine options {path} {error}; give the YAML file of the engine") from None
-    return attributes
+    except Exception as error:  # the parser may raise anything
+        raise ConfigurationError(f"engine options {path} are not YAML: {error}".replace("\n", " ")) from error
+    if not isinstance(options, SimpleNamespace):
+        raise ConfigurationError(f"engine options {path} are not names with values; give the YAML file of the engine")
+    return options
 
 
 def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
-    """What of the options is refused by us, by TensorRT-LLM, or leaves the connector out."""
+    """Options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
     from semblend_trt.connector.eligibility import engine_refusal
 
     sizes = {name: getattr(llm_args, name, None) or 1 for name in _RANKS}
@@ -135,7 +132,7 @@ def _embedded() -> Finding:
 
 
 def _ours() -> Finding:
-    """TensorRT-LLM makes both classes, which needs every method that its base classes ask for."""
+    """Whether TensorRT-LLM can make both classes: they need every abstract method of its base classes."""
     from semblend_trt import connector
 
     classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
@@ -146,13 +143,6 @@ def _ours() -> Finding:
             missing=missing,
         )
     return _engine.ok("our connector has every method that it asks for")
-
-
-def _release() -> str:
-    try:
-        return metadata.version("tensorrt-llm")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def _connector_module() -> ModuleType | None:
@@ -194,10 +184,6 @@ def _wrapper(llm_args: Any) -> Iterator[Finding]:
             "is reused; switch it off to reuse more",
             reason,
         )
-
-
-def _too_deep(path: str | Path) -> ConfigurationError:
-    return ConfigurationError(f"engine options {path} are nested too deeply; give the YAML file of the engine")
 
 
 def _attributes(value: Any, seen: count[int]) -> Any:

@@ -1,7 +1,7 @@
-"""A trace: one JSON line for each request that a router placed, to be replayed through eviction policies; its writer.
+"""Traces: one JSON line for each request that a router placed. Eviction policies can be replayed on them.
 
-The fields are those of the SemanticKV system's traces, so that either system's can be read. A router leaves text out
-and writes keyed hashes for tenants, sessions and contents unless it is told otherwise.
+The fields are those of the SemanticKV system's traces, so that traces of both systems can be read. Tenants, sessions
+and contents are written as keyed hashes; text is left out unless the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Milliseconds = Annotated[float, Field(ge=0)]
 Label = Annotated[str, Field(min_length=1, max_length=256)]
 
-# What the SemanticKV system calls kinds that have another name here.
+# Kinds that have another name in the SemanticKV system.
 _OTHER_NAMES = {
     "system": BlockKind.SYSTEM_PROMPT,
     "assistant": BlockKind.ASSISTANT_HISTORY,
     "user": BlockKind.USER_QUERY,
     "tool": BlockKind.TOOL_OUTPUT,
 }
-# A paragraph keeps the empty lines behind it, so that paragraphs add up to the text.
+# A paragraph keeps the empty lines after it, so that paragraphs add up to the text.
 _PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
 _BY_ROLE = {
     "system": BlockKind.SYSTEM_PROMPT,
@@ -59,7 +59,7 @@ _BY_ROLE = {
     "tool": BlockKind.TOOL_OUTPUT,
     "function": BlockKind.TOOL_OUTPUT,
 }
-# Bodies that wait to be written, in bytes; lines beyond are dropped and counted.
+# Bytes of bodies that may wait to be written; further lines are dropped and counted.
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_SECONDS = 5.0
 
@@ -73,9 +73,10 @@ class _Part(BaseModel):
 
 
 class TraceBlock(_Part):
-    """A piece of a prompt. Blocks of one `content_hash` hold the same tokens and belong to the same tenant.
+    """A block of a prompt. Blocks with equal `content_hash` hold the same tokens of the same tenant.
 
-    `position` is that of its first token in the prompt. `text` is there only where the router was told to keep it.
+    `position` is the position of its first token in the prompt. `text` is present only where the configuration asks for
+    it.
     """
 
     block_id: Label | None = None
@@ -99,9 +100,9 @@ class TraceBlock(_Part):
 class TraceLine(_Part):
     """One request: its blocks in the prompt's order, and what was observed of its answer.
 
-    `timestamp_ms` is when the request came, since 1970. `observed_ttft_ms` is there for streamed answers only: of
-    others the first byte comes with the last. `observed_prefix_hit_tokens` came from the replica's exact prefix cache,
-    `observed_prefill_tokens` it computed, where it says so.
+    `timestamp_ms` is the request's arrival, since 1970. `observed_ttft_ms` is present for streamed answers only, since
+    the first byte of others comes with the last. Where the replica reports them, `observed_prefix_hit_tokens` came from
+    its exact prefix cache, and it computed `observed_prefill_tokens`.
     """
 
     request_id: Label
@@ -117,17 +118,17 @@ class TraceLine(_Part):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The line, without its end; what is unknown is left out."""
+        """The line without its newline; unknown values are left out."""
         return self.model_dump_json(exclude_none=True)
 
 
 def read_trace(
     lines: Iterable[str | bytes], on_bad_line: Callable[[TraceError], None] | None = None
 ) -> Iterator[TraceLine]:
-    """Reads a trace, line by line; empty lines are passed over.
+    """Reads a trace line by line, without empty lines.
 
-    A line that is not a request is told to `on_bad_line` and passed over as well. Without that, raises TraceError
-    naming the line and what is wrong.
+    A line that is not a request is given to `on_bad_line` and skipped. Without `on_bad_line`, raises TraceError with
+    the line's number and what is wrong.
     """
     for number, line in enumerate(lines, 1):
         if len(line) <= MAX_LINE_BYTES and not line.strip():
@@ -153,13 +154,13 @@ def _read_line(line: str | bytes, number: int) -> TraceLine:
 
 @dataclass(frozen=True, slots=True)
 class Hasher:
-    """Keyed hashes, 32 hex digits: equal for equal things of one tenant, and of no use without the key."""
+    """Keyed hashes of 32 hex digits: equal for equal contents of one tenant, and useless without the key."""
 
     key: bytes
 
     @classmethod
     def of(cls, secret: bytes) -> Hasher:
-        """The hashes of a router's secret, which tell nothing of the salts that are made of it."""
+        """A hasher with a key derived from the router's secret. It reveals nothing of the salts derived from it."""
         return cls(hashlib.blake2b(key=secret[:64], person=b"semblend-trace1", digest_size=32).digest())
 
     def of_text(self, tenant: str | None, text: str) -> str:
@@ -177,10 +178,10 @@ class Hasher:
 
 @dataclass(frozen=True, slots=True)
 class BlockMaker:
-    """Cuts prompts into blocks of at most `block_tokens` tokens, none across the end of a paragraph.
+    """Cuts prompts into blocks of at most `block_tokens` tokens; no block crosses the end of a paragraph.
 
-    Tokens are those of each paragraph on its own, without what a chat's template adds; a prompt of token ids is one
-    paragraph of unknown kind.
+    Each paragraph is tokenised alone, without what a chat template adds. A prompt of token ids is one paragraph of
+    unknown kind.
     """
 
     prompts: PromptReader
@@ -207,14 +208,12 @@ class BlockMaker:
                 position += len(run)
 
     def _paragraphs(self, body: Mapping[str, Any]) -> Iterator[tuple[BlockKind, list[int]]]:
-        if "messages" not in body:
-            prompt = completion_prompt(body)
-            if not isinstance(prompt, str):
-                yield BlockKind.OTHER, prompt
-                return
-        for piece in self.prompts.pieces(body):
-            for paragraph in _PARAGRAPH.findall(piece.text):
-                yield _kind(piece.role, paragraph), self.prompts.token_ids(paragraph)
+        if "messages" not in body and not isinstance(prompt := completion_prompt(body), str):
+            yield BlockKind.OTHER, prompt
+            return
+        for role, text in self.prompts.texts(body):
+            for paragraph in _PARAGRAPH.findall(text):
+                yield _kind(role, paragraph), self.prompts.token_ids(paragraph)
 
 
 def _kind(role: str | None, paragraph: str) -> BlockKind:
@@ -229,7 +228,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedRequest:
-    """What is known of a request when it has ended."""
+    """A request that has ended, and what was observed of it."""
 
     request_id: str
     timestamp_ms: int
@@ -242,7 +241,8 @@ class ServedRequest:
 
 
 class TraceLog:
-    """Belongs to one event loop, but for its thread. `prompts` belongs to the thread alone."""
+    """Writes a line per request, on a thread of its own. `note` and `close` belong to one event loop, `prompts` to the
+    thread."""
 
     def __init__(
         self, config: TelemetryConfig, hasher: Hasher, prompts: PromptReader, counters: RouterCounters
@@ -251,7 +251,7 @@ class TraceLog:
         self._hasher, self._counters = hasher, counters
         self._maker = BlockMaker(prompts, hasher, config.block_tokens, config.text == "kept")
         try:
-            # Rotation renames a symlink's target and not the link; what is no regular file stays as it is.
+            # With a symlink, its target is rotated. A pipe or device is never rotated.
             target = os.path.realpath(config.path)
             self._file = _TraceFile(target, maxBytes=config.max_bytes, backupCount=config.files, encoding="utf-8")
         except OSError as error:
@@ -261,7 +261,7 @@ class TraceLog:
         self._thread = Background("semblend-trace")
 
     def note(self, served: ServedRequest) -> None:
-        """Has a line written, some time. Never waits."""
+        """Queues a line. Never waits."""
         with self._lock:
             is_full = self._waiting_bytes + served.body_bytes > MAX_WAITING_BYTES
             if not is_full:
@@ -272,7 +272,7 @@ class TraceLog:
             self._thread.submit(lambda: self._write(served))
 
     def close(self) -> None:
-        """Writes what waits, if that takes a moment only."""
+        """Writes the waiting lines, for CLOSE_SECONDS at most."""
         self._thread.close(CLOSE_SECONDS)
         self._file.close()
 
@@ -325,14 +325,14 @@ class TraceLog:
 
 
 class _TraceFile(RotatingFileHandler):
-    """Raises what the file raises, where a handler of logs would write it to standard error."""
+    """Raises the file's exceptions; a log handler would print them to standard error."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the base class names it
         raise
 
 
 def usage_in(tail: bytes) -> dict[str, Any]:
-    """The usage that an answer, or the end of a stream, states; empty where it states none."""
+    """The usage in an answer or at the end of a stream; empty where there is none."""
     lines = [line.removeprefix(b"data:") for line in tail.splitlines() if b'"usage"' in line]
     for text in (tail, *reversed(lines)):
         try:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend_trt.fleet.sketch import PromptFingerprints, fingerprints_of
-from semblend_trt.namespace import CacheNamespace
+from semblend_trt.namespace import UNKNOWN_PREFIX, CacheNamespace
 
 BASE_NAMESPACE = CacheNamespace(
     model="tiny",
@@ -34,3 +34,8 @@ def text(seed: int | np.random.Generator, length: int, vocabulary: int = 30_000)
 
 def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
     return fingerprints_of(tokens, [key])[0]
+
+
+def unknown_fields(namespace: CacheNamespace) -> list[str]:
+    """Names of the fields that could not be determined."""
+    return [name for name, value in namespace.to_dict().items() if UNKNOWN_PREFIX in str(value)]

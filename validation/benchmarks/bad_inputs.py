@@ -181,36 +181,33 @@ _NO_JSON = (
 )
 # Requests with a whole header: each is answered, none is served.
 _REQUESTS = (
-    b"GET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"PUT /health HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET /%00 HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET /%ff%fe HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"BREW /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET\r\n\r\n",
-    b"\r\n \r\n\r\n",
-    b"GET / HTTP/9.9\r\nHost: a\r\n\r\n",
-    b"GET / SPDY\r\n\r\n",
-    b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: " + b"y" * 20_000 + b"\r\n\r\n",
-    b"GET /nothing HTTP/1.1\r\nHost: a\r\nBad header\r\n\r\n",
-    b"GET /nothing HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    b"\x00" * 64 + b"\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: nothing\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: nothing\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: br\r\nContent-Length: 2\r\n\r\n{}",
+    *(
+        line + b" HTTP/1.1\r\nHost: a\r\n\r\n"
+        for line in (
+            *(b"GET /v1/completions", b"DELETE /v1/models", b"PUT /health", b"BREW /v1/completions", b"GET /nothing"),
+            *(b"GET /../../etc/passwd", b"GET /%00", b"GET /%ff%fe", b"GET /" + b"x" * 20_000),
+        )
+    ),
+    *(
+        b"GET /nothing HTTP/1.1\r\nHost: a\r\n" + header + b"\r\n\r\n"
+        for header in (b"X: " + b"y" * 20_000, b"Bad header", b"X: \x00")
+    ),
+    *(b"GET\r\n\r\n", b"\r\n \r\n\r\n", b"GET / HTTP/9.9\r\nHost: a\r\n\r\n", b"GET / SPDY\r\n\r\n"),
+    *(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"\x00" * 64 + b"\r\n\r\n"),
+    *(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + rest
+        for rest in (
+            *(b"Content-Length: " + length + b"\r\n\r\n" for length in (b"-1", b"x", b"99999999999")),
+            b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+            b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+            b"Transfer-Encoding: nothing\r\n\r\n{}",
+            b"Expect: nothing\r\nContent-Length: 2\r\n\r\n{}",
+            *(b"Content-Encoding: " + kind + b"\r\nContent-Length: 2\r\n\r\n{}" for kind in (b"gzip", b"br")),
+            b"Content-Length: 99\r\n\r\n{",
+        )
+    ),
     b'POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 17\r\n\r\n{"messages": [7]}',
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{",
 )
 # Only the router asks for a key.
 _AUTHORIZATIONS = (b"", b"Bearer", b"Bearer x", b"Bearer \xff", b"Basic YTpi", b"x" * 5_000, b"Bearer " + b"\xc3" * 99)

@@ -72,14 +72,21 @@ WARM_UPS = 2
 PARTS = ("lookup", "move", "forward", "rest")
 
 
-def make_runner(folder: Path, device: str, layers: int | None = None, ranks: Ranks | None = None) -> ModelRunner:
+def make_runner(
+    folder: Path, device: str, layers: int | None = None, ranks: Ranks | None = None, *, decided: bool = False
+) -> ModelRunner:
     """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
 
-    `layers`: the number of layers of a narrow model, for a dry run. Each of `ranks` keeps its part.
+    `layers`: the number of layers of a narrow model, for a dry run. Each of `ranks` keeps its part. With `decided` the
+    model is small, in float32, and its answers do not depend on the order in which sums are added.
     """
     narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return _make(narrow, folder, device, dtype, ranks)
+    dtype = torch.bfloat16 if device.startswith("cuda") and not decided else torch.float32
+    config = write_config(folder, _DECIDED if decided else narrow)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return ModelRunner.from_model(model, folder, ranks=ranks)
 
 
 def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2Config:
@@ -88,19 +95,6 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     return config
-
-
-def make_decided_runner(folder: Path, device: str, ranks: Ranks | None = None) -> ModelRunner:
-    """Makes a small model in float32 whose answers do not depend on the order in which sums are added."""
-    return _make(_DECIDED, folder, device, torch.float32, ranks)
-
-
-def _make(shape: dict[str, Any], folder: Path, device: str, dtype: torch.dtype, ranks: Ranks | None) -> ModelRunner:
-    config = write_config(folder, shape)
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return ModelRunner.from_model(model, folder, ranks=ranks)
 
 
 class Prompts:

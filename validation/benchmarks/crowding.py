@@ -56,14 +56,6 @@ SENDERS, TENANT_REQUESTS = 8, 1
 BODY_BYTES, LONGEST_PROMPT = 2 << 20, 8_192
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request's status, 0 without an answer, and the seconds that it took."""
-
-    status: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class Crowded:
     """Good requests beside half-open connections: how many of these were open before one failed, and the slowest."""
@@ -74,8 +66,8 @@ class Crowded:
     log_bytes: int = 0
 
 
-def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0) -> Asked:
-    """Sends a body and waits for any answer."""
+def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0) -> tuple[int, float]:
+    """Sends a body; the answer's status, 0 without an answer, and the seconds that it took."""
     headers = {"Authorization": f"Bearer {key_of(tenant)}"}
     began = time.perf_counter()
     try:
@@ -89,7 +81,7 @@ def ask(url: str, body: bytes, tenant: str = TENANTS[0], patience: float = 60.0)
         status = error.code
     except (OSError, TimeoutError):
         status = 0
-    return Asked(status, time.perf_counter() - began)
+    return status, time.perf_counter() - began
 
 
 def small(number: int) -> bytes:
@@ -126,10 +118,10 @@ def crowded(server: ServerProcess, connections: int) -> Crowded:
                 half.sendall(HALVES[number % len(HALVES)])
             time.sleep(1 / CONNECTIONS_A_SECOND)
             if number % CONNECTIONS_A_REQUEST == 0:
-                asked = ask(address, small(number), patience=PATIENCE)
+                status, seconds = ask(address, small(number), patience=PATIENCE)
                 crowd.requests += 1
-                crowd.slowest = max(crowd.slowest, asked.seconds)
-                if asked.status != 200 or asked.seconds > PATIENCE:
+                crowd.slowest = max(crowd.slowest, seconds)
+                if status != 200 or seconds > PATIENCE:
                     break
                 crowd.survived = number
     crowd.log_bytes = len(server.log) - said
@@ -147,7 +139,7 @@ def send_all(url: str, begun: Event, ended: Event) -> Counter[int]:
     def send(_: int) -> Counter[int]:
         statuses: Counter[int] = Counter()
         for body in itertools.cycle((longest, fits)):
-            statuses[ask(url, body, TENANTS[1]).status] += 1
+            statuses[ask(url, body, TENANTS[1])[0]] += 1
             begun.set()
             if ended.is_set():
                 break
@@ -160,9 +152,9 @@ def send_all(url: str, begun: Event, ended: Event) -> Counter[int]:
 def p95_ms(url: str, requests: int, first: int) -> float:
     """95th percentile of small requests' times, one after the other. Raises RuntimeError where one is not served."""
     asked = [ask(url, small(first + number)) for number in range(requests)]
-    if wrong := [each.status for each in asked if each.status != 200]:
+    if wrong := [status for status, _ in asked if status != 200]:
         raise RuntimeError(f"{len(wrong)} of {requests} small requests were not served: status {wrong[0]}")
-    return float(np.percentile([each.seconds for each in asked], 95) * 1e3)
+    return float(np.percentile([seconds for _, seconds in asked], 95) * 1e3)
 
 
 def run_half_open(connections: int, rows: Results) -> None:

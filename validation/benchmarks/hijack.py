@@ -20,7 +20,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
 from validation.arms import COLD, VERIFIED, Arm, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.trials import PLANTED, Planter, write_plants
+from validation.calibration.search import PLANTED, Planter, write_plants
 from validation.cases import Tokeniser
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
@@ -70,21 +70,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard the planter searches: `tries` plants of each construction, of which the best get `victims`."""
-
-    tries: int
-    victims: int
-    seed: int = SEED
-
-    def of(self, construction: str) -> Effort:
-        """The effort on one construction."""
-        if construction != PLANTED:
-            return self
-        return Effort(self.tries * MORE_TRIES, self.victims * MORE_VICTIMS, self.seed)
-
-
-@dataclass(frozen=True, slots=True)
 class Attack:
     """Victims of one model, which are answered right cold. By arm: how many got a `wrong` answer, how many the
     planter's (`hijacked`), and how many reused tokens (`fires`). `held`: the terms of verified."""
@@ -105,42 +90,51 @@ def shipped() -> Target:
     return Target(None, profile)
 
 
-def attack(target: Target, effort: Effort) -> Attack:
+def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
+    """Plants that are searched for a construction, and victims of the best ones; the strongest one has more of both."""
+    return (tries * MORE_TRIES, victims * MORE_VICTIMS) if construction == PLANTED else (tries, victims)
+
+
+def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
     """Searches plants against one model and serves their victims under every arm."""
     runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
     profile = ReuseProfile.read(target.profile)
-    cases = [case for name in CONSTRUCTIONS for case in strongest(runner, profile, name, effort.of(name))]
+    cases = [
+        case for name in CONSTRUCTIONS for case in strongest(runner, profile, name, *effort(name, tries, victims), seed)
+    ]
     answers = _answers(runner, target, cases)
-    victims = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
+    served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
     wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
     for arm, given in answers.items():
-        wrong[arm] = sum(not exact_match(given[case.id].text, str(case.reference)) for case in victims)
-        hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in victims)
-        fires[arm] = sum(given[case.id].reuse.reused > 0 for case in victims)
-    reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in victims}
+        wrong[arm] = sum(not exact_match(given[case.id].text, str(case.reference)) for case in served)
+        hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in served)
+        fires[arm] = sum(given[case.id].reuse.reused > 0 for case in served)
+    reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
     unmet = sorted(reasons & {"no_profile", "profile_mismatch", "profile_unreadable"})
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
     held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
-    return Attack(target.name, len(victims), wrong, hijacked, fires, held)
+    return Attack(target.name, len(served), wrong, hijacked, fires, held)
 
 
-def strongest(runner: ModelRunner, profile: ReuseProfile, construction: str, effort: Effort) -> list[Case]:
-    """The victims of the construction's plants of which the profile's policy misses most."""
+def strongest(
+    runner: ModelRunner, profile: ReuseProfile, construction: str, tries: int, victims: int, seed: int
+) -> list[Case]:
+    """The victims of the construction's plants that the profile's policy misses most."""
     engines = EmbeddedEngines(runner)
-    plants = write_plants(engines, FamilyRequest(seed=effort.seed), [construction], effort.tries)
+    plants = write_plants(engines, FamilyRequest(seed=seed), [construction], tries)
     collector = DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
     planter = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise)
-    return planter.hardest(plants, profile, effort.victims)
+    return planter.hardest(plants, profile, victims)
 
 
 def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
     """Attacks every model, and adds a row for each policy."""
-    effort = Effort(tries, victims, seed)
-    attacks = [attack(each, effort) for each in (shipped(), *(Target(*given) for given in target))]
-    most = effort.of(PLANTED)
+    targets = (shipped(), *(Target(*given) for given in target))
+    attacks = [attack(each, tries, victims, seed) for each in targets]
+    most_tries, most_victims = effort(PLANTED, tries, victims)
     how = (
-        f"of {effort.tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {effort.victims}, and of "
-        f"{most.tries} for {PLANTED} the {most.victims}, of which the profile's policy misses most; seed {effort.seed}"
+        f"of {tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {victims}, and of {most_tries} for "
+        f"{PLANTED} the {most_victims}, of which the profile's policy misses most; seed {seed}"
         + (f"; {SKIPPED}" if len(attacks) == 1 else "")
     )
     for arm in (EXACT.name, *ARMS):

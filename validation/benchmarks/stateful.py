@@ -89,18 +89,6 @@ class Case:
             return "attention_backend"
         return None if self.block_reuse else "not_honoured"
 
-    @property
-    def habits(self) -> tuple[str, ...]:
-        """The counts of this engine's habits."""
-        found = ["failed_forwards"] if self.rough and self.version.survives_failed_forward else []
-        if self.refusal is not None:
-            return (*found, f"refused_{self.refusal}")
-        if self.rough:
-            found += ["saves_behind", "saves_together"]
-        if self.rough and not self.version.holds_saved_blocks:
-            found += ["duplicates_freed", "blocks_handed_on"]
-        return tuple(found)
-
 
 CASES = (
     Case("1.1", v2=False, overlap=False),

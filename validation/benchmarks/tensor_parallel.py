@@ -10,11 +10,11 @@ import json
 import multiprocessing
 import os
 import tempfile
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -28,7 +28,6 @@ from validation.benchmarks.bench_model import (
     Bench,
     Prompts,
     label,
-    make_decided_runner,
     make_runner,
     parser_of_model,
 )
@@ -36,7 +35,7 @@ from validation.benchmarks.verified import KEEP_ALL, check_every_plan
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
     from semblend_trt.plan import CheckEvidence
@@ -93,11 +92,8 @@ def live(rank: int, run: Namespace, folder: Path) -> None:
     own.mkdir()
 
     def bench(ranks: Ranks | None, *, decided: bool) -> Bench:
-        if decided:
-            runner, sizes = make_decided_runner(own, run.device, ranks), (ANSWERED_SIZES[-1],)
-        else:
-            runner, sizes = make_runner(own, run.device, run.layers, ranks=ranks), (run.size,)
-        return Bench.of(runner, own, run.repeats, sizes)
+        runner = make_runner(own, run.device, run.layers, ranks, decided=decided)
+        return Bench.of(runner, own, run.repeats, (ANSWERED_SIZES[-1] if decided else run.size,))
 
     told: dict[str, Any] = {"alone": answers(bench(None, decided=True))}
     alone = cold_of(bench(None, decided=False))
@@ -136,28 +132,18 @@ def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> N
 def start(run: Namespace, folder: Path) -> list[dict[str, Any]]:
     """Runs the ranks; returns what each wrote. Ends the program when one of them fails."""
     context = _context(run)
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(run.ranks)))).split(",")
     processes = [context.Process(target=live, args=(rank, run, folder), daemon=True) for rank in range(run.ranks)]
     for rank, process in enumerate(processes):
-        with _one_card(rank) if run.device == "cuda" else nullcontext():
+        # A rank sees one card, already while it imports.
+        card = {} if run.device == "cpu" else {"CUDA_VISIBLE_DEVICES": cards[rank]}
+        with mock.patch.dict(os.environ, card):
             process.start()
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
         raise SystemExit(f"The ranks ended with {[process.exitcode for process in processes]}; see their errors above.")
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(run.ranks)]
-
-
-@contextmanager
-def _one_card(rank: int) -> Iterator[None]:
-    """A process that is started meanwhile sees one card, already while it imports."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if visible is None else visible.split(",")[rank]
-    try:
-        yield
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def _context(run: Namespace) -> Any:

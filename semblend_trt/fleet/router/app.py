@@ -1,4 +1,4 @@
-"""The router's HTTP application: it reads a request's prompt, chooses a replica and sends the request there."""
+"""The router's HTTP application: reads a request's prompt, chooses a replica and forwards the request."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a text that could not be read is taken for, in bytes a token.
+# The bytes per token that are assumed for a text that could not be read.
 BYTES_PER_TOKEN = 4
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 SALT_FIELD = "cache_salt"
-# How long a connection to a replica waits for the next request, in seconds.
+# Seconds that an idle connection to a replica is kept.
 IDLE_SECONDS = 2.0
-# Who asks for the router's state at its own address.
+# Connections that the separate address for /health and /metrics accepts.
 STATUS_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPrompt:
-    """A prompt that can be placed: its token ids, int64 [n], None where they are unknown, their number, and holders."""
+    """A prompt to place: its token ids (int64 [n], None where unreadable), their number or an estimate, and holders."""
 
     token_ids: npt.NDArray[np.int64] | None
     tokens: int
@@ -81,7 +81,8 @@ class ReadPrompt:
 
 
 class Placer:
-    """What cannot be read or looked up is placed by load alone, and counted; only what is too long is refused."""
+    """Reads prompts and chooses replicas. An unreadable prompt is placed by load alone and counted; one that is too
+    long is refused."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Placer:
         self._prompts.close()
 
     async def read(self, body: Mapping[str, Any], body_bytes: int, caller: Caller) -> ReadPrompt:
-        """Reads the prompt of a body that had so many bytes, and looks its holders up among the caller's own donors.
+        """Reads the prompt of a body of `body_bytes` bytes and looks its holders up among the caller's own donors.
 
         Raises RequestRefusedError, 400 prompt_too_long.
         """
@@ -113,7 +114,7 @@ class Placer:
         except PromptTooLongError as error:
             raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
         except (PromptError, ValueError, OverflowError):
-            # Whether the prompt is bad is for the replica to say: its template may be another.
+            # The replica decides whether the prompt is bad: its template may differ.
             self._counters.fallbacks.labels("unread_prompt").inc()
         except Exception:
             logger.exception("a prompt could not be read")
@@ -138,16 +139,16 @@ class Placer:
         try:
             return self._directory.holders(token_ids, tenant_salt=salt)
         except Exception:
-            logger.exception("the directory could not be asked")
+            logger.exception("the look-up in the directory failed")
             self._counters.fallbacks.labels("directory_failed").inc()
             return ()
 
 
 class Router:
-    """One router. Make it, then serve `app()` once.
+    """One router; `app()` may be served once.
 
-    `nats` is where donor events are read; without it requests are placed by load, or by what was sent where.
-    `tokenizer` is a Transformers tokenizer as the replicas have it. Raises ConfigurationError.
+    `nats` says where donor events are read. Without it requests are placed by load, or by the prompts sent before.
+    `tokenizer` is the replicas' Transformers tokenizer. Raises ConfigurationError.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Router:
         self._forwarder: Forwarder
 
     def app(self) -> web.Application:
-        """The routes; what runs beside them starts and ends with the application."""
+        """The routes. Background tasks start and end with the application."""
         app = web.Application(middlewares=[refusing(self.counters.refused)])
         for path in COMPLETIONS:
             app.router.add_post(path, self._complete)
@@ -198,7 +199,7 @@ class Router:
         return app
 
     def connections(self) -> Connections:
-        """The bounds of the clients that `app()` is served to."""
+        """The bounded connections that `app()` is served with."""
         return Connections(self._bounds, self.counters.dropped)
 
     def _add_status(self, app: web.Application) -> None:
@@ -206,7 +207,7 @@ class Router:
         app.router.add_get("/metrics", self._metrics)
 
     async def _telling(self, _: web.Application) -> AsyncIterator[None]:
-        """Answers for the router's state at an address of its own, which is written to standard error."""
+        """Serves /health and /metrics at their own address, which is written to standard error."""
         status = self._config.status
         assert status is not None
         assert status.host is not None
@@ -222,7 +223,7 @@ class Router:
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds)
-        # Shorter than any server's own, lest a connection ends while a request is sent over it.
+        # Shorter than any server's timeout, so that no server closes a connection while a request is sent.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self._replicas = ReplicaSet(
@@ -249,8 +250,8 @@ class Router:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         caller, most = self._tenants.caller(request.headers), self._bounds.max_body_bytes
-        told = None if "Content-Encoding" in request.headers else request.content_length
-        with self._shares.taking(caller.tenant, most if told is None else min(told, most)):
+        stated = None if "Content-Encoding" in request.headers else request.content_length
+        with self._shares.taking(caller.tenant, most if stated is None else min(stated, most)):
             return await self._complete_for(caller, request)
 
     async def _complete_for(self, caller: Caller, request: web.Request) -> web.StreamResponse:
@@ -259,13 +260,13 @@ class Router:
         if body.pop(SALT_FIELD, None) is not None:
             self.counters.client_salts.inc()
         prompt = await self._placer.read(body, size, caller)
-        # Only what the router derives itself may keep tenants apart, or join them.
+        # Only salts that the router derives may separate or join tenants.
         payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
         if self._trace is None:
-            body = {}  # it is not read again, and a stream may go on for long
-        request_id, told = uuid.uuid4().hex, dict[str, Any]()
+            body = {}  # it is not read again, and a stream may last long
+        request_id, attempt_metadata = uuid.uuid4().hex, dict[str, Any]()
         try:
-            return await self._forward(request, payload, request_id, prompt, caller, observed, told)
+            return await self._forward(request, payload, request_id, prompt, caller, observed, attempt_metadata)
         except RequestRefusedError as refusal:
             observed.status = refusal.status
             raise
@@ -274,7 +275,7 @@ class Router:
             raise
         finally:
             if self._trace is not None:
-                metadata = {"policy": self._config.policy, "route": request.path, **told}
+                metadata = {"policy": self._config.policy, "route": request.path, **attempt_metadata}
                 served = ServedRequest(request_id, timestamp_ms, self._name, caller, body, size, observed, metadata)
                 self._trace.note(served)
 
@@ -286,9 +287,9 @@ class Router:
         prompt: ReadPrompt,
         caller: Caller,
         observed: Observed,
-        told: dict[str, Any],
+        metadata: dict[str, Any],
     ) -> web.StreamResponse:
-        """Gives the request to one replica after another until one answers; `told` is what the log says of it."""
+        """Sends the request to one replica after another until one answers; `metadata` is for the trace."""
         tried: set[Worker] = set()
         problem = "no replica is healthy"
         for attempt in range(1, self._config.attempts + 1):
@@ -296,13 +297,13 @@ class Router:
                 choice = self._placer.choose(prompt, caller, self._replicas.seen(tried))
             except NoReplicaError:
                 break
-            told |= {"worker": worker_name(choice.worker), "held_tokens": choice.reused_tokens, "attempts": attempt}
+            metadata |= {"worker": worker_name(choice.worker), "held_tokens": choice.reused_tokens, "attempts": attempt}
             if attempt == 1:
                 self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
                     response = await self._forwarder.forward(request, payload, request_id, taken, observed)
-                    # So vLLM answers when its engine has died; what fails in a sound engine fails elsewhere too.
+                    # vLLM answers so when its engine has died. An error of a sound engine would repeat elsewhere.
                     is_error = response.status == 500 and not response.prepared
                     if is_error and not await self._replicas.is_well(choice.worker):
                         raise ReplicaFailedError("unwilling", f"replica {worker_name(choice.worker)} has failed")

@@ -1,4 +1,4 @@
-"""RouterConfig: what stands in the router's TOML file, checked. Secrets stand in environment variables it names."""
+"""RouterConfig: the router's TOML file, validated. Secrets are in environment variables that it names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MIN_SECRET_BYTES = 16
 MAX_CONFIG_BYTES = 1 << 20
 BOUNDS = ServerBounds()
-# Fields whose wrong value may be a secret: a password in an address, or a key in the place of its digest or name.
+# Fields whose wrong value may be a secret: a password in an address, or a key in place of its digest or variable.
 _MAY_BE_SECRET = ("url", "nats_url", "sha256", "env", "secret_env")
 
 
@@ -70,7 +70,7 @@ class _Table(BaseModel):
 
 
 class ReplicaConfig(_Table):
-    """A replica's address, and the worker id and rank under which it tells the fleet of its donors."""
+    """A replica's address, and the worker id and rank of its donor events."""
 
     url: Annotated[str, Field(max_length=2048), AfterValidator(_checked_url)]
     worker_id: Annotated[int, Field(ge=0, le=(1 << 53) - 1)]
@@ -91,7 +91,7 @@ class _Key(_Table):
 
 
 class KeyConfig(_Key):
-    """An API key, and the tenants for which it may speak."""
+    """An API key and its tenants."""
 
     tenants: Annotated[list[TenantName], Field(min_length=1, max_length=1024)]
 
@@ -103,7 +103,7 @@ class KeyConfig(_Key):
 
 
 class StatusConfig(_Key):
-    """Where /health and /metrics are answered, when not where requests are, and the key that they need, if any."""
+    """An address of their own for /health and /metrics, and the key that they need; either may be left out."""
 
     host: Host | None = None
     port: Port | None = None
@@ -120,7 +120,7 @@ class StatusConfig(_Key):
 
 
 class TelemetryConfig(_Table):
-    """Where a line is written for each request. The file is rotated at `max_bytes`; `files` old ones are kept."""
+    """The file with a line for each request. It is rotated at `max_bytes`, and `files` old ones are kept."""
 
     path: Path
     text: Literal["dropped", "kept"] = "dropped"
@@ -130,9 +130,12 @@ class TelemetryConfig(_Table):
 
 
 class RouterConfig(_Table):
-    """The whole file. `model` is the folder or hub id of the replicas' tokenizer, `name` what requests call the model;
-    `nats_url` and `nats_subject` stand in for SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT, `load_weight` counts under
-    span_overlap, and a replica takes no prompt of more than `max_prompt_tokens`."""
+    """The whole file.
+
+    `model` is the folder or hub id of the replicas' tokenizer, `name` the model's name in requests. `nats_url` and
+    `nats_subject` override SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT. `load_weight` is for policy
+    span_overlap. Prompts of more than `max_prompt_tokens` tokens are refused.
+    """
 
     host: Host = "127.0.0.1"
     port: Port = 8080
@@ -178,7 +181,7 @@ class RouterConfig(_Table):
         return self
 
     def bounds(self) -> ServerBounds:
-        """What clients are granted."""
+        """The bounds of clients."""
         return ServerBounds(
             self.header_seconds,
             self.body_seconds,
@@ -188,11 +191,11 @@ class RouterConfig(_Table):
         )
 
     def routing_policy(self) -> RoutingPolicy:
-        """A new policy of the name and with the weight that stand in the file."""
+        """A new policy as the file says."""
         return SpanOverlap(self.load_weight) if self.policy == "span_overlap" else POLICIES[self.policy]()
 
     def secret(self, environment: Mapping[str, str]) -> bytes | None:
-        """The secret; None where none is named. Raises ConfigurationError when it is not set, or too short."""
+        """The secret; None where no variable is named. Raises ConfigurationError when it is not set or too short."""
         if self.secret_env is None:
             return None
         secret = _variable(environment, self.secret_env).encode("utf-8", "surrogateescape")
@@ -204,7 +207,7 @@ class RouterConfig(_Table):
 
 
 def load_config(path: str | Path) -> RouterConfig:
-    """Reads a file. Raises ConfigurationError with one sentence that names the file, the field and what is wrong."""
+    """Reads a file. Raises ConfigurationError with one sentence that names the file, the field and the mistake."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
@@ -231,7 +234,7 @@ def _sentence(error: ValidationError) -> str:
         problem = "there is no such field"
     elif first["type"] == "missing":
         problem = "this field is missing"
-    # Only simple values are worth showing.
+    # Only simple values are shown.
     elif not set(_MAY_BE_SECRET) & set(first["loc"]) and isinstance(first["input"], (str, int, float)):
         problem += f" (given: {first['input']!r:.80})"
     more = f" ({len(details) - 1} more fields are wrong)" if len(details) > 1 else ""

@@ -1,4 +1,4 @@
-"""What the router counts, for its own /metrics. Labels are of fixed lists, or replicas of the configuration."""
+"""The router's Prometheus series. Labels come from fixed lists or are replicas of the configuration."""
 
 from __future__ import annotations
 
@@ -42,17 +42,15 @@ class RouterCounters:
         self.fallbacks = self._counter("fallbacks", "Requests placed by load alone.", reason=FALLBACKS)
         self.failed_attempts = self._counter(
             "failed_attempts",
-            "Times a replica did not answer, and another was asked where there was one.",
+            "Attempts that a replica did not answer; the request then goes to another one.",
             reason=FAILED_ATTEMPTS,
         )
-        self.broken_streams = self._counter("broken_streams", "Streams that a replica did not end.")
-        self.client_salts = self._counter("client_salts", "Cache salts of clients, which were left out.")
+        self.broken_streams = self._counter("broken_streams", "Streams that a replica broke off.")
+        self.client_salts = self._counter("client_salts", "Cache salts of clients, which are removed.")
         self.dropped_connections = self._counter(
-            "dropped_connections", "Connections that were ended since there were too many.", reason=DROPPED
+            "dropped_connections", "Connections that were closed because there were too many.", reason=DROPPED
         )
-        self.trace_lines = self._counter(
-            "trace_lines", "Lines of telemetry, by what became of them.", result=TRACE_RESULTS
-        )
+        self.trace_lines = self._counter("trace_lines", "Lines of telemetry, by result.", result=TRACE_RESULTS)
         self.placement_seconds = self._histogram(
             "placement_seconds", "Time from a request's body to the choice of its replica."
         )
@@ -61,8 +59,8 @@ class RouterCounters:
         )
 
     def _counter(self, name: str, text: str, *labels: str, **values: tuple[str, ...]) -> Counter:
-        """A counter with these labels, or one whose values are known: such a series exists from the start, so that it
-        can be told from a router that counts nothing."""
+        """A counter with these labels. Where a label's `values` are known, the series exist from the start, so that a 0
+        differs from a missing series."""
         series = Counter(f"semblend_router_{name}", text, [*labels, *values], registry=self.registry)
         for value in (each for known in values.values() for each in known):
             series.labels(value)
@@ -79,13 +77,13 @@ class RouterCounters:
 
 
 class FleetGauges:
-    """A Prometheus collector that looks at replicas and directory when it is scraped."""
+    """A Prometheus collector that reads replicas and directory when it is scraped."""
 
     def __init__(self, replicas: ReplicaSet, directory: Directory | None) -> None:
         self._replicas, self._directory = replicas, directory
 
     def collect(self) -> Iterator[Metric]:
-        healthy = GaugeMetricFamily("semblend_router_replica_healthy", "1 for one that answers.", labels=["worker"])
+        healthy = GaugeMetricFamily("semblend_router_replica_healthy", "1 for a healthy replica.", labels=["worker"])
         in_flight = GaugeMetricFamily("semblend_router_replica_in_flight", "Requests under way.", labels=["worker"])
         load = GaugeMetricFamily("semblend_router_replica_load", "Tokens to compute.", labels=["worker"])
         for state in list(self._replicas.states.values()):
@@ -95,7 +93,7 @@ class FleetGauges:
             load.add_metric(name, state.load)
         yield from (healthy, in_flight, load)
         if self._directory is not None:
-            donors = GaugeMetricFamily("semblend_router_donors", "Donors that are known.", labels=["worker"])
+            donors = GaugeMetricFamily("semblend_router_donors", "Known donors.", labels=["worker"])
             for known in self._directory.workers():
                 donors.add_metric([worker_name(known.worker)], known.donors)
             yield donors
@@ -105,5 +103,5 @@ class FleetGauges:
 
 
 def worker_name(worker: Worker) -> str:
-    """A worker in text, as `semblend-trt events` writes it: its id and its rank."""
+    """A worker's id and rank as text, as `semblend-trt events` writes them."""
     return f"{worker[0]}.{worker[1]}"

@@ -1,11 +1,10 @@
-"""From the body of a request to the OpenAI API to token ids, as the engine makes them."""
+"""Token ids of the prompt in a request to the OpenAI API, as the engine would compute them."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from semblend_trt.errors import SemBlendError
@@ -15,30 +14,22 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# A body of at most so many bytes is read on the thread for short ones.
+# Bodies of at most so many bytes are read on the thread for short ones.
 SHORT_BODY_BYTES = 32 << 10
 
 
 class PromptError(SemBlendError, ValueError):
-    """A body holds no prompt that can be read."""
+    """A body has no readable prompt."""
 
 
 class PromptTooLongError(PromptError):
-    """A prompt has more tokens than the model takes, by its characters alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A message of a chat, or the whole prompt with no role."""
-
-    role: str | None
-    text: str
+    """A prompt has more tokens than the model takes."""
 
 
 class PromptReader:
-    """Reads prompts with one Transformers `tokenizer`. Not thread safe: tokenizers are not.
+    """Reads prompts with a Transformers `tokenizer`. Not thread safe, since tokenizers are not.
 
-    A text with more characters than `max_tokens` times the vocabulary's longest token is not read.
+    A text with more characters than `max_tokens` times the longest token of the vocabulary is refused unread.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
@@ -64,24 +55,28 @@ class PromptReader:
         """Token ids of `messages`, by the tokenizer's template. Raises PromptError."""
         if not self.has_chat_template:
             raise PromptError("the model's tokenizer has no chat template; use /v1/completions")
-        messages = [{**message, "content": piece.text} for message, piece in zip(*_chat(body), strict=True)]
+        texts = [text for _, text in self.texts(body)]
+        messages = [{**message, "content": text} for message, text in zip(body["messages"], texts, strict=True)]
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=body.get("tools"), add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # templates are programs, and raise what they like
+        except Exception as error:  # templates are programs and may raise anything
             raise PromptError(f"the model's chat template does not take these messages: {error}") from None
         return self._encoded(text, special=False)
 
-    def pieces(self, body: Mapping[str, Any]) -> list[Piece]:
-        """Messages, or the prompt where it is a text. Raises PromptError."""
-        if "messages" in body:
-            return _chat(body)[1]
-        prompt = completion_prompt(body)
-        return [Piece(None, prompt)] if isinstance(prompt, str) else []
+    def texts(self, body: Mapping[str, Any]) -> list[tuple[str | None, str]]:
+        """Role and text of each message; or None and the prompt, where it is a text. Raises PromptError."""
+        if "messages" not in body:
+            prompt = completion_prompt(body)
+            return [(None, prompt)] if isinstance(prompt, str) else []
+        messages = body["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise PromptError("messages is a list of objects with role and content, with at least one")
+        return [_role_and_text(number, message) for number, message in enumerate(messages)]
 
     def token_ids(self, text: str) -> list[int]:
-        """Token ids of a text that stands in a prompt. Raises PromptError."""
+        """Token ids of a part of a prompt. Raises PromptError."""
         return self._encoded(text, special=False)
 
     def text(self, token_ids: list[int]) -> str:
@@ -100,7 +95,8 @@ class PromptReader:
 
 
 class ReadingThreads:
-    """Reads prompts beside an event loop: short ones on a thread of their own, so that they wait for no long one."""
+    """Reads prompts outside of the event loop. Short ones have a thread of their own, so as not to wait for long
+    ones."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         """Each thread has its own copy of `tokenizer`."""
@@ -110,7 +106,7 @@ class ReadingThreads:
         }
 
     async def read(self, size: int, reading: Callable[[PromptReader], _T]) -> _T:
-        """What `reading` makes of a body of `size` bytes with a thread's reader."""
+        """The result of `reading` for a body of `size` bytes, with the thread's reader."""
         thread, reader = self._threads["short" if size <= SHORT_BODY_BYTES else "long"]
         return await asyncio.get_running_loop().run_in_executor(thread, reading, reader)
 
@@ -131,24 +127,15 @@ def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
     raise PromptError("prompt is a text or a list of token ids, one prompt a request")
 
 
-def _chat(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Piece]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise PromptError("messages is a list of objects with role and content, with at least one")
-    return messages, [_piece(at, message) for at, message in enumerate(messages)]
-
-
-def _piece(at: int, message: Mapping[str, Any]) -> Piece:
+def _role_and_text(number: int, message: Mapping[str, Any]) -> tuple[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise PromptError(f"messages[{at}] has no role; give system, user, assistant or tool")
-    if content is None:
-        return Piece(role, "")
+        raise PromptError(f"messages[{number}] has no role; give system, user, assistant or tool")
     if isinstance(content, list):
         parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if len(parts) < len(content):
-            raise PromptError(f"messages[{at}] holds more than text; this model takes text")
+            raise PromptError(f"messages[{number}] holds more than text; this model takes text")
         content = "\n".join(parts)
-    if not isinstance(content, str):
-        raise PromptError(f"messages[{at}].content is {type(content).__name__}; give text")
-    return Piece(role, content)
+    if not isinstance(content, str | None):
+        raise PromptError(f"messages[{number}].content is {type(content).__name__}; give text")
+    return role, content or ""

@@ -1,4 +1,4 @@
-"""The replicas behind a router: which of them answer, what each has to compute, and the requests that they are sent."""
+"""The replicas behind a router: their health and load, and how requests are forwarded to them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-# Statuses that say that another replica may serve the request. Redirects are not followed.
+# Statuses after which another replica is tried. Redirects are not followed.
 _UNWILLING = (*range(300, 400), 502, 503, 504)
-# The end of a server-sent event, and how long one may be.
+# The end of a server-sent event, and the most bytes of one.
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 MAX_EVENT_BYTES = 1 << 20
-# Of a stream, its end is kept: the usage stands there where the client asked for it.
+# The last bytes of a stream are kept: they hold the usage where the client asked for it.
 TAIL_BYTES = 8192
-# What is noted as the status of a request whose client left before its end.
+# The status that is recorded when the client left early.
 CLIENT_LEFT = 499
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """What is known of a replica. `load` are the tokens of prefill that it was sent and has not answered."""
+    """A replica's state. `load` counts tokens of prefill sent to it and not answered yet."""
 
     worker: Worker
     url: str
@@ -52,21 +52,22 @@ class ReplicaState:
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """A request that a replica was given."""
+    """A request that was sent to a replica."""
 
     state: ReplicaState
     tokens: int
 
     def answered(self) -> None:
-        """The prompt is computed: it is no load any more, though the request goes on."""
+        """The prompt is computed, so it is no load any more; the request may go on."""
         self.state.load -= self.tokens
         self.tokens = 0
 
 
 class ReplicaSet:
-    """Belongs to one event loop. A replica is healthy when its /health said so and no request found it dead since.
+    """The replicas and their health. Belongs to one event loop.
 
-    `start` checks all of them once, and from then on each `health_seconds`, until `stop`.
+    A replica is healthy when its last /health was 200 and no request found it dead since. `start` checks all replicas,
+    and again every `health_seconds` until `stop`.
     """
 
     def __init__(
@@ -94,28 +95,28 @@ class ReplicaSet:
             await asyncio.gather(task, return_exceptions=True)
 
     async def check(self) -> None:
-        """Asks every replica once whether it is healthy."""
+        """Checks the health of every replica."""
         await asyncio.gather(*(self._check(state) for state in self.states.values()))
 
     async def is_well(self, worker: Worker) -> bool:
-        """Asks one replica whether it is healthy."""
+        """Checks the health of one replica."""
         await self._check(self.states[worker])
         return self.states[worker].is_healthy
 
     def seen(self, excluded: Collection[Worker] = ()) -> list[Replica]:
-        """The replicas as a policy sees them; those `excluded` look dead."""
+        """The replicas for a policy; those `excluded` appear unhealthy."""
         return [
             Replica(state.worker, state.load, state.is_healthy and state.worker not in excluded)
             for state in self.states.values()
         ]
 
     def found_dead(self, worker: Worker) -> None:
-        """A request could not reach the replica; it is left alone until a check finds it healthy."""
+        """A request could not reach the replica: it is unhealthy until the next check."""
         self._set(self.states[worker], healthy=False)
 
     @contextmanager
     def taking(self, worker: Worker, tokens: int) -> Iterator[Taken]:
-        """The replica has one more request, of so many tokens to compute, until the block ends."""
+        """Counts a request with `tokens` to compute for the replica until the block ends."""
         state = self.states[worker]
         taken = Taken(state, tokens)
         state.load += tokens
@@ -148,7 +149,7 @@ class ReplicaSet:
 
 
 class ReplicaFailedError(SemBlendError):
-    """The replica did not answer, and nothing of an answer has been sent on. `reason` is its name in counters."""
+    """The replica failed before any of its answer was forwarded. `reason` is the label in counters."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -157,9 +158,9 @@ class ReplicaFailedError(SemBlendError):
 
 @dataclass(slots=True)
 class Observed:
-    """What was seen of an answer: HTTP status, times in seconds from the request on, and its last bytes.
+    """Observations of an answer: HTTP status, seconds since the request, and the last bytes.
 
-    `began` is on the clock of `time.perf_counter`. `broken` is the reason for which a stream was not ended.
+    `began` is on the clock of `time.perf_counter`. `broken` is the reason why a stream broke off.
     """
 
     began: float
@@ -172,8 +173,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBounds:
-    """What replicas are granted: seconds to the first event or the header of an answer, then from event to event or for
-    the rest of it, and bytes of an answer that is not streamed."""
+    """Bounds of answers: seconds to the first event or the header, seconds between events or for the rest of the
+    answer, and bytes of an answer that is not streamed."""
 
     first_byte_seconds: float
     silence_seconds: float
@@ -181,7 +182,7 @@ class AnswerBounds:
 
 
 class Forwarder:
-    """Sends bodies on with `session`. Answers say which replica they come from where `shows_worker`."""
+    """Forwards requests with `session`. With `shows_worker`, answers name their replica in a header."""
 
     def __init__(self, session: aiohttp.ClientSession, bounds: AnswerBounds, *, shows_worker: bool) -> None:
         self._session, self._bounds, self._shows_worker = session, bounds, shows_worker
@@ -189,8 +190,8 @@ class Forwarder:
     async def forward(
         self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed
     ) -> web.StreamResponse:
-        """Answers `request` with what the replica says. Raises ReplicaFailedError while nothing was sent on."""
-        # What comes back is sent on as it is, so it has to come as it is.
+        """Answers `request` with the replica's answer. Raises ReplicaFailedError when none of it was forwarded yet."""
+        # The answer is forwarded as it comes, so it must not be compressed for the router.
         headers = {"Content-Type": "application/json", "X-Request-ID": request_id, "Accept-Encoding": "identity"}
         name, bounds = worker_name(taken.state.worker), self._bounds
         deadline = time.perf_counter() + bounds.first_byte_seconds
@@ -202,21 +203,21 @@ class Forwarder:
                 if answer.status in _UNWILLING:
                     raise ReplicaFailedError("unwilling", f"replica {name} answered with status {answer.status}")
                 observed.status = answer.status
-                said = {"X-Request-ID": request_id} | ({"X-SemBlend-Worker": name} if self._shows_worker else {})
-                said["Content-Type"] = answer.headers.get("Content-Type", "application/json")
+                fields = {"X-Request-ID": request_id} | ({"X-SemBlend-Worker": name} if self._shows_worker else {})
+                fields["Content-Type"] = answer.headers.get("Content-Type", "application/json")
                 if answer.content_type != "text/event-stream":
-                    return await _in_time(name, self._whole(answer, said, observed), bounds.silence_seconds)
+                    return await _in_time(name, self._whole(answer, fields, observed), bounds.silence_seconds)
                 events = _Events(answer, name, bounds.silence_seconds)
                 first = await events.next(deadline - time.perf_counter())
                 if not first:
-                    raise ReplicaFailedError("unreachable", f"replica {name} said nothing")
+                    raise ReplicaFailedError("unreachable", f"replica {name} ended its answer before it began")
                 taken.answered()
                 observed.first_byte_seconds = time.perf_counter() - observed.began
-                return await _streamed(request, answer.status, first, events, said, observed)
+                return await _streamed(request, answer.status, first, events, fields, observed)
         finally:
             observed.seconds = time.perf_counter() - observed.began
 
-    async def _whole(self, answer: aiohttp.ClientResponse, said: dict[str, str], observed: Observed) -> web.Response:
+    async def _whole(self, answer: aiohttp.ClientResponse, headers: dict[str, str], observed: Observed) -> web.Response:
         body, bound = bytearray(), self._bounds.max_answer_bytes
         async for part in answer.content.iter_any():
             body += part
@@ -225,18 +226,18 @@ class Forwarder:
                 message = f"the answer has more than {bound} bytes; stream it"
                 return web.json_response(error_object(502, "answer_too_large", message), status=502)
         observed.tail = bytes(body)
-        return web.Response(body=observed.tail, status=answer.status, headers=said)
+        return web.Response(body=observed.tail, status=answer.status, headers=headers)
 
 
 class _Events:
-    """A stream as whole events, so that what a replica leaves unfinished never reaches a client."""
+    """A stream in whole events, so that a client never gets a part of one."""
 
     def __init__(self, answer: aiohttp.ClientResponse, name: str, silence_seconds: float) -> None:
         self._answer, self._name, self._silence_seconds = answer, name, silence_seconds
         self._unfinished = b""
 
     async def next(self, seconds: float | None = None) -> bytes:
-        """The next events, or what is left at the end; empty behind it. Raises ReplicaFailedError."""
+        """The next events, or the rest at the end; empty after the end. Raises ReplicaFailedError."""
         return await _in_time(self._name, self._next(), self._silence_seconds if seconds is None else seconds)
 
     async def _next(self) -> bytes:
@@ -253,10 +254,10 @@ class _Events:
 
 
 async def _streamed(
-    request: web.Request, status: int, first: bytes, events: _Events, said: dict[str, str], observed: Observed
+    request: web.Request, status: int, first: bytes, events: _Events, headers: dict[str, str], observed: Observed
 ) -> web.StreamResponse:
-    """Sends a stream on. A client that leaves ends it; so does a replica, with an error as last event."""
-    response = web.StreamResponse(status=status, headers=said | {"Cache-Control": "no-cache"})
+    """Forwards a stream. When the replica breaks off, the last event is an error; a client that leaves ends it."""
+    response = web.StreamResponse(status=status, headers=headers | {"Cache-Control": "no-cache"})
     try:
         await response.prepare(request)
         part = first
@@ -266,9 +267,9 @@ async def _streamed(
             try:
                 part = await events.next()
             except ReplicaFailedError as error:
-                logger.warning("a stream was not ended: %s", error)
+                logger.warning("a stream broke off: %s", error)
                 observed.broken = error.reason
-                end = error_object(502, "broken_stream", "the replica did not end its answer; send the request again")
+                end = error_object(502, "broken_stream", "the replica broke off its answer; send the request again")
                 part = b""
                 await response.write(b"data: " + json.dumps(end).encode() + b"\n\n")
         await response.write_eof()
@@ -278,7 +279,7 @@ async def _streamed(
 
 
 async def _in_time(name: str, answering: Awaitable[_T], seconds: float) -> _T:
-    """What a replica answers. Raises ReplicaFailedError, for which another one may be asked."""
+    """A replica's answer. Raises ReplicaFailedError when it fails or takes too long."""
     try:
         return await asyncio.wait_for(answering, seconds)
     except asyncio.TimeoutError:

@@ -1,4 +1,4 @@
-"""An HTTP server of the OpenAI API: what clients may take, how it refuses, how it runs and ends."""
+"""An HTTP server for the OpenAI API: bounds of clients, refusals, log, start and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-# Descriptors that are left for files, replicas' health and the like.
+# File descriptors kept free for files, health checks and the like.
 RESERVED_DESCRIPTORS = 32
-# How long no connection is accepted when the process is out of descriptors, in seconds.
+# Seconds without accepting connections when the process has no descriptors left.
 ACCEPT_PAUSE = 0.1
-# Why a connection was ended: to make room for another, or since there was no room for it.
+# Why a connection was closed: to make room for another one, or because there was no room for it.
 DROPPED = ("made_room", "no_room")
-# How long requests may go on after the process was told to end, in seconds.
+# Seconds that requests may take to end after the process got a signal to stop.
 GRACE_SECONDS = 5.0
 # Connections that the kernel holds until they are accepted.
 BACKLOG = 1024
@@ -44,9 +44,9 @@ MAX_KINDS = 1024
 
 
 class RequestRefusedError(SemBlendError):
-    """A request that is not served. `status` is HTTP's, `reason` its short name in answers and counters.
+    """A request that is not served. `status` is the HTTP status, `reason` the code in answers and counters.
 
-    `retry_seconds`: when it is worth to come again, where that is known.
+    `retry_seconds`: when to try again, where that is known.
     """
 
     def __init__(self, status: int, reason: str, message: str, retry_seconds: int | None = None) -> None:
@@ -57,15 +57,15 @@ class RequestRefusedError(SemBlendError):
 
 
 def error_object(status: int, reason: str, message: str) -> dict[str, Any]:
-    """The body of a refusal, in the form of the OpenAI API."""
+    """The body of a refusal, as in the OpenAI API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": reason}}
 
 
 def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
-    """A middleware that answers refusals, aiohttp's among them, as error objects; `count` is told each reason.
+    """A middleware that answers refusals, aiohttp's among them, as error objects; `count` gets each reason.
 
-    What else a handler raises is logged and answered with status 500.
+    Other exceptions of a handler are logged and answered with status 500.
     """
 
     @web.middleware
@@ -90,10 +90,10 @@ def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
 
 @dataclass(frozen=True, slots=True)
 class ServerBounds:
-    """What clients are granted.
+    """Bounds of clients.
 
-    `header_seconds` are for the header of a request, from the connection or the last answer on; `body_seconds` for its
-    body, and for the part of an answer that a client does not take.
+    `header_seconds`: for a request's header, from the connection or the last answer on. `body_seconds`: for its body,
+    and for a client to take the answer.
     """
 
     header_seconds: float = 10.0
@@ -103,24 +103,17 @@ class ServerBounds:
     max_body_bytes: int = 2 << 20
 
 
-class Body(NamedTuple):
-    """A request's body: a JSON object, and its length in bytes."""
-
-    fields: dict[str, Any]
-    size: int
-
-
 class Connections:
-    """The connections of one server, whose numbers are bounded, in all and for a peer. Belongs to its event loop.
+    """The connections of one server, bounded in all and per peer. Belongs to the server's event loop.
 
-    The connection that waits for its client for longest makes room for a new one; where none waits the new one is
-    ended. `count` is told which of DROPPED it was.
+    The connection that has waited longest for its client is closed for a new one. Where none waits, the new one is
+    closed. `count` gets the reason, one of DROPPED.
     """
 
     def __init__(self, bounds: ServerBounds, count: Callable[[str], None] = lambda _: None) -> None:
         self.bounds, self._count = bounds, count
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # A request that is served may need a second descriptor, to its replica.
+        # A request may need a second descriptor, for its replica.
         self.limit = max(1, min(bounds.max_connections, (descriptors - RESERVED_DESCRIPTORS) // 2))
         self._by_peer: Counter[str] = Counter()
         self._waiting: dict[Connection, None] = {}
@@ -129,7 +122,7 @@ class Connections:
         return self._by_peer.total()
 
     def add(self, connection: Connection) -> None:
-        """A new connection: it stays, in the place of another one if need be, or is ended."""
+        """Accepts a new connection, closing another one if need be, or closes the new one."""
         is_refused = False
         if self._by_peer[connection.peer] >= self.bounds.max_peer_connections:
             is_refused = not self.make_room(connection.peer)
@@ -141,15 +134,14 @@ class Connections:
             self._end(connection, "no_room")
 
     def make_room(self, peer: str | None = None) -> bool:
-        """Ends the connection, of `peer` if one is given, that waits for its client for longest. Returns whether there
-        was one."""
+        """Closes the connection (of `peer` if given) that has waited longest for its client. False when none waits."""
         oldest = next((each for each in self._waiting if peer is None or each.peer == peer), None)
         if oldest is not None:
             self._end(oldest, "made_room")
         return oldest is not None
 
     def serving(self, connection: Connection) -> None:
-        """All of a request is there: its client waits for the server."""
+        """A request has arrived completely: its client waits for the server."""
         self._waiting.pop(connection, None)
 
     def answered(self, connection: Connection) -> None:
@@ -174,10 +166,10 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A connection of `connections`, which answers what is no request with an error object too."""
+    """A connection of `connections`; invalid requests are answered with an error object too."""
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
-        # aiohttp's timeout for idle connections counts from the start, and up to the end of the next header.
+        # aiohttp's timeout for idle connections also covers the first header and lasts to the end of each header.
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -193,7 +185,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         name = transport.get_extra_info("peername")
         self.peer = name[0] if name else ""
-        # The kernel ends the connection of a client that does not take its answer.
+        # The kernel closes the connection of a client that does not take its answer.
         patience = int(self._connections.bounds.body_seconds * 1000)
         client = transport.get_extra_info("socket")
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
@@ -204,20 +196,20 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **keywords: Any) -> None:
-        """A body that cannot be decoded was refused already, when what is left of it is passed over."""
+        """Shortens the log for a refused body whose rest cannot be decoded."""
         if isinstance(keywords.get("exc_info"), web.RequestPayloadError):
-            logger.warning("what was left of a refused body could not be decoded")
+            logger.warning("the rest of a refused body could not be decoded")
         else:
             super().log_exception(*args, **keywords)
 
     def request_arrived(self) -> None:
-        """All of a request's body is there."""
+        """The request's body has arrived completely."""
         self._connections.serving(self)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends an answer. What was refused before a handler saw it gets an error object."""
+        """Sends an answer; refusals before any handler become error objects."""
         if isinstance(resp, web.HTTPException):
             resp = web.json_response(error_object(resp.status, "http_error", resp.reason), status=resp.status)
         try:
@@ -232,11 +224,11 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - it repeats bytes of the request
     ) -> web.StreamResponse:
-        """The answer to what never reached a handler: what is no HTTP, and a header that aiohttp cannot repeat."""
+        """The answer to a request that reached no handler: invalid HTTP, or a header that aiohttp cannot repeat."""
         if isinstance(exc, UnicodeError):
             status = 400
         if status < 500:
-            logger.warning("a request that is no HTTP was refused: %s", type(exc).__name__)
+            logger.warning("a request that is not HTTP was refused: %s", type(exc).__name__)
             error = error_object(status, "bad_http", "the request is not valid HTTP; send another")
         else:
             logger.error("a request failed", exc_info=exc)
@@ -249,9 +241,9 @@ class Connection(web.RequestHandler):
 
 
 async def accept(listener: socket.socket, server: web.Server, connections: Connections) -> None:
-    """Takes the connections of a listening, non-blocking socket, one after the other, until it is cancelled.
+    """Accepts the connections of a listening, non-blocking socket until it is cancelled.
 
-    Where there are no descriptors left, one connection makes room, and the next one has to wait a moment.
+    Without free descriptors, a waiting connection is closed and accepting pauses for ACCEPT_PAUSE seconds.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -270,10 +262,10 @@ async def accept(listener: socket.socket, server: web.Server, connections: Conne
             client.close()
 
 
-async def json_object(request: web.Request, bounds: ServerBounds) -> Body:
-    """The body of a request, a JSON object.
+async def json_object(request: web.Request, bounds: ServerBounds) -> tuple[dict[str, Any], int]:
+    """The body of a request, a JSON object, and its length in bytes.
 
-    Raises RequestRefusedError for any other, one that is too long, is not encoded as it says, or does not come in time.
+    Raises RequestRefusedError for another body, and for one that is too long, wrongly encoded or too late.
     """
     try:
         text = await asyncio.wait_for(_read(request, bounds.max_body_bytes), bounds.body_seconds)
@@ -293,11 +285,11 @@ async def json_object(request: web.Request, bounds: ServerBounds) -> Body:
         raise RequestRefusedError(400, "bad_json", "the body is not JSON; send a JSON object") from None
     if not isinstance(body, dict):
         raise RequestRefusedError(400, "bad_json", f"the body is a JSON {type(body).__name__}; send a JSON object")
-    return Body(body, len(text))
+    return body, len(text)
 
 
 async def _read(request: web.Request, bound: int) -> bytearray:
-    """The request itself would keep the body for as long as it is served."""
+    """The bytes of the body; aiohttp's own `read` would keep them as long as the request is served."""
     body = bytearray()
     if (request.content_length or 0) <= bound:
         async for part in request.content.iter_any():
@@ -310,15 +302,15 @@ async def _read(request: web.Request, bound: int) -> bytearray:
 
 
 class OnceAMinute(logging.Filter):
-    """Lets a warning or error of one kind through once a minute, and says how many were left out since.
+    """Logs a warning or error of one kind once a minute, with the number of records left out since.
 
-    Records are of a kind when they come from one line of the code, with equal arguments and the same type of exception.
+    Records of one kind come from the same line of code with equal arguments and the same type of exception.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # When a record of the kind was last let through, and how many were not since.
+        # When a record of the kind was last logged, and how many were left out since.
         self._kinds: dict[tuple[object, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -340,9 +332,9 @@ class OnceAMinute(logging.Filter):
 
 
 async def serve(app: web.Application, host: str, port: int, what: str, connections: Connections) -> None:
-    """Listens until SIGINT or SIGTERM; port 0 takes a free one. The address is written to standard error.
+    """Serves until SIGINT or SIGTERM. The address is written to standard error; port 0 takes a free port.
 
-    A client that leaves cancels the handler of its request. Raises ConfigurationError when it cannot listen there.
+    A client that leaves cancels its request's handler. Raises ConfigurationError when it cannot listen there.
     """
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -403,7 +395,7 @@ async def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
 
 
 def metrics_page(registry: CollectorRegistry | None = None) -> web.Response:
-    """The answer of /metrics: Prometheus' default registry, or the one that is given."""
+    """The answer of /metrics, from `registry` or Prometheus' default one."""
     from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
     text = generate_latest(REGISTRY if registry is None else registry)

@@ -1,4 +1,4 @@
-"""Tenants: who a caller is, by the API key alone, and which salt keeps the KV of its tenant apart."""
+"""Tenants: the API key says who a caller is, and each tenant has a salt that separates its KV from the others'."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 TENANT_HEADER, SESSION_HEADER = "X-Tenant-ID", "X-Session-ID"
 MAX_SESSION = 256
-# When a tenant that has taken its share may come again, in seconds.
+# Seconds after which a tenant that has used its share may try again.
 RETRY_SECONDS = 1
 _PURPOSE = b"semblend-router:cache-salt:v1\0"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request is served for. `salt` is the tenant's cache salt; both are None without tenants."""
+    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants."""
 
     tenant: str | None = None
     salt: str | None = field(default=None, repr=False)
@@ -33,7 +33,7 @@ class Caller:
 
 
 class Tenants:
-    """Without keys in the configuration all callers are served, for no tenant."""
+    """The tenants of the configuration. Without keys there, all callers are served, without a tenant."""
 
     def __init__(self, config: RouterConfig, environment: Mapping[str, str]) -> None:
         """Raises ConfigurationError when a variable that the configuration names is not set."""
@@ -44,9 +44,9 @@ class Tenants:
             self._allowed[digest] = (*self._allowed.get(digest, ()), *key.tenants)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who asks, by Authorization, X-Tenant-ID and X-Session-ID.
+        """The caller, by Authorization, X-Tenant-ID and X-Session-ID.
 
-        A tenant may be named only where the key is allowed to speak for it, and must be where it may for several.
+        A request may name a tenant of its key, and must name one where the key has several.
         Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden, 400 tenant_missing and bad_session.
         """
         session = headers.get(SESSION_HEADER)
@@ -79,7 +79,7 @@ class Tenants:
 
 
 class Shares:
-    """What each tenant has under way, and may have: so many requests, and so many bytes of their bodies."""
+    """Bounds the requests that each tenant has under way, by number and by bytes of their bodies."""
 
     def __init__(self, requests: int, size: int) -> None:
         self._most_requests, self._most_bytes = requests, size
@@ -88,21 +88,15 @@ class Shares:
 
     @contextmanager
     def taking(self, tenant: str | None, size: int) -> Iterator[None]:
-        """The tenant has one more request, with a body of `size` bytes, until the block ends.
+        """Counts a request with a body of `size` bytes for the tenant until the block ends.
 
-        Raises RequestRefusedError, 429 tenant_busy, where that is more than its share.
+        Raises RequestRefusedError, 429 tenant_busy, when that exceeds the tenant's share.
         """
         if self._requests[tenant] >= self._most_requests:
-            told = f"{self._most_requests} requests"
-        elif self._bytes[tenant] + size > self._most_bytes:
-            told = (
-                f"{self._bytes[tenant]} bytes of requests, and with this one more than the {self._most_bytes} allowed"
-            )
-        else:
-            told = ""
-        if told:
-            message = f"{told} are under way for this caller; wait for some of them to end"
-            raise RequestRefusedError(429, "tenant_busy", message, RETRY_SECONDS)
+            raise _busy(f"{self._most_requests} requests")
+        if self._bytes[tenant] + size > self._most_bytes:
+            held = self._bytes[tenant]
+            raise _busy(f"{held} bytes of requests, and with this one more than the {self._most_bytes} allowed,")
         self._requests[tenant] += 1
         self._bytes[tenant] += size
         try:
@@ -112,14 +106,19 @@ class Shares:
             self._bytes[tenant] -= size
 
 
+def _busy(load: str) -> RequestRefusedError:
+    message = f"{load} are under way for this caller; wait for some of them to end"
+    return RequestRefusedError(429, "tenant_busy", message, RETRY_SECONDS)
+
+
 def key_digest(headers: Mapping[str, str]) -> str:
-    """SHA-256 of the key that a request brings, in hex; empty where it brings none. The key may be any bytes."""
+    """SHA-256 of a request's API key, in hex; empty without a key. The key may be any bytes."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
-    return (
-        hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest() if scheme.lower() == "bearer" else ""
-    )
+    if scheme.lower() != "bearer":
+        return ""
+    return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def unknown_key() -> RequestRefusedError:
-    """What is said to a caller whose key opens nothing."""
+    """The refusal of a caller without a known key."""
     return RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")

@@ -7,7 +7,8 @@ import pytest
 from kernels.results import Results
 from semblend_trt.benchmarks import embedding
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.sentence_model import sentence_model, window_tokenizer
+from semblend_trt.model_tokenizer import tokenizer_file
+from semblend_trt.semantic.sentence_model import sentence_model
 
 
 def test_the_row_of_a_scheduler_call_compares_on_with_off(monkeypatch):
@@ -27,5 +28,5 @@ def test_a_text_has_as_many_tokens_as_asked_for():
         folder = sentence_model(None, "onnx", "onnx").folder
     except ConfigurationError as error:
         pytest.skip(str(error))
-    encoding = window_tokenizer(folder).encode(embedding.text_of_tokens(300), add_special_tokens=False)
+    encoding = tokenizer_file(folder).encode(embedding.text_of_tokens(300), add_special_tokens=False)
     assert abs(len(encoding.ids) - 300) <= 3

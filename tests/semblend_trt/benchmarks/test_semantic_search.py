@@ -20,7 +20,7 @@ from semblend_trt.benchmarks.semantic_search import (
     measure,
     nearest_products,
     recall,
-    synthetic,
+    synthetic_vectors,
     timed,
 )
 
@@ -34,7 +34,7 @@ def text(tmp_path):
 
 
 def test_truth_is_that_of_one_plain_search():
-    collection = synthetic(3000, 20)
+    collection = synthetic_vectors(3000, 20)
     products = collection.queries @ collection.vectors.T
     expected = np.argsort(-products, axis=1)[:, :NEAREST]
     wanted = np.take_along_axis(products, expected, axis=1)
@@ -67,7 +67,7 @@ def test_vectors_are_of_unit_length_and_seeded():
 
 def test_rows_say_time_and_recall_and_what_was_searched(tmp_path, text):
     results = Results()
-    measure(synthetic(4000, 20), results)
+    measure(synthetic_vectors(4000, 20), results)
     measure(embedded_passages(text, 100, 20), results)
     results.write(tmp_path, "semantic_search")
     rows = {row["name"]: row for row in json.loads((tmp_path / "semantic_search.json").read_text())}

@@ -394,31 +394,6 @@ def test_walks_in_order_and_again(steps):
         assert list(ranking.items()) == ordered
 
 
-def test_many_changes_leave_no_heap_of_stale_places():
-    ranking = Ranking()
-    for step in range(10_000):
-        ranking.put(str(step % 10), (float(step),))
-    assert len(ranking._heap) < 100
-    assert list(ranking) == [str(step % 10) for step in range(9_990, 10_000)]
-
-
-def test_the_first_names_are_found_without_looking_at_all():
-    class Counting(str):
-        compared = 0
-
-        def __lt__(self, other):
-            Counting.compared += 1
-            return str.__lt__(self, other)
-
-    ranking = Ranking()
-    for number in range(4096):
-        ranking.put(Counting(f"{number:05}"), (0.0,))
-    Counting.compared = 0
-    walk = iter(ranking)
-    assert [next(walk) for _ in range(3)] == ["00000", "00001", "00002"]
-    assert Counting.compared < 50
-
-
 def seconds_after(gaps):
     times = ReturnTimes()
     for gap in gaps:

@@ -9,9 +9,7 @@ import pytest
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import hijack
-from validation.benchmarks.hijack import Effort, attack
-
-EFFORT = Effort(tries=3, victims=2)
+from validation.benchmarks.hijack import attack
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +32,9 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
 
 def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:
     profile = ReuseProfile.read(shipped.profile)
-    assert profile.check is not None
     blind = profile.model_copy(update={"check": profile.check.model_copy(update={"layer": 1, "threshold": 1.0})})
     blind.write(tmp_path / "profile.json")
-    found = attack(replace(shipped, profile=tmp_path / "profile.json"), EFFORT)
+    found = attack(replace(shipped, profile=tmp_path / "profile.json"), tries=3, victims=2)
     assert found.hijacked["verified"] >= 3
     assert found.fires["verified"] >= 3
     assert found.wrong["exact"] == 0

@@ -83,12 +83,7 @@ SPLIT_RULE = (
 
 
 def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer:
-    """Return a tokenizer of `size` tokens, trained on a sample of the books and on generated documents.
-
-    Raises ValueError if `size` leaves no room beside 256 bytes and the special tokens.
-    """
-    if size < 256 + len(SPECIAL_TOKENS):
-        raise ValueError(f"A vocabulary of {size} tokens cannot hold 256 bytes and {len(SPECIAL_TOKENS)} marks.")
+    """Return a tokenizer of `size` tokens, trained on a sample of the books and on generated documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -10,7 +10,6 @@ import pytest
 
 from semblend_trt.fleet.router.prompts import (
     SHORT_BODY_BYTES,
-    Piece,
     PromptError,
     PromptReader,
     PromptTooLongError,
@@ -36,16 +35,12 @@ def test_a_chat_goes_through_the_template(reader: PromptReader, tokenizer: Any) 
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
     assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
-    assert reader.pieces({"messages": messages}) == [
-        Piece("system", "a"),
-        Piece("user", "b\nc"),
-        Piece("assistant", ""),
-    ]
+    assert reader.texts({"messages": messages}) == [("system", "a"), ("user", "b\nc"), ("assistant", "")]
 
 
-def test_a_completions_pieces_are_its_text(reader: PromptReader) -> None:
-    assert reader.pieces({"prompt": ["abc"]}) == [Piece(None, "abc")]
-    assert reader.pieces({"prompt": [1, 2]}) == []
+def test_a_completions_only_text_is_its_prompt(reader: PromptReader) -> None:
+    assert reader.texts({"prompt": ["abc"]}) == [(None, "abc")]
+    assert reader.texts({"prompt": [1, 2]}) == []
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Served:
         self.connections = Connections(self.bounds, self.dropped.append)
 
     async def answer(self, request: web.Request) -> web.Response:
-        return web.json_response({"size": (await json_object(request, self.bounds)).size})
+        return web.json_response({"size": (await json_object(request, self.bounds))[1]})
 
     async def stay(self, request: web.Request) -> web.StreamResponse:
         await json_object(request, self.bounds)

@@ -1,4 +1,4 @@
-"""What the settings name outside of this process: variables that are not read, a NATS server, folders and files."""
+"""What the settings name outside of this process: variables, a NATS server, folders and files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables
-from semblend_trt.doctor.finding import Chapter
+from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.connection import ConnectionOptions
 
 NATS_SECONDS = 3.0
-_settings, _fleet, _files = Chapter("settings"), Chapter("fleet"), Chapter("files")
+_settings, _fleet, _files = Area("settings"), Area("fleet"), Area("files")
 
 
 def variables(settings: Settings | None, problem: str | None) -> Iterator[Finding]:
-    """Whether every variable is read; `problem` says why there are no `settings`."""
+    """Variables that are not read, and settings that switch reuse off; `problem` says why there are no `settings`."""
     for name, close in unknown_variables(os.environ).items():
         yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""), variable=name)
     if settings is None:
@@ -52,7 +52,7 @@ def variables(settings: Settings | None, problem: str | None) -> Iterator[Findin
 
 
 def nats(settings: Settings) -> Iterator[Finding]:
-    """Connects as the publisher would, and leaves again; nothing is sent."""
+    """Connects as the publisher would, and disconnects; nothing is sent."""
     from semblend_trt.fleet.connection import ConnectionOptions
 
     options = ConnectionOptions.of(settings)
@@ -80,7 +80,7 @@ def nats(settings: Settings) -> Iterator[Finding]:
 
 
 def disk(settings: Settings) -> Iterator[Finding]:
-    """Whether the disk tier can have its folder. A file is made there for a moment, and nothing is left."""
+    """Whether the disk tier can use its folder. A temporary file is made there; nothing is left."""
     from semblend_trt.donors.disk_tier import FOLDER, is_in_use, key_path, read_key
 
     if not settings.disk_bytes:
@@ -148,7 +148,7 @@ async def _greet(options: ConnectionOptions) -> str:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, or in the folder in which it would be made; None when one can."""
+    """Why no file can be made in `folder`, or where it would be made; None when one can."""
     place = _nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -158,5 +158,5 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def _nearest(path: Path) -> Path:
-    """`path`, or what exists of the way to it."""
+    """`path`, or its nearest parent that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

@@ -11,7 +11,7 @@ import pytest
 
 from semblend_trt.config import load_settings
 from semblend_trt.doctor.finding import Status
-from semblend_trt.doctor.surroundings import audit, disk, nats, variables
+from semblend_trt.doctor.settings import audit, disk, nats, variables
 
 if TYPE_CHECKING:
     from pathlib import Path
