@@ -58,12 +58,6 @@ def test_excerpt_is_whole_sentences_within_the_limit(characters: int) -> None:
     assert max(map(len, texts)) > characters * 0.7
 
 
-def test_missing_stock_question_is_unknown() -> None:
-    question = documents.missing_stock_question(random.Random(9))
-    assert question.text.startswith("How many ")
-    assert question.answer == "unknown"
-
-
 def test_prose_without_a_sentence_is_refused() -> None:
     with pytest.raises(ValueError, match="no whole sentence"):
         documents.passage(random.Random(1), "no sentence at all", 10)

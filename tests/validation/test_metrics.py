@@ -67,13 +67,10 @@ def test_token_agreement_is_by_position() -> None:
     assert metrics.token_agreement([1, 2, 3, 4], [1, 9, 3]) == 0.5
 
 
-def test_a_loss_is_the_mean_over_the_tokens() -> None:
+def test_a_loss_is_the_mean_over_the_tokens_and_a_uniform_guess_has_the_vocabulary_as_perplexity() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0], [5.0, 0.0, 0.0], [9.0, 9.0, 9.0]])
     expected = (math.log(3) + math.log(1 + 2 * math.exp(-5))) / 2
     assert metrics.loss(logits, (2, 0)) == pytest.approx(expected)
-
-
-def test_perplexity_of_a_uniform_guess_is_the_vocabulary() -> None:
     assert metrics.perplexity(metrics.loss(torch.zeros(3, 7), [0, 6, 3])) == pytest.approx(7.0)
     assert metrics.perplexity(metrics.loss(torch.tensor([[0.0, 50.0]]), [1])) == pytest.approx(1.0)
     assert math.isfinite(metrics.perplexity(metrics.loss(torch.tensor([[0.0, 1e6]]), [0])))
@@ -94,12 +91,9 @@ def test_kl_is_the_sum_over_the_reference() -> None:
     assert metrics.kl_divergence(reference.log(), other.log()) == pytest.approx(expected)
 
 
-def test_percentiles_lie_between_the_values() -> None:
+def test_percentiles_lie_between_the_values_and_nothing_has_no_mean() -> None:
     assert metrics.percentile([4.0, 1.0, 2.0, 3.0], 0.95) == pytest.approx(3.85)
     assert (metrics.percentile([7.0], 0.95), metrics.median([1.0, 3.0, 2.0])) == (7.0, 2.0)
-
-
-def test_nothing_has_no_mean() -> None:
     assert metrics.mean([]) is None
     assert metrics.median([]) is None
     assert metrics.mean([None, 2.0, None, 4.0]) == metrics.median([None, 3.0]) == 3.0
@@ -109,19 +103,13 @@ def bounded(
     values: Sequence[float], groups: Sequence[Hashable] | None = None, **options: int
 ) -> metrics.NonInferiority:
     """The comparison of values, each in a group of its own where `groups` does not tell."""
-    found = metrics.non_inferiority(values, range(len(values)) if groups is None else groups, **options)
-    assert found is not None
-    return found
+    return metrics.non_inferiority(values, range(len(values)) if groups is None else groups, **options)
 
 
-def test_equal_answers_everywhere_differ_by_nothing() -> None:
-    found = bounded([0.0] * 200, [index // 4 for index in range(200)])
-    assert (found.difference, found.lower, found.samples, found.groups, found.holds) == (0.0, 0.0, 200, 50, True)
-
-
-def test_a_loss_everywhere_has_no_spread_and_fails() -> None:
-    found = bounded([-1.0] * 20)
-    assert (found.difference, found.lower, found.holds) == (-1.0, -1.0, False)
+@pytest.mark.parametrize(("value", "holds"), [(0.0, True), (-1.0, False)])
+def test_equal_differences_have_no_spread(value: float, holds: bool) -> None:
+    found = bounded([value] * 200, [index // 4 for index in range(200)])
+    assert (found.difference, found.lower, found.samples, found.groups, found.holds) == (value, value, 200, 50, holds)
 
 
 def test_the_bound_is_that_of_the_normal_approximation_on_many_groups() -> None:
@@ -146,11 +134,8 @@ def test_few_losses_in_few_prompts_do_not_pass_and_in_many_they_do() -> None:
     assert bounded([-1.0, *[0.0] * 999]).holds
 
 
-def test_large_groups_count_for_more() -> None:
+def test_large_groups_count_for_more_and_one_group_bounds_nothing() -> None:
     assert bounded([1.0, 0.0, 0.0, 0.0], ["a", "b", "b", "b"]).difference == 0.25
-
-
-def test_one_group_bounds_nothing_and_no_prompt_gives_nothing() -> None:
     found = bounded([0.0, 0.0], ["same", "same"])
     assert (found.lower, found.holds) == (-math.inf, False)
     assert metrics.non_inferiority([], []) is None

@@ -155,7 +155,6 @@ def test_a_crowd_shows_lost_blocks_and_wrong_answers(
     monkeypatch.setattr(trtllm_stand_in.LLM, fault, value)
     found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
     assert name in failing(judge_crowd(found))
-    assert found.free_before is not None
     assert found.free_after == found.free_before - 2 * (fault == "leaks")
 
 

@@ -23,8 +23,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import arguments, models
 from validation.arms import WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.search import Candidate, Search, problem_of
-from validation.calibration.trials import PLANTED, TRIES, Trials, write_plants
+from validation.calibration.search import PLANTED, TRIES, Candidate, Search, Trials, problem_of, write_plants
 from validation.cases import WORKLOAD, read_cases, scored_cases
 from validation.engines import EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases

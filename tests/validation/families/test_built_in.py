@@ -30,11 +30,8 @@ def runs_of(writer: Writer, case: Case) -> list[Run]:
 def shared_row(writer: Writer, case: Case) -> tuple[Run, str, str] | None:
     """The run that holds the number of the asked row, its text, and the asked place; None when no run does."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", case.prompt)
-    assert asked is not None
     heading = re.search(rf"{re.escape(prompts.DOCUMENT_MARK)}Stock list of {asked[2]}[.,]", case.prompt)
-    assert heading is not None
     row = re.compile(rf"\n{asked[1]}: (\d+)").search(case.prompt, heading.end())
-    assert row is not None
     offsets = writer.tokenizer.encode(case.prompt).offsets
     for run in runs_of(writer, case):
         first, last = offsets[run.target_start][0], offsets[run.target_start + run.length - 1][1]
@@ -107,6 +104,5 @@ def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
     for case in writer.write("planted", tokens=700):
         places = re.findall(r"Stock list of (\w+) (\w+)\.", case.prompt)
         asked = re.search(r"are in (\w+) (\w+)\?<\|a\|>$", case.prompt)
-        assert asked is not None
         others = [name for kind, name in places if kind == asked[1] and name != asked[2]]
         assert any(name[0] == asked[2][0] for name in others)

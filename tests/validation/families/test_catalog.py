@@ -62,7 +62,6 @@ def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer
 def answer_in(text: str, prompt: str) -> str | None:
     """What `text`'s list of the place says of the item that `prompt` asks for."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
-    assert asked is not None
     for document in text.split(prompts.DOCUMENT_MARK)[1:]:
         if re.match(rf"Stock list of {asked[2]}[.,]", document):
             row = re.search(rf"\n{asked[1]}: (\d+)", document)
