@@ -182,7 +182,7 @@ class GraphForward:
             for rows in (count for count in PREPARED_ROWS if count <= reach):
                 blocks = (0,) * geometry.blocks_for(reach)
                 sequence = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
-                schedule = build_schedule([sequence], geometry.num_layers).last_rows([rows])
+                schedule = build_schedule([sequence], geometry.num_layers)
                 for layer in layers:
                     if len(self._graphs) < MAX_GRAPHS // 2 and self.fits(schedule, layer):
                         self._captured(schedule, layer, writes=False)

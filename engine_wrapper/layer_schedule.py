@@ -1,8 +1,8 @@
 """Which positions are computed in which layer, for every request of one iteration, and the loop that runs them.
 
-Active sets only shrink: a row's input to a layer is its output of the layer below, so a row that was dropped cannot
-come back. A schedule ends where a deviation check decides which rows are dropped; the check's decision begins the next
-one.
+Fewer rows are active in higher layers: a row's input to a layer is its output of the layer below, so a dropped row
+cannot come back. A schedule ends at a deviation check, which decides which rows are dropped and gives the next
+schedule.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Stage:
 class LayerSchedule:
     """The stages up to the next deviation check, or to the last layer where there is none.
 
-    `output_rows`: int64 [executor rows], into the last stage's rows, in the order in which the executor scheduled them.
-    `token_ids`: int64 [rows of stages[0]]; empty in a schedule that goes on behind a check, within a layer.
+    `output_rows`: int64 [output rows], into the last stage's rows, in the order in which the executor scheduled them.
+    `token_ids`: int64 [rows of stages[0]]; empty in a schedule that continues within a layer, behind a check.
     """
 
     stages: tuple[Stage, ...]
@@ -88,19 +88,14 @@ class LayerSchedule:
         outputs, tokens = to_device(self.output_rows, device), to_device(self.token_ids, device)
         return replace(self, stages=stages, output_rows=outputs, token_ids=tokens)
 
-    def last_rows(self, lengths: Sequence[int]) -> LayerSchedule:
-        """The same schedule with the last output row of each slice only; `lengths` are the slices' tokens."""
-        check = None if self.check is None else self.check.last_rows()
-        return replace(self, output_rows=self.output_rows[np.cumsum(lengths) - 1], check=check)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviationCheck:
     """The layer in which fresh K and V of some rows are compared with what lies in the pool at their positions.
 
-    All active rows have K and V of that layer computed and written. Which of them go on to its attention and to the
-    layers above is decided once for all requests that are checked in this layer, from one small read off the device.
-    `works` are the batch's.
+    K and V of that layer are computed and written for all active rows. One small read off the device then decides, for
+    all requests that are checked in this layer, which rows go on to its attention and to the layers above. `works` are
+    the batch's.
     """
 
     layer: int
@@ -115,11 +110,11 @@ class DeviationCheck:
         geometry: KvGeometry,
         ranks: Ranks | None = None,
     ) -> torch.Tensor:
-        """Deviation of each checked token, float32 [tokens], on the pool's device; nothing waits for it.
+        """Deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
 
-        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Where `ranks`
-        share the KV heads it is the deviation over the heads of all, with the same bits on each, so that every rank
-        decides alike. Raises ValueError when a position lies beyond its request's blocks.
+        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. If `ranks` share
+        the KV heads, it is the deviation over all heads, with the same bits on each rank, so that all decide alike.
+        Raises ValueError when a position lies beyond its request's blocks.
         """
         moves, first_row = [], 0
         for work in self.works:
@@ -135,7 +130,7 @@ class DeviationCheck:
             ]
         if not moves:
             return torch.empty(0, dtype=torch.float32, device=pool.device)
-        # What lies in the pool was rotated when it was placed there: nothing turns.
+        # The donor's keys were rotated when they were placed into the pool.
         planes = geometry.head_dim // 2
         still = RopeRotation((0.0,) * planes, 2 * planes)
         fresh = FreshRows(keys, values)
@@ -144,7 +139,7 @@ class DeviationCheck:
         return relative(ranks.total(squares(moves, fresh, self.layer, still))).amax(0)
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
-        """The schedule from this layer on, its tensors on the host, and what the checks leave as evidence.
+        """The schedule from this layer on, its tensors on the host, and the checks' evidence.
 
         Waits for `deviations` of this check. The first stage's `keep` are the active rows that go on.
         """
@@ -159,23 +154,16 @@ class DeviationCheck:
         before = [work.active(self.layer) for work in self.works]
         return _schedule(works, self.layer, self.num_layers, before, torch.empty(0, dtype=torch.int64)), tuple(evidence)
 
-    def last_rows(self) -> DeviationCheck:
-        """The same check, whose schedules put out the last row of each request only."""
-        return replace(self, works=tuple(replace(work, outputs=1) for work in self.works))
 
-
-def build_schedule(
-    slices: Sequence[SequenceSlice], num_layers: int, device: torch.device | str = "cpu"
-) -> LayerSchedule:
-    """Builds the schedule of one iteration, its index tensors on `device`.
+def build_schedule(slices: Sequence[SequenceSlice], num_layers: int) -> LayerSchedule:
+    """The schedule of one forward over `slices`, its tensors on the host; it puts out the last row of each.
 
     A slice without a plan computes its own positions in every layer. With a plan, the layers below the recompute
-    boundary and below the check's layer run on all positions from `num_computed_tokens` on, and the others on holes,
-    heads of spans, slice and what the check finds. Exact spans are computed in no layer. Raises PlanError when a plan
-    does not fit its slice.
+    boundary and below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes,
+    heads of spans, the slice, and the tokens that the check finds to deviate. Exact spans are computed in no layer.
+    Raises PlanError when a plan does not fit its slice.
     """
-    schedule = schedule_of(works_of(slices, num_layers), num_layers)
-    return schedule if torch.device(device).type == "cpu" else schedule.to(device)
+    return schedule_of([replace(work, outputs=1) for work in works_of(slices, num_layers)], num_layers)
 
 
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
@@ -184,8 +172,8 @@ def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule
 
 
 def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
-    """All rows of `work` up to K and V of `layer`, where those that its check names are compared; it puts nothing out,
-    and its tensors are on the host."""
+    """The schedule of all rows of `work` up to K and V of `layer`, where checked rows are compared. It has no output
+    rows; its tensors are on the host."""
     stage = Stage(0, None, _sequence_rows([work.positions], [work]))
     check = DeviationCheck(layer, num_layers, (work,))
     return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
@@ -237,17 +225,17 @@ class LayerRows(Protocol):
         """Drops the rows that the stage does not keep."""
 
     def run(self, layer: int) -> None:
-        """Runs a layer, or what is left of it behind a check."""
+        """Runs a layer, or the rest of it behind a check."""
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
-        """Begins the check's layer; returns deviations, as `DeviationCheck.deviations`. All K and V are written."""
+        """Computes and writes K and V of the check's layer; returns deviations as `DeviationCheck.deviations` does."""
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
 
 
 def no_hook(layer: int) -> None:
-    """Stands where no hook is set."""
+    """Does nothing: the hook by default."""
 
 
 def follow(
@@ -259,8 +247,8 @@ def follow(
     before: LayerHook = no_hook,
     after: LayerHook = no_hook,
 ) -> torch.Tensor | None:
-    """Runs a schedule that begins within layer `begun`, or at the lowest; returns the deviations that its check finds,
-    None without a check."""
+    """Runs a schedule that begins within layer `begun`, or at the lowest. Returns its check's deviations, None without
+    a check."""
     for stage, layers in schedule.layers_of_stages(num_layers):
         rows.enter(stage)
         for layer in layers:
@@ -284,10 +272,10 @@ def follow_all(
     before: LayerHook = no_hook,
     after: LayerHook = no_hook,
 ) -> torch.Tensor:
-    """Runs all layers, from check to check, and tells `sink` what each found; returns the output rows.
+    """Runs all layers, from check to check; returns the output rows. `sink` gets what each check found.
 
-    `rest` may run what a check leaves: it gets the schedule, on the host, and the layer within which it begins, and
-    returns output rows, or None to leave it to this loop.
+    `rest` may run the rows that a check leaves: it gets their schedule, on the host, and the layer within which it
+    begins. It returns output rows, or None if this loop has to run them.
     """
     begun: int | None = None
     while True:

@@ -223,8 +223,7 @@ class SparseForward:
         for threshold in (0.0, KEEP_ALL):
             plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
-            schedule = build_schedule([sequence], geometry.num_layers, pool.device)
-            forward(schedule.last_rows([len(sequence.token_ids)]))
+            forward(build_schedule([sequence], geometry.num_layers).to(pool.device))
 
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:

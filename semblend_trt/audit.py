@@ -170,7 +170,7 @@ def _line(fields: Mapping[str, Any]) -> bytes | None:
         # Python writes NaN and infinities, which are not JSON; they become null.
         if "NaN" in text or "Infinity" in text:
             text = json.dumps(json.loads(text, parse_constant=lambda _: None), sort_keys=True, separators=(",", ":"))
-    except Exception:  # what a field's own conversion raises costs this line, not the request
+    except (TypeError, ValueError, RecursionError):
         return None
     return text.encode("ascii") + b"\n"
 

@@ -321,10 +321,10 @@ def _checked_servers(url: SecretStr | None) -> SecretStr | None:
     return url
 
 
-def _matching(pattern: str, told: str) -> AfterValidator:
+def _matching(pattern: str, message: str) -> AfterValidator:
     def check(text: str | None) -> str | None:
         if text is not None and not re.fullmatch(pattern, text):
-            raise ConfigurationError(f"{text[:80]!r} {told}")
+            raise ConfigurationError(f"{text[:80]!r} {message}")
         return text
 
     return AfterValidator(check)

@@ -237,18 +237,10 @@ class DonorGauges:
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             indexes = list(self._indexes)
-        yield from _gauges([_held(each) for each in indexes])
+        yield from _gauges([each.held() for each in indexes])
 
     def describe(self) -> Iterator[Metric]:
         return _gauges([])
-
-
-def _held(donor_index: DonorIndex) -> HeldDonors:
-    try:
-        return donor_index.held()
-    except Exception:  # one engine's trouble must not empty the page of all
-        logger.exception("an engine's donors cannot be counted")
-        return HeldDonors()
 
 
 def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
@@ -283,6 +275,6 @@ def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Met
             if registry not in _series:
                 _series[registry] = Series(registry)
             return Metrics(_series[registry])
-    except Exception as error:
+    except (ValueError, OSError) as error:
         logger.warning("no metrics are kept: %s", error)
         return Metrics(None)

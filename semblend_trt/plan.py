@@ -139,8 +139,8 @@ class EngineExecution:
         if self.mode is EngineMode.STOCK:
             for invariant, is_asked in (("boundary", boundary), ("check", check is not None), ("head", head)):
                 if is_asked:
-                    told = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
-                    raise PlanError(f"{invariant}_needs_wrapper", told)
+                    message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
+                    raise PlanError(f"{invariant}_needs_wrapper", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class SemanticKvPlan:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for invariant, told in chain(_of_counts(self), _of_spans(self), _of_kind(self), _of_blocks(self)):
-            raise PlanError(invariant, f"request {self.request_id}: {told}")
+        for invariant, message in chain(_of_counts(self), _of_spans(self), _of_kind(self), _of_blocks(self)):
+            raise PlanError(invariant, f"request {self.request_id}: {message}")
 
     @property
     def prompt_length(self) -> int:
@@ -234,8 +234,8 @@ def _of_counts(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     if min(computed, matched) < 0 or plan.block_size < 1:
         yield "negative_count", f"{computed} computed and {matched} matched tokens, blocks of {plan.block_size}"
     if plan.kind is not PlanKind.DISCOVERY_ONLY and plan.prefix_end > plan.prompt_length - 1:
-        told = f"a prefix of {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} to compute"
-        yield "no_token_left", told
+        message = f"a prefix of {plan.prefix_end} leaves no token of a prompt of {plan.prompt_length} to compute"
+        yield "no_token_left", message
 
 
 def _of_spans(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:

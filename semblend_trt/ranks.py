@@ -156,15 +156,15 @@ def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
 
     Ranks of different versions refuse: they would read one another's metadata differently.
     """
-    told = runtime.ranks.gather((semblend_trt.__version__, runtime.refusal, None if error is None else str(error)))
+    gathered = runtime.ranks.gather((semblend_trt.__version__, runtime.refusal, None if error is None else str(error)))
     if error is not None:
         raise error
-    failed = next((text for _, _, text in told if text is not None), None)
+    failed = next((text for _, _, text in gathered if text is not None), None)
     if failed is not None:
         raise ConfigurationError(f"another rank cannot start: {failed}")
-    if len({version for version, _, _ in told}) > 1:
+    if len({version for version, _, _ in gathered}) > 1:
         runtime.refusal = runtime.refusal or "metadata_version"
-    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in told if refusal is not None), None)
+    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)
 
 
 def agree_on_loads(

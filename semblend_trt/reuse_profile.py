@@ -222,12 +222,12 @@ class ReuseProfile(_Part):
         if self.version != __version__:
             found.append(_difference("version", self.version, __version__))
         running = _bound_fields(namespace)
-        for name, told in _BOUND.items():
+        for name, title in _BOUND.items():
             if is_content(running.get(REVISION_OF.get(name, ""))):
                 continue
             ours, theirs = self.namespace[name], running[name]
             if _is_unknown(name, ours) or _is_unknown(name, theirs) or _canonical(ours) != _canonical(theirs):
-                found.append(_difference(told, _shown(name, ours), _shown(name, theirs)))
+                found.append(_difference(title, _shown(name, ours), _shown(name, theirs)))
         engine = namespace.backend_cache_layout
         is_unknown_engine = _is_unknown("", engine)
         if is_unknown_engine or engine not in self.engines:
@@ -324,7 +324,7 @@ class ProfileMatcher:
         self._profile: ReuseProfile | None = None
         self._without = ProfileMatch(None)
         self._matches: dict[str | None, ProfileMatch] = {}
-        self._told: dict[str | None, EngineMode] = {}
+        self._logged: dict[str | None, EngineMode] = {}
         self._is_used = settings.enabled and settings.policy is ReusePolicy.VERIFIED
         if self._path is None:
             return
@@ -350,8 +350,8 @@ class ProfileMatcher:
         match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
         if namespace.adapter in self._matches or len(self._matches) < _MAX_REMEMBERED:
             self._matches[namespace.adapter] = match
-            if self._is_used and self._told.get(namespace.adapter) is not mode:
-                self._told[namespace.adapter] = mode
+            if self._is_used and self._logged.get(namespace.adapter) is not mode:
+                self._logged[namespace.adapter] = mode
                 self._tell(match, mode)
         return match
 

@@ -145,38 +145,36 @@ class ModelRunner:
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers = self.facts.num_layers
+        works = works_of([self._with_plan(each) for each in slices], num_layers)
+        if not all_rows:
+            works = [replace(work, outputs=1) for work in works]
         works = [
             with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
-            for work in works_of([self._with_plan(each) for each in slices], num_layers)
+            for work in works
         ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
         parts = micro_batches(works, num_layers, self._max_rows)
         for part in parts:
-            lengths = [work.outputs if all_rows else 1 for work in part.works]
-            logits = self._run(part.works, all_rows)
+            logits, lengths = self._run(part.works), [work.outputs for work in part.works]
             if len(parts) == 1:
                 return list(logits.split(lengths)) if all_rows else logits
             for owner, scheduled, rows in zip(part.owners, part.scheduled, logits.split(lengths), strict=True):
                 if scheduled:
                     found[owner].append(rows.clone())  # the next replay of a graph writes over them
-        if all_rows:
-            return [torch.cat(rows) for rows in found]
-        return torch.cat([rows[-1] for rows in found])
+        logits_of = [torch.cat(rows) for rows in found]
+        return logits_of if all_rows else torch.cat(logits_of)
 
-    def _run(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor:
-        """Runs one forward. Returns logits of each work's last output row, or of all its output rows."""
+    def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
+        """Runs one forward; returns logits of its output rows."""
         assert self._forward is not None
         schedule = schedule_of(works, self.facts.num_layers)
         before_layer = self._before_layer()
-        if not all_rows:
-            schedule = schedule.last_rows([work.outputs for work in works])
-            without_hooks = before_layer is None and self.after_layer is None
-            if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
-                return self._graphs(schedule)
+        without_hooks = before_layer is None and self.after_layer is None
+        if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
+            return self._graphs(schedule)
         schedule = schedule.to(self.device)
         found: list[CheckEvidence] = []
-        graphs = None if all_rows else self._graphs
-        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
+        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, self._graphs)
         logits = self._forward.logits(hidden)
         if self.evidence_sink is not None:
             for evidence in found:

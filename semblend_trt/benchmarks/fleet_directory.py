@@ -212,27 +212,27 @@ def run(donors: int, results: Results) -> None:
     with loopback_server() as server:
         taken = asyncio.run(convergence(server))
     share = sum(each <= RESYNC_SECONDS for each in taken) / len(taken)
-    told = (
+    baseline = (
         f"{FOLLOWED} workers, {FAULTS} messages dropped or out of order, the server killed {KILLS} times; share of "
         f"rounds after which the directory is right within a resync interval of {RESYNC_SECONDS:g} s"
     )
-    results.add("directory_converges", share, "share", goal=1, better="higher", baseline=told)
-    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=told)
+    results.add("directory_converges", share, "share", goal=1, better="higher", baseline=baseline)
+    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=baseline)
     before = resident_mib()
     fleet = Fleet(donors)
     grown = resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20
     fingerprinting, looking_up = lookups(fleet)
-    told = (
+    baseline = (
         f"{donors} donors of {SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS} tokens on {WORKERS} workers, "
         f"prompts of {PROMPT_TOKENS} tokens; a loop over all sketches takes {loop_over_sketches(fleet):.0f} ms"
     )
     p99 = float(np.percentile(looking_up, 99))
-    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, baseline=told)
-    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", baseline=told)
+    results.add("directory_lookup_p99_ms", p99, "ms", goal=1, baseline=baseline)
+    results.add("directory_lookup_p50_ms", float(np.median(looking_up)), "ms", baseline=baseline)
     fingerprint_p99 = float(np.percentile(fingerprinting, 99))
-    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=told)
-    results.add("directory_event_us", fleet.event_us, "us", baseline=told)
-    results.add("directory_memory_mib", grown, "MiB", baseline=told)
+    results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=baseline)
+    results.add("directory_event_us", fleet.event_us, "us", baseline=baseline)
+    results.add("directory_memory_mib", grown, "MiB", baseline=baseline)
 
 
 main = partial(run_counted, "fleet_directory", __doc__, [Count("donors", 100_000, "donors of the fleet")], run)

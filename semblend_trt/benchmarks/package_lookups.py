@@ -65,8 +65,8 @@ def main() -> None:
                 os.environ[FAST_PATH] = "1"
                 lookups[f"token_prefix {number + 1}"] = look_up(provider, requests)
                 os.environ[FAST_PATH] = "0"
-    told = {"version": version("semblend"), "registered": registered[-50:], "lookups": lookups}
-    (folder / f"{arm}.json").write_text(json.dumps(told), encoding="utf-8")
+    result = {"version": version("semblend"), "registered": registered[-50:], "lookups": lookups}
+    (folder / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def text_of(document: int) -> str:

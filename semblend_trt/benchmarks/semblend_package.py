@@ -50,11 +50,11 @@ def run(prompts: int, results: Results, python: str, text: Path | None, donors: 
     corpus = read_corpus(text, DOCUMENTS, MADE_TOKENS)
     case = make_case(corpus, counts[-1], prompts)
     try:
-        told = {arm: run_package(python, arm, case, counts) for arm in arms}
+        measured = {arm: run_package(python, arm, case, counts) for arm in arms}
     except subprocess.CalledProcessError as error:
         sys.exit(f"{python} could not run the package: {error.stderr.strip().splitlines()[-1]}")
-    results.measured.versions["semblend"] = next(iter(told.values()))["version"]
-    add_rows(results, told, own_lookups(case, counts), corpus.source)
+    results.measured.versions["semblend"] = next(iter(measured.values()))["version"]
+    add_rows(results, measured, own_lookups(case, counts), corpus.source)
 
 
 def make_case(corpus: Corpus, donors: int, prompts: int) -> Case:
@@ -94,8 +94,8 @@ def run_package(python: str, arm: str, case: Case, counts: list[int]) -> dict[st
         )  # fmt: skip
         program = Path(__file__).with_name("package_lookups.py")
         subprocess.run([python, str(program), folder, arm], check=True, capture_output=True, text=True)
-        told: dict[str, Any] = json.loads((Path(folder) / f"{arm}.json").read_text("utf-8"))
-    return told
+        result: dict[str, Any] = json.loads((Path(folder) / f"{arm}.json").read_text("utf-8"))
+    return result
 
 
 def own_lookups(case: Case, counts: list[int]) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def own_lookups(case: Case, counts: list[int]) -> dict[str, Any]:
     return {"registered": registered[-50:], "lookups": lookups}
 
 
-def add_rows(results: Results, told: dict[str, dict[str, Any]], ours: dict[str, Any], source: str) -> None:
+def add_rows(results: Results, measured: dict[str, dict[str, Any]], ours: dict[str, Any], source: str) -> None:
     """A row for every arm and number of donors; ours first."""
-    every = {key: value for each in (ours, *told.values()) for key, value in each["lookups"].items()}
+    every = {key: value for each in (ours, *measured.values()) for key, value in each["lookups"].items()}
     for key, lookups in every.items():
         arm, count = key.split()
         name = f"own_lookup_8k_{count}_ms" if arm == "ours" else f"semblend_package_{arm}_{count}_ms"
@@ -130,7 +130,7 @@ def add_rows(results: Results, told: dict[str, dict[str, Any]], ours: dict[str, 
             against = f"{SAID[arm]}: {theirs:.1f} ms over ours {own:.3f} ms, {last} donors"
             results.add(f"semblend_package_{arm}_over_own", theirs / own, "x", better="higher", baseline=against)
     against = f"median of the last {len(ours['registered'])} of {last} donors of {LENGTH} tokens"
-    for arm, each in told.items():
+    for arm, each in measured.items():
         value = _median_ms(each["registered"])
         results.add(f"semblend_package_{arm}_add_ms", value, "ms", baseline=f"{against}; {ARMS[arm]}")
     results.add("own_add_8k_ms", _median_ms(ours["registered"]), "ms", baseline=against)
@@ -142,13 +142,13 @@ def _median_ms(times: list[float]) -> float:
 
 def _found(lookups: dict[str, Any]) -> str:
     """How many prompts of every kind a donor was found for, and for how many the package promises a prefix."""
-    told = []
+    parts = []
     for number, kind in enumerate(KINDS):
         found = lookups["found"][number :: len(KINDS)]
         promised = sum(prefix > 0 for prefix in lookups.get("prefixes", [])[number :: len(KINDS)])
         usable = f", {promised} with a usable prefix" if "prefixes" in lookups else ""
-        told.append(f"{kind}: {sum(found)} of {len(found)} found{usable}")
-    return "; ".join(told)
+        parts.append(f"{kind}: {sum(found)} of {len(found)} found{usable}")
+    return "; ".join(parts)
 
 
 main = partial(

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     rows, unknown = settings_in_use(load_settings()), unknown_variables(os.environ)
     if arguments.json:
-        told = [{**asdict(row), "source": row.source or "default"} for row in rows]
-        sys.stdout.write(json.dumps({"settings": told, "unknown": unknown}, indent=2) + "\n")
+        settings = [{**asdict(row), "source": row.source or "default"} for row in rows]
+        sys.stdout.write(json.dumps({"settings": settings, "unknown": unknown}, indent=2) + "\n")
     else:
         sys.stdout.write(_table(rows))
     return 0

@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings = list(_findings(arguments.model, arguments.kv_dtype, llm_args, arguments.engine))
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
-        told = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
-        sys.stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+        report = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
     else:
         sys.stdout.write(_shown(findings))
         sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")

@@ -266,18 +266,18 @@ def match_of(module: ModuleType) -> ContractMatch:
 def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
     found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
     has = {each.name for each in fields(module.RequestData)}
-    found += _told("field RequestData", has, set(version.request_fields))
+    found += _compared("field RequestData", has, set(version.request_fields))
     for base, ours, known in (
         ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
         ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
     ):
         kind = getattr(module, base)
         has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
-        found += _told(f"method {base}", has, set(ours))
+        found += _compared(f"method {base}", has, set(ours))
     return tuple(found)
 
 
-def _told(what: str, has: set[str], expected: set[str]) -> list[str]:
+def _compared(what: str, has: set[str], expected: set[str]) -> list[str]:
     missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
     return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
 

@@ -193,8 +193,8 @@ class DonorIndex:
                 self.lost({saved.donor_id})
             return
         if saved.error is not None or saved.tokens < self._settings.min_donor_tokens or not entry.is_sound:
-            told = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
-            logger.warning("donor %s was not saved: %s", saved.donor_id, told)
+            why = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
+            logger.warning("donor %s was not saved: %s", saved.donor_id, why)
             self.catalog.cancel(saved.donor_id)
             self.offload.drop([saved.donor_id])
             return

@@ -163,9 +163,9 @@ def _backend(llm_args: Any) -> str:
 
     vLLM's arguments say it themselves.
     """
-    told = getattr(llm_args, "backend_cache_layout", None)
-    if told is not None:
-        return str(told)
+    named = getattr(llm_args, "backend_cache_layout", None)
+    if named is not None:
+        return str(named)
     engine = type(llm_args).__module__.split(".", 1)[0]
     return f"{engine}/{getattr(llm_args, 'attn_backend', 'default')}/blocks.layers.kv.heads.tokens.channels"
 

@@ -171,12 +171,12 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     except UnsupportedModelError:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if options["local_files_only"]:
-            raise ConfigurationError(f"{Path(model, 'config.json')} cannot be read, mend it: {told}") from error
+            raise ConfigurationError(f"{Path(model, 'config.json')} cannot be read, mend it: {reason}") from error
         raise ConfigurationError(
             f"model {str(model)!r} is no directory, and nothing can be read under it as a hub id; give a directory, or "
-            f"download the model: {told}"
+            f"download the model: {reason}"
         ) from error
     raise ConfigurationError(f"model {str(model)!r} has no config.json; name a directory or hub id that has one")
 
@@ -322,13 +322,13 @@ def _understood(config: Any) -> dict[str, Any]:
     """What Transformers made of either form; a `rope_theta` beside it is that of version 4."""
     theta = getattr(config, "rope_theta", None)
     if theta is None:
-        told = _one_form(getattr(config, "rope_parameters", None) or {})
+        parameters = _one_form(getattr(config, "rope_parameters", None) or {})
     else:
-        told = {**_one_form(getattr(config, "rope_scaling", None) or {}), "rope_theta": theta}
-        told.update(_partial(getattr(config, "partial_rotary_factor", None)))
-    if "rope_theta" not in told:
+        parameters = {**_one_form(getattr(config, "rope_scaling", None) or {}), "rope_theta": theta}
+        parameters.update(_partial(getattr(config, "partial_rotary_factor", None)))
+    if "rope_theta" not in parameters:
         raise UnsupportedModelError("rope_unknown", "the configuration has no rope_theta")
-    return told
+    return parameters
 
 
 def _new_form(raw: dict[str, Any]) -> dict[str, Any]:
@@ -337,22 +337,24 @@ def _new_form(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _old_form(raw: dict[str, Any]) -> dict[str, Any]:
-    told = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
+    parameters = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
     if raw.get("rope_theta") is not None:
-        told["rope_theta"] = raw["rope_theta"]
-    return {**told, **_partial(raw.get("partial_rotary_factor"))}
+        parameters["rope_theta"] = raw["rope_theta"]
+    return {**parameters, **_partial(raw.get("partial_rotary_factor"))}
 
 
 def _one_form(written: dict[str, Any]) -> dict[str, Any]:
     """`written` with its type under `rope_type` and without what says nothing."""
     if any(isinstance(value, dict) for value in written.values()):
         raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
-    told = {name: value for name, value in written.items() if value is not None and name != "partial_rotary_factor"}
-    old_type = told.pop("type", None)
-    kind = told.setdefault("rope_type", old_type or "default")
+    parameters = {
+        name: value for name, value in written.items() if value is not None and name != "partial_rotary_factor"
+    }
+    old_type = parameters.pop("type", None)
+    kind = parameters.setdefault("rope_type", old_type or "default")
     if old_type not in (None, kind):
         raise UnsupportedModelError("rope_unknown", f"RoPE has type {old_type!r} and rope_type {kind!r} at once")
-    return {**told, **_partial(written.get("partial_rotary_factor"))}
+    return {**parameters, **_partial(written.get("partial_rotary_factor"))}
 
 
 def _partial(factor: float | None) -> dict[str, float]:

@@ -105,14 +105,14 @@ def _read(states: Sequence[FileState]) -> list[str]:
     chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
     trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
     total, done, begun = sum(state.size for state in states), 0, time.monotonic()
-    told = begun
+    logged = begun
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(MAX_THREADS, cores)) as threads:
         for (state, start), digest in zip(chunks, threads.map(lambda chunk: _chunk(*chunk), chunks), strict=True):
             trees[state].update(digest)
             done, now = done + min(CHUNK_BYTES, state.size - start), time.monotonic()
-            if now - told >= PROGRESS_SECONDS:
-                told, rate = now, done / (now - begun)
+            if now - logged >= PROGRESS_SECONDS:
+                logged, rate = now, done / (now - begun)
                 message = "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s"
                 logger.info(message, done / 1e9, total / 1e9, rate / 1e9)
     return [tree.hexdigest() for tree in trees.values()]

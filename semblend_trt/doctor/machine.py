@@ -29,8 +29,8 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
 
     cards = _cards()
     for index, card in enumerate(cards):
-        told = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
-        yield _area.ok(f"CUDA device {index}: {told}", device=index, name=card.name, memory=card.total_memory)
+        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
+        yield _area.ok(f"CUDA device {index}: {text}", device=index, name=card.name, memory=card.total_memory)
     if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
         yield _area.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
     elif not cards:
@@ -66,8 +66,8 @@ def pool(llm_args: Any, known: KnownModel) -> Iterator[Finding]:
     memory = min((card.total_memory for card in cards), default=_host_memory())
     if size > memory:
         place = "a card here" if cards else "this machine"
-        told = f"kv_cache_config.max_tokens {tokens} are {size} bytes of KV a rank, and {place} has {memory}; lower it"
-        yield _area.failed(told) if cards else _area.note(told)
+        text = f"kv_cache_config.max_tokens {tokens} are {size} bytes of KV a rank, and {place} has {memory}; lower it"
+        yield _area.failed(text) if cards else _area.note(text)
 
 
 def _memory(settings: Settings) -> Iterator[Finding]:
@@ -88,11 +88,11 @@ def _memory(settings: Settings) -> Iterator[Finding]:
         yield from _too_much(on_host | on_card, memory, "this machine", _area.note)
 
 
-def _too_much(sizes: dict[str, int], memory: int, place: str, told: Callable[[str], Finding]) -> Iterator[Finding]:
+def _too_much(sizes: dict[str, int], memory: int, place: str, finding: Callable[[str], Finding]) -> Iterator[Finding]:
     total, given = sum(sizes.values()), {name: size for name, size in sizes.items() if size}
     if total > memory:
         names = ", ".join(f"SEMBLEND_{name} ({size})" for name, size in given.items())
-        yield told(f"{place} has {memory} bytes of memory, and {total} are asked for by {names}; lower them")
+        yield finding(f"{place} has {memory} bytes of memory, and {total} are asked for by {names}; lower them")
 
 
 def _cards() -> list[Any]:

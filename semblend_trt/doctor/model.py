@@ -65,8 +65,8 @@ def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
         return _model.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
     dtype = _own_dtype(name) if kv_dtype == AUTO else getattr(torch, kv_dtype, None)
     if dtype not in SUPPORTED_DTYPES and (kv_dtype != AUTO or dtype is not None):
-        told = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
-        return _model.refused("pool_layout", f"a KV cache of {told} is not taken; float32, bfloat16 and float16 are")
+        name = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
+        return _model.refused("pool_layout", f"a KV cache of {name} is not taken; float32, bfloat16 and float16 are")
     return KnownModel(name, facts, dtype)
 
 
@@ -134,7 +134,7 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
 
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     per_token = known.geometry().bytes_per_token(dtype)
-    told = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     tokens = {
         tier: size // per_token
         for tier, size in (
@@ -144,7 +144,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
         )
     }
     held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
-    text = f"{per_token} bytes of KV a token in {told}, on one rank; room for donors: {held or 'none'}"
+    text = f"{per_token} bytes of KV a token in {name}, on one rank; room for donors: {held or 'none'}"
     if tokens["host"] < settings.min_donor_tokens and tokens["device"] < settings.min_donor_tokens:
         return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
     return _model.ok(text, bytes_per_token=per_token, tokens=tokens)
@@ -168,13 +168,13 @@ def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
 def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
     """Parts of the namespace that the model's files do not tell."""
     namespace = known.namespace(settings)
-    for told, value, variable in (
+    for part, value, variable in (
         ("weights", namespace.model_revision, "SEMBLEND_MODEL_REVISION"),
         ("tokenizer files", namespace.tokenizer_revision, "SEMBLEND_TOKENIZER_REVISION"),
     ):
         if is_unknown(value):
             yield _model.note(
-                f"its {told} are not on this machine, or cannot be read: where they are not on the engine's either, "
+                f"its {part} are not on this machine, or cannot be read: where they are not on the engine's either, "
                 f"no reuse profile holds and donors on disk are not found again; {variable} can name them"
             )
 
@@ -207,9 +207,9 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
 
 
 def _allowed(held: ReuseProfile) -> str:
-    told = f"made on {held.date}: policy {held.policy}"
+    text = f"made on {held.date}: policy {held.policy}"
     if held.check is not None:
-        told += f", tokens that deviate by more than {held.check.threshold:g} at layer {held.check.layer} are computed"
+        text += f", tokens that deviate by more than {held.check.threshold:g} at layer {held.check.layer} are computed"
         if held.check.window_threshold is not None:
-            told += f", and {WINDOW_TOKENS} in a row that do by more than {held.check.window_threshold:g} on average"
-    return told + (f", the lowest {held.boundary} layers are computed for all" if held.boundary else "")
+            text += f", and {WINDOW_TOKENS} in a row that do by more than {held.check.window_threshold:g} on average"
+    return text + (f", the lowest {held.boundary} layers are computed for all" if held.boundary else "")

@@ -37,8 +37,8 @@ def variables(settings: Settings | None, problem: str | None) -> Iterator[Findin
         for ignored in row.ignored:
             yield _settings.note(f"{ignored} is set and not read, because {row.source} is set too")
     given = [row.source for row in rows if row.source is not None]
-    told = f": {', '.join(given)}" if given else ""
-    yield _settings.ok(f"{len(given)} of {len(rows)} settings are given{told}")
+    text = f": {', '.join(given)}" if given else ""
+    yield _settings.ok(f"{len(given)} of {len(rows)} settings are given{text}")
     short = [name for name in given if not name.startswith("TRTLLM")]
     if short:
         yield _settings.note(
@@ -107,11 +107,11 @@ def disk(settings: Settings) -> Iterator[Finding]:
     if is_used:
         yield _files.note(f"{folder} is in use by an engine; a second one gets no disk tier")
     free = shutil.disk_usage(_nearest(folder)).free
-    told = f"{folder} can be written, {free} bytes are free"
+    text = f"{folder} can be written, {free} bytes are free"
     if free < settings.disk_bytes:
-        yield _files.note(f"{told}, fewer than SEMBLEND_DISK_BYTES, {settings.disk_bytes}; what is in it counts too")
+        yield _files.note(f"{text}, fewer than SEMBLEND_DISK_BYTES, {settings.disk_bytes}; what is in it counts too")
     else:
-        yield _files.ok(told, folder=str(folder), free=free)
+        yield _files.ok(text, folder=str(folder), free=free)
 
 
 def audit(settings: Settings) -> Iterator[Finding]:

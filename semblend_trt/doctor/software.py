@@ -49,8 +49,8 @@ def embedder(settings: Settings) -> Iterator[Finding]:
     extra = _EXTRA_OF_EMBEDDER.get(settings.embedder)
     if extra is None:
         if settings.embedder_model is not None:
-            told = f"SEMBLEND_EMBEDDER_MODEL is set, but embedder {settings.embedder.value} runs no model"
-            yield _area.note(told)
+            text = f"SEMBLEND_EMBEDDER_MODEL is set, but embedder {settings.embedder.value} runs no model"
+            yield _area.note(text)
         return
     try:
         found = sentence_model(settings.embedder_model, settings.embedder.value, extra)
@@ -65,21 +65,21 @@ def _base(version: str, needs: list[Requirement]) -> Finding:
     if missing := _missing(wanted):
         return _area.failed(f"{DISTRIBUTION} {version} cannot work: {', '.join(missing)}", missing=missing)
     versions = _versions(wanted)
-    told = ", ".join(f"{name} {found}" for name, found in versions.items())
-    return _area.ok(f"{DISTRIBUTION} {version} with {told}", versions={DISTRIBUTION: version, **versions})
+    text = ", ".join(f"{name} {found}" for name, found in versions.items())
+    return _area.ok(f"{DISTRIBUTION} {version} with {text}", versions={DISTRIBUTION: version, **versions})
 
 
 def _extra(extra: str, needs: list[Requirement], user: str | None) -> Finding:
     wanted = [need for need in needs if _applies(need, extra) and not _applies(need, "")]
     versions = _versions(wanted)
     if missing := _missing(wanted):
-        told = f"extra {extra} is not complete: {', '.join(missing)}"
+        text = f"extra {extra} is not complete: {', '.join(missing)}"
         if user is None:
-            return _area.note(told, extra=extra, missing=missing, versions=versions)
-        told += f"; {user} needs it, install {DISTRIBUTION}[{extra}]"
-        return _area.failed(told, extra=extra, missing=missing, versions=versions)
-    told = ", ".join(f"{name} {found}" for name, found in versions.items())
-    return _area.ok(f"extra {extra} is complete: {told}", extra=extra, versions=versions)
+            return _area.note(text, extra=extra, missing=missing, versions=versions)
+        text += f"; {user} needs it, install {DISTRIBUTION}[{extra}]"
+        return _area.failed(text, extra=extra, missing=missing, versions=versions)
+    text = ", ".join(f"{name} {found}" for name, found in versions.items())
+    return _area.ok(f"extra {extra} is complete: {text}", extra=extra, versions=versions)
 
 
 def _user_of(extra: str, settings: Settings | None) -> str | None:
@@ -103,14 +103,14 @@ def _versions(needs: list[Requirement]) -> dict[str, str]:
 
 
 def _missing(needs: list[Requirement]) -> list[str]:
-    told = []
+    missing = []
     for need in needs:
         found = installed(need.name)
         if found is None:
-            told.append(f"{need.name}{need.specifier} is missing")
+            missing.append(f"{need.name}{need.specifier} is missing")
         elif not need.specifier.contains(found, prereleases=True):
-            told.append(f"{need.name} is {found}, needed is {need.specifier}")
-    return told
+            missing.append(f"{need.name} is {found}, needed is {need.specifier}")
+    return missing
 
 
 def installed(name: str) -> str | None:

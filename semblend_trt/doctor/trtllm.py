@@ -56,12 +56,12 @@ def engine() -> Iterator[Finding]:
         return
     match = match_of(module)
     details = {"tensorrt_llm": release, "module": module.__name__, "contract": match.version.name}
-    told = f"TensorRT-LLM {release} keeps the connector contract {match.version.name!r} ({module.__name__})"
+    text = f"TensorRT-LLM {release} keeps the connector contract {match.version.name!r} ({module.__name__})"
     if match.differences:
-        told += f", but for {'; '.join(match.differences)}"
-        yield _engine.note(told, differences=match.differences, **details)
+        text += f", but for {'; '.join(match.differences)}"
+        yield _engine.note(text, differences=match.differences, **details)
     else:
-        yield _engine.ok(told, **details)
+        yield _engine.ok(text, **details)
     yield _ours()
 
 
@@ -75,8 +75,8 @@ def read_options(path: str | Path) -> SimpleNamespace:
     except OSError as error:
         raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
     except RecursionError:
-        told = f"engine options {path} are nested too deeply; give the YAML file of the engine"
-        raise ConfigurationError(told) from None
+        text = f"engine options {path} are nested too deeply; give the YAML file of the engine"
+        raise ConfigurationError(text) from None
     except OverflowError as error:
         raise ConfigurationError(f"engine options {path} {error}; give the YAML file of the engine") from None
     except Exception as error:  # the parser may raise anything
@@ -178,9 +178,9 @@ def _wrapper(llm_args: Any) -> Iterator[Finding]:
     if getattr(getattr(llm_args, "kv_cache_config", None), "use_kv_cache_manager_v2", None) is True:
         reason = reason or "cache_manager_v2"
     if reason is not None:
-        told = " (on unless the file has `cuda_graph_config: null`)" if reason == "cuda_graphs" else ""
+        hint = " (on unless the file has `cuda_graph_config: null`)" if reason == "cuda_graphs" else ""
         yield _options.note(
-            f"the engine uses {reason}{told}, with which no plan can be executed: only what it can skip from the left "
+            f"the engine uses {reason}{hint}, with which no plan can be executed: only what it can skip from the left "
             "is reused; switch it off to reuse more",
             reason,
         )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.batch import with_lowest_layers_run
 from engine_wrapper.embedded.models import keep_shard
-from engine_wrapper.layer_schedule import LayerSchedule, build_schedule, lowest_schedule, schedule_of
+from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry, pool_view
@@ -115,11 +115,6 @@ class Bench:
         kv = self.kv(request_id)
         self.clear()
         return logits, kv
-
-
-def last_rows_of(*slices: SequenceSlice) -> LayerSchedule:
-    """The schedule, on the host, that puts out the last row of each slice."""
-    return build_schedule(slices, NUM_LAYERS).last_rows([len(slice_.token_ids) for slice_ in slices])
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

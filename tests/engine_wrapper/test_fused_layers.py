@@ -13,11 +13,12 @@ from torch.nn.functional import pad
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.fused_layers import SMALLEST_BUCKET, WholeAttention, bucket_rows, fuse
+from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError
-from tests.engine_wrapper.forward_bench import DEVICE, FAMILIES, Bench, close_by_norm, last_rows_of, load, tokens_of
+from tests.engine_wrapper.forward_bench import DEVICE, FAMILIES, NUM_LAYERS, Bench, close_by_norm, load, tokens_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ def test_an_unknown_layer_keeps_the_models_own_layers(tiny_qwen2_path: Path) -> 
     bench = Bench(model, fused=False)
     forward = SparseForward(model, bench.pool, bench.geometry, fused=True)
     assert forward.fused is None
-    assert forward(last_rows_of(bench.slice(1, tokens_of(9))).to(DEVICE)).isfinite().all()
+    assert forward(build_schedule([bench.slice(1, tokens_of(9))], NUM_LAYERS).to(DEVICE)).isfinite().all()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a CPU")

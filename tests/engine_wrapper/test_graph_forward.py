@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine_wrapper.fused_layers import BegunLayer, FusedRows
+from engine_wrapper.layer_schedule import build_schedule
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
@@ -22,7 +23,6 @@ from tests.engine_wrapper.forward_bench import (
     TOLERANCE,
     Bench,
     close_by_norm,
-    last_rows_of,
     load,
     tokens_of,
 )
@@ -57,7 +57,8 @@ class GraphBench(Bench):
 
     def schedule(self, *parts: tuple[int, int, int]) -> LayerSchedule:
         """Slices (request, begin, end), with the output row of each one's last token."""
-        return last_rows_of(*(self.slice(each, PROMPTS[each - 1], begin, end) for each, begin, end in parts))
+        slices = [self.slice(each, PROMPTS[each - 1], begin, end) for each, begin, end in parts]
+        return build_schedule(slices, NUM_LAYERS)
 
     def eager(self, schedule: LayerSchedule) -> torch.Tensor:
         return self.forward.logits(self.forward(schedule.to(DEVICE)))
@@ -78,8 +79,8 @@ class CheckedBench(Bench):
         self.place(1, kv, *SPAN)
         self.donor = self.pool.clone()
         plan = make_plan(prompt, [SPAN], check=SpanCheck(check_layer, 0.3), **SIZES)
-        self.planned_schedule = last_rows_of(self.planned(plan))
-        self.decode = last_rows_of(self.slice(1, prompt, LENGTH - 1))
+        self.planned_schedule = build_schedule([self.planned(plan)], NUM_LAYERS)
+        self.decode = build_schedule([self.slice(1, prompt, LENGTH - 1)], NUM_LAYERS)
 
     def over_the_donor(self, **options: Any) -> torch.Tensor:
         """The output rows of the plan, over the donor's KV again."""

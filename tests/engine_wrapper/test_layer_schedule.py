@@ -261,7 +261,7 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(
 
 def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS).last_rows([10, 1])
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
     assert schedule.check is not None
     rest, _ = schedule.check.decide(torch.zeros(16))
     # 4 rows of a hole, 10 of the slice, 1 of the decode step.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.layer_schedule import build_schedule
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import (
@@ -24,7 +25,6 @@ from tests.engine_wrapper.forward_bench import (
     Bench,
     PlanMaker,
     close,
-    last_rows_of,
     load,
     tokens_of,
 )
@@ -225,7 +225,7 @@ def test_dropped_rows_are_not_computed(tiny_qwen2_path: Path, make_plan: PlanMak
 def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     bench = Bench(load(tiny_qwen2_path), fused=False)
-    schedule = last_rows_of(bench.slice(1, tokens_of(9))).to(DEVICE)
+    schedule = build_schedule([bench.slice(1, tokens_of(9))], NUM_LAYERS).to(DEVICE)
     with rows_by_layer(bench.model) as counts:
         bench.forward(
             schedule,

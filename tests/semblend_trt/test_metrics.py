@@ -35,11 +35,6 @@ class Index:
         return self._held
 
 
-class BrokenIndex:
-    def held(self) -> HeldDonors:
-        raise RuntimeError("injected")
-
-
 @pytest.fixture
 def registry() -> CollectorRegistry:
     return CollectorRegistry()
@@ -201,14 +196,6 @@ def test_a_wrong_report_raises_nothing_and_is_told_once(
         metrics.request_ended(report)
         metrics.looked_up("soon")  # type: ignore[arg-type]
     assert len(caplog.records) == 1
-
-
-def test_an_index_that_fails_empties_no_page(registry: CollectorRegistry) -> None:
-    metrics = metrics_for(True, registry)
-    broken, index = BrokenIndex(), Index(HeldDonors(2, 100, 10))
-    metrics.watch(broken)
-    metrics.watch(index)
-    assert value(registry, "donors") == 2
 
 
 def test_unknown_reasons_are_counted_together(registry: CollectorRegistry) -> None:

@@ -91,8 +91,7 @@ class Bench:
         manager = self.executor.kv_cache_manager
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         forward = SparseForward(model, manager.pool.clone(), manager.geometry)
-        schedule = build_schedule(slices, LAYERS).last_rows([len(each.token_ids) for each in slices])
-        return forward.logits(forward(schedule))
+        return forward.logits(forward(build_schedule(slices, LAYERS)))
 
 
 @pytest.fixture(params=[("qwen2", True, "1.2"), ("llama", False, "main")], ids=["qwen2-1.2", "llama-main"])
