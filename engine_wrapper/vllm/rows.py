@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS
+from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -225,10 +226,13 @@ class VllmRows:
         self._hidden = self._parts.decoder.embed_input_ids(self._schedule.token_ids)
 
     def _metadata(self, sequences: Sequence[SequenceRows]) -> tuple[Any, torch.Tensor]:
-        """The backend's metadata for these rows, and the slots of their K and V, int64 [rows]."""
+        """The backend's metadata for these rows, and the slots of their K and V, int64 [rows].
+
+        Nothing waits for the device: the host prepares the forward while donors' KV is moved.
+        """
         size, device = self._parts.geometry.block_size, self._positions.device
         places = [each.host_positions.numpy() for each in sequences]
-        tables = [each.block_ids.cpu().numpy() for each in sequences]
+        tables = [each.host_block_ids.numpy() for each in sequences]
         slots = np.concatenate(
             [table[own // size] * size + own % size for own, table in zip(places, tables, strict=True)]
         )
@@ -241,17 +245,17 @@ class VllmRows:
             table[row : row + len(own), : len(blocks)] = blocks
             row += len(own)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        seq_lens, slot_mapping = torch.from_numpy(ends.astype(np.int32)), torch.from_numpy(slots).to(device)
+        seq_lens, slot_mapping = torch.from_numpy(ends.astype(np.int32)), to_device(torch.from_numpy(slots), device)
         common = CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
+            query_start_loc=to_device(starts, device),
             query_start_loc_cpu=starts,
-            seq_lens=seq_lens.to(device),
+            seq_lens=to_device(seq_lens, device),
             seq_lens_cpu_upper_bound=seq_lens,
             num_reqs=len(ends),
             num_actual_tokens=len(slots),
             max_query_len=int(lengths.max()),
             max_seq_len=int(ends.max()),
-            block_table_tensor=torch.from_numpy(table).to(device),
+            block_table_tensor=to_device(torch.from_numpy(table), device),
             slot_mapping=slot_mapping,
             causal=True,
             positions=self._positions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,9 @@ class RequestView:
 
     def token_array(self, count: int) -> npt.NDArray[np.int32]:
         """The first tokens, int32 [count]."""
-        return np.fromiter(self._request.all_token_ids[: max(0, count)], dtype=np.int32)
+        tokens = self._request.all_token_ids[: max(0, count)]
+        # NumPy reads a list of integers three times as slowly.
+        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
 
 
 class VllmScheduler:

@@ -20,8 +20,8 @@ class SequenceRows:
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
     tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
 
-    `host_positions` are the positions on the host, even after `to`. `memo` caches what the kernels derive from a batch
-    that begins with these rows; the layers of a stage share it.
+    `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels
+    derive from a batch that begins with these rows; the layers of a stage share it.
     """
 
     first_row: int
@@ -31,6 +31,7 @@ class SequenceRows:
     last_position: int = field(init=False, repr=False)
     highest_block: int = field(init=False, repr=False)
     host_positions: torch.Tensor = field(init=False, repr=False)
+    host_block_ids: torch.Tensor = field(init=False, repr=False)
     memo: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,10 +48,12 @@ class SequenceRows:
         if self.count > 1 and not bool((positions[1:] > positions[:-1]).all()):
             raise ValueError("positions must rise strictly")
         first, last = int(positions[0]), int(positions[-1])
-        lowest, highest = (int(bound) for bound in self.block_ids.aminmax())
+        block_ids = self.block_ids.cpu()
+        lowest, highest = (int(bound) for bound in block_ids.aminmax())
         if first < 0 or lowest < 0:
             raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
         object.__setattr__(self, "host_positions", positions)
+        object.__setattr__(self, "host_block_ids", block_ids)
         self._set_bounds((first, last, highest))
 
     def _set_bounds(self, bounds: tuple[int, int, int]) -> None:
@@ -75,6 +78,7 @@ class SequenceRows:
         object.__setattr__(moved, "positions", to_device(self.positions, device))
         object.__setattr__(moved, "block_ids", to_device(self.block_ids, device))
         object.__setattr__(moved, "host_positions", self.host_positions)
+        object.__setattr__(moved, "host_block_ids", self.host_block_ids)
         object.__setattr__(moved, "memo", {})
         moved._set_bounds((self.first_position, self.last_position, self.highest_block))
         return moved

@@ -177,7 +177,7 @@ def _check(seen: _Seen, directory: Directory) -> dict[str, Any]:
     return {
         "messages": seen.messages,
         "workers": len(workers),
-        "heartbeats_compared": sum(each.compared for each in workers),
+        "heartbeats_compared": sum(each.compared for each in workers.values()),
         "problems": dict(seen.problems),
         "examples": list(seen.sentences),
     }
@@ -185,13 +185,15 @@ def _check(seen: _Seen, directory: Directory) -> dict[str, Any]:
 
 def _stats(seen: _Seen, directory: Directory) -> dict[str, Any]:
     workers = {}
-    for each in directory.workers():
-        tokens, tenants = directory.tokens_of(each.worker)
-        workers[f"{each.worker[0]}.{each.worker[1]}"] = {
+    for (worker_id, dp_rank), each in directory.workers().items():
+        tokens: Counter[str] = Counter()
+        for donor in each.donors.values():
+            tokens[donor.tier] += donor.tokens
+        workers[f"{worker_id}.{dp_rank}"] = {
             "generation": each.generation,
-            "donors": each.donors,
+            "donors": len(each.donors),
             "tokens": dict(tokens),
-            "tenants": tenants,
+            "tenants": len({donor.tenant_key for donor in each.donors.values()}),
             "events": dict(each.events),
         }
     return {"messages": seen.messages, "bytes": seen.size, "workers": workers}

@@ -97,6 +97,11 @@ class DonorSaver:
         self._offloads: deque[Future[SavedDonor]] = deque()
         self.save_seconds: deque[float] = deque(maxlen=256)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's pool lies."""
+        return self._pool.device
+
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
         """Begins to save the first `tokens` positions of `block_ids`. With snapshots it saves as many as these have
         room for."""
@@ -130,9 +135,9 @@ class DonorSaver:
         on the device stays."""
         self._offloads.append(self._submit(self._offload, donor_id, is_written))
 
-    def promote(self, donor_id: str) -> None:
-        """Begins to move a donor from the host to the device, behind the loads that are queued by now."""
-        self._submit(self._promote, donor_id, record(current_stream(self._pool.device)))
+    def promote(self, donor_id: str, loaded: Event | None = None) -> None:
+        """Begins to move a donor from the host to the device, behind `loaded`, if anything."""
+        self._submit(self._promote, donor_id, loaded)
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included. Every rank must call

@@ -367,7 +367,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked.release_leases()
         saving, serving = False, self._serving
         if tracked.intent is not None and serving is not None and not tracked.forward_failed:
-            tokens = tokens_of(request, savable_tokens(tracked, block_ids, serving.pool.geometry.block_size))
+            count = savable_tokens(tracked, block_ids, serving.pool.geometry.block_size)
+            tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
             saving = serving.donor_index.begin_save(tracked.intent, tracked.namespace_key, tokens, tracked.block_ids)
         if not saving:
             self._let_go(tracked)

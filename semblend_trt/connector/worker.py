@@ -30,7 +30,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
 from semblend_trt.runtime import PoolFacts, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
-from semblend_trt.streams import on
+from semblend_trt.streams import Event, current_stream, on, record
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._iteration = self._completed_iteration = 0
         self._ended_saves: deque[int] = deque()
         self._followed: dict[int, _FollowedRequest] = {}
+        # Moves between the tiers that wait for the forward's launch, and the event behind the loads before it.
+        self._waiting: list[tuple[OffloadCommands, Event | None]] = []
         self.store: DonorStore | None = None
         self.loader: PlanLoader | None = None
         self.saver: DonorSaver | None = None
@@ -159,8 +161,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         metadata = readable_metadata(bound, self._runtime)
         if metadata is None:
             return
-        if self.store is not None and self.saver is not None:
-            self._make_room(metadata.commands, self.store, self.saver)
+        if self.store is not None:
+            self._make_room(metadata.commands, self.store)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
             self._runtime.active_plans.take(request_id)
@@ -176,10 +178,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             try:
                 self._load(metadata.plans)
             finally:
-                # Behind the loads, which the running requests wait for, and also when these have failed.
-                if self.saver is not None:
-                    for donor_id in metadata.commands.promotions:
-                        self.saver.promote(donor_id)
+                # Also when the loads have failed.
+                if self.saver is not None and (metadata.commands.offloads or metadata.commands.promotions):
+                    self._waiting.append((metadata.commands, record(current_stream(self.saver.device))))
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
@@ -197,12 +198,13 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Starts saving the requests handed in, returns those whose save has ended, on every rank where there are
-        several. Waits for no transfer.
+        """Starts moves between the tiers, and to save the requests handed in; returns those whose save has ended, on
+        every rank where there are several. Waits for no transfer.
 
         Engines that do not hold what is saved are told of one request a call: version 1.1 never gives the blocks of a
         second one back.
         """
+        self._begin_moves()
         for request_id in finished_gen_req_ids:
             if not self._begin_save(request_id):
                 self._ended_saves.append(request_id)
@@ -275,16 +277,24 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime.disk = DiskLink()
         return DiskTransfers(disk, host, self._runtime.disk, self._runtime.offload_events)
 
-    def _make_room(self, commands: OffloadCommands, store: DonorStore, saver: DonorSaver) -> None:
+    def _make_room(self, commands: OffloadCommands, store: DonorStore) -> None:
         for donor_id in (*commands.drops, *commands.releases):
             store.drop(donor_id)
-        for donor_id in commands.offloads:
-            saver.offload(donor_id, is_written=donor_id in commands.writes)
         if self.transfers is not None:
             for donor_id in commands.drops:
                 self.transfers.drop(donor_id)
             for donor_id in commands.fetches:
                 self.transfers.fetch(donor_id)
+
+    def _begin_moves(self) -> None:
+        """Before the forward is launched, the saver's thread would hold that up."""
+        waiting, self._waiting = self._waiting, []
+        for commands, loaded in waiting:
+            assert self.saver is not None
+            for donor_id in commands.offloads:
+                self.saver.offload(donor_id, is_written=donor_id in commands.writes)
+            for donor_id in commands.promotions:
+                self.saver.promote(donor_id, loaded)
 
     def _begin_iteration(self) -> None:
         """Requests whose forward has failed are not kept: what it was to write is unknown."""

@@ -78,11 +78,12 @@ class FollowedDonor:
 
 @dataclass(slots=True, eq=False)
 class FollowedWorker:
-    """A worker: its number in the indexes, its last event, its donors and their `wire.state_digest`.
+    """A worker: its number in the indexes, its last event, its donors by id and their `wire.state_digest`.
 
     `is_synced`: no event was missed since its last reset. `is_partial`: donors were left out for lack of room, so
     heartbeats are compared only when there is room again. `is_unplaced`: donors were left out because there were too
-    many namespaces. `unheeded` counts heartbeats not accepted since the last accepted event.
+    many namespaces. `unheeded` counts heartbeats not accepted since the last accepted event,
+    `events` accepted events by kind, and `compared` heartbeats compared with the known donors.
     """
 
     number: int
@@ -100,21 +101,6 @@ class FollowedWorker:
     unheeded: int = 0
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """A worker that is followed: its number of known donors, and whether no event was missed.
-
-    `events` counts accepted events by kind, `compared` the heartbeats that were compared with the known donors.
-    """
-
-    worker: Worker
-    is_synced: bool
-    donors: int
-    generation: int
-    events: Counter[str]
-    compared: int
 
 
 class Verdict(str, Enum):
@@ -221,37 +207,17 @@ class Directory:
         prompts = self._fingerprints(token_ids, tenant_salt, model)
         return self._holders_of(prompts) if prompts else ()
 
-    def workers(self) -> tuple[WorkerState, ...]:
-        """The workers that are followed, by id."""
+    def workers(self) -> dict[Worker, FollowedWorker]:
+        """The workers that are followed, by id and rank. For reading only; they go on changing."""
         with self._lock:
             self._expire(self._clock())
-            return tuple(
-                WorkerState(
-                    worker,
-                    each.is_synced,
-                    len(each.donors),
-                    each.generation,
-                    each.events.copy(),
-                    each.compared,
-                )
-                for worker, each in sorted(self._workers.items())
-            )
+            return dict(sorted(self._workers.items()))
 
     def donors_of(self, worker: Worker) -> dict[str, str]:
         """Tier by donor id of the known donors; empty for a worker that is not followed."""
         with self._lock:
             followed = self._workers.get(worker)
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
-
-    def tokens_of(self, worker: Worker) -> tuple[Counter[str], int]:
-        """The tokens of a worker's donors by tier, and the number of their tenants."""
-        with self._lock:
-            followed = self._workers.get(worker)
-            donors = [] if followed is None else list(followed.donors.values())
-        tokens: Counter[str] = Counter()
-        for donor in donors:
-            tokens[donor.tier] += donor.tokens
-        return tokens, len({donor.tenant_key for donor in donors})
 
     def resyncs_due(self) -> tuple[Worker, ...]:
         """The workers to ask for a resync now; each is returned once per `resync_seconds` at most, or once per

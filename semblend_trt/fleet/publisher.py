@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -343,7 +342,7 @@ class EventPublisher:
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._heartbeat_at = self._resynced_at = clock()
         self._is_asked = self._is_stopping = False
-        self._flushing: list[asyncio.Future[None]] = []
+        self._flushing: list[threading.Event] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="semblend-events", daemon=True)
         self._thread.start()
@@ -361,13 +360,9 @@ class EventPublisher:
 
     def flush(self, timeout: float) -> bool:
         """Waits until all changes have reached the server; False when they have not after `timeout` seconds."""
-        waiting = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
-        try:
-            waiting.result(timeout)
-        except (FutureTimeoutError, asyncio.CancelledError):
-            waiting.cancel()
-            return False
-        return True
+        sent = threading.Event()
+        self._loop.call_soon_threadsafe(self._flushing.append, sent)
+        return sent.wait(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Announces that all donors are gone and ends the thread; waits `timeout` seconds at most."""
@@ -418,7 +413,8 @@ class EventPublisher:
         if notices:
             await self._send(connection, notices)
         if self._connection is not None and not len(self._outbox):
-            self._release_flushed()
+            while self._flushing:
+                self._flushing.pop().set()
         return bool(len(self._outbox))
 
     async def _send(self, connection: Connection, notices: list[Notice]) -> None:
@@ -487,17 +483,6 @@ class EventPublisher:
         if connection is not None:
             await connection.close()
 
-    async def _flushed(self) -> None:
-        future = self._loop.create_future()
-        self._flushing.append(future)
-        await future
-
-    def _release_flushed(self) -> None:
-        waiting, self._flushing = self._flushing, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-
     def _stop(self) -> None:
         self._is_stopping = True
 
@@ -506,8 +491,6 @@ class EventPublisher:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
         self.counters.count("dropped", "closed", len(self._changes))
-        for future in self._flushing:
-            future.cancel()
         if self._connection is not None:
             await self._send(self._connection, [self._outbox.purge()])
         if self._connection is not None:

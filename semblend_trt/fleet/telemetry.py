@@ -152,16 +152,12 @@ def _read_line(line: str | bytes, number: int) -> TraceLine:
         raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None
 
 
-@dataclass(frozen=True, slots=True)
 class Hasher:
     """Keyed hashes of 32 hex digits: equal for equal contents of one tenant, and useless without the key."""
 
-    key: bytes
-
-    @classmethod
-    def of(cls, secret: bytes) -> Hasher:
-        """A hasher with a key derived from the router's secret. It reveals nothing of the salts derived from it."""
-        return cls(hashlib.blake2b(key=secret[:64], person=b"semblend-trace1", digest_size=32).digest())
+    def __init__(self, secret: bytes) -> None:
+        """The key is derived from the router's secret, and reveals nothing of the salts derived from it."""
+        self._key = hashlib.blake2b(key=secret[:64], person=b"semblend-trace1", digest_size=32).digest()
 
     def of_text(self, tenant: str | None, text: str) -> str:
         return self._hash(tenant, b"text", text.encode("utf-8", "surrogatepass"))
@@ -170,7 +166,7 @@ class Hasher:
         return self._hash(tenant, b"tokens", np.array(token_ids, dtype="<i8").tobytes())
 
     def _hash(self, tenant: str | None, what: bytes, data: bytes) -> str:
-        digest = hashlib.blake2b(key=self.key, digest_size=16)
+        digest = hashlib.blake2b(key=self._key, digest_size=16)
         whose = b"" if tenant is None else b"\1" + tenant.encode()
         digest.update(len(whose).to_bytes(4, "little") + whose + what + b"\0" + data)
         return digest.hexdigest()

@@ -19,8 +19,6 @@ from semblend_trt.fleet.directory import Directory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from semblend_trt.fleet.directory import WorkerState
-
 READY_SECONDS = 30
 
 
@@ -67,17 +65,14 @@ class WatchedDirectory(Directory):
         self.problems: Counter[str] = Counter()
         super().__init__(clock=lambda: 0.0, on_problem=lambda reason, _: self.problems.update([reason]))
 
-    def state(self, worker: tuple[int, int]) -> WorkerState | None:
-        return next((each for each in self.workers() if each.worker == worker), None)
-
     def is_synced(self, worker: tuple[int, int]) -> bool:
-        state = self.state(worker)
-        return state is not None and state.is_synced
+        followed = self.workers().get(worker)
+        return followed is not None and followed.is_synced
 
     def compared(self, worker: tuple[int, int]) -> int:
         """How many of the worker's heartbeats were compared with what is known."""
-        state = self.state(worker)
-        return 0 if state is None else state.compared
+        followed = self.workers().get(worker)
+        return 0 if followed is None else followed.compared
 
 
 class Reader:

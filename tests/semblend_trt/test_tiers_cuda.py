@@ -327,7 +327,7 @@ def test_a_promotion_comes_behind_the_loads_that_read_the_donor(card):
     card.pool[:50].fill_(float("nan"))
     assert card.loader.load([PLAN]) == []
     card.store.drop("near")
-    card.saver.promote("far")
+    card.saver.promote("far", torch.cuda.current_stream().record_event())
     card.saver.drain()
     for seed in range(4, 14):  # as many as host memory holds
         save(card.store.host, f"other-{seed}", random_kv(seed))

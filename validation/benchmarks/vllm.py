@@ -1,8 +1,10 @@
 """vLLM with our connector against stock vLLM: times to the first token, retrieval prompts, decoding beside prefills.
 
-`python -m validation.benchmarks.vllm --out DIR` runs every arm in a process of its own, one after the other; each
-writes DIR/<arm>.json behind every measurement, and the rows are made of those that are there. So a run may be spread
-over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, which needs no card.
+`python -m validation.benchmarks.vllm --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
+and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
+writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
+run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, for which
+no card is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,9 +22,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kernels.results import Measured, Results, command, parser_of, write_rows
 from validation.benchmarks.bench_model import label
-from validation.benchmarks.vllm_arm import ARMS, LOAD, PARTS, POSITION_FIX, SMALL, STOCK, VERIFIED, Sizes, VllmArm
+from validation.benchmarks.vllm_arm import (
+    ARMS,
+    IN_TURNS,
+    LOAD,
+    PARTS,
+    POSITION_FIX,
+    SMALL,
+    STOCK,
+    VERIFIED,
+    Sizes,
+    Turns,
+    VllmArm,
+    give_turns,
+)
 from validation.output import write_json, write_text
 from validation.scoreboard import markdown_table
 
@@ -39,23 +57,29 @@ VLLM_RAG_P95_RATIO = 0.25
 
 # The arena of donors on the card lies beside what vLLM takes.
 _OURS = {"gpu_memory_utilization": 0.8}
+# Three engines on one card, each with room for seven of the longest prompts.
+_SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 
 
 def measure_arm(options: argparse.Namespace) -> None:
-    """The process of one arm: starts the engine, measures, and writes DIR/<arm>.json behind every part.
+    """The process of one arm: starts the engine, measures, and writes its file behind every part.
 
     Raises SystemExit where nothing is reused.
     """
     name: str = options.arm
-    own = (_SMALL if options.small else {}) | _settings(options.engine_option)
-    if name != STOCK:
-        own = ({} if options.small else _OURS) | own | _settings(options.our_option)
+    own = dict(_SMALL) if options.small else {}
+    if options.turns is not None:
+        own |= _SHARING if torch.cuda.is_available() else {}
+    elif name != STOCK and not options.small:
+        own |= _OURS
+    own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
+    turn = {} if options.turns is None else {"turn": Turns(options.turns)}
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, small=options.small)
+        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, **turn, small=options.small)
         told = {
             "arm": name,
             "engine": arm.facts,
@@ -70,7 +94,7 @@ def measure_arm(options: argparse.Namespace) -> None:
 
 
 def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespace) -> None:
-    path = options.out / f"{arm.name}.json"
+    path = _file_of(options.out, arm.name, in_turns=options.turns is not None)
     # What an earlier call measured of the same engine stays.
     earlier = _read(path)
     told["parts"] = earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(told["engine"])) else {}
@@ -83,7 +107,7 @@ def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespa
             continue
         begin = time.perf_counter()
         if part == "arrivals":
-            stock = told if arm.name == STOCK else _read(options.out / f"{STOCK}.json")
+            stock = told if arm.name == STOCK else _read(_file_of(options.out, STOCK))
             if (rag := stock.get("parts", {}).get("rag")) is None:
                 print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
                 continue
@@ -138,13 +162,15 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
 
 
 def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    mine, theirs = _median(ours["ms"]), _median(stock["ms"])
+    turns = [_median(mine) / _median(theirs) for mine, theirs in zip(ours["ms"], stock["ms"], strict=True)]
+    low, _, high = (100 * (each - 1) for each in statistics.quantiles(turns, n=4))
+    mine, theirs = (_median([each for turn in found["ms"] for each in turn]) for found in (ours, stock))
     baseline = (
-        f"{mine:,.2f} ms ({_spread(ours['ms'])}) against stock vLLM {theirs:,.2f} ms ({_spread(stock['ms'])}), one "
-        "process behind the other; every prompt is saved while the next one runs"
+        f"{mine:,.2f} ms against stock vLLM {theirs:,.2f} ms; median of {len(turns)} turns of {len(ours['ms'][0])} "
+        f"prompts, half of them within {low:,.2f} and {high:,.2f} %; every prompt is saved while the next one runs"
     )
     name = f"vllm_miss_overhead_{label(ours['tokens'])}" + ("" if arm == POSITION_FIX else f"_{arm}")
-    rows.add(name, 100 * (mine / theirs - 1), "%", baseline, VLLM_MISS_OVERHEAD_PERCENT)
+    rows.add(name, 100 * (_median(turns) - 1), "%", baseline, VLLM_MISS_OVERHEAD_PERCENT)
 
 
 def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
@@ -242,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between them (default: all)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
+    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     for name, told in (
         ("engine", "of vLLM's engine, or a variable in capitals"),
         ("our", "the same, in our arms only"),
@@ -261,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(chosen) - set(ARMS):
         parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = [arm for arm in ARMS if arm in chosen and _run(arm, given, command(arguments))]
+    arms = [arm for arm in ARMS if arm in chosen]
+    failed = _run_in_turns(arms, options, command(arguments)) + _run_alone(arms, options, command(arguments))
     problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
     for problem in problems:
         print(f"no figure: {problem}", file=sys.stderr)
@@ -269,17 +297,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _run(arm: str, given: Sequence[str], whole: str) -> int:
-    own = [sys.executable, "-m", "validation.benchmarks.vllm", *given, "--arm", arm, "--command", whole]
-    return subprocess.run(own, check=False).returncode
+def _run_alone(arms: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
+    """One arm behind the other; returns those that failed."""
+    parts = [part for part in options.parts if part not in IN_TURNS]
+    return [
+        arm for arm in arms if parts and subprocess.run(_command(arm, parts, options, whole), check=False).returncode
+    ]
+
+
+def _run_in_turns(arms: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
+    """All arms at once; returns those that failed."""
+    parts = [part for part in IN_TURNS if part in options.parts]
+    pairs = {arm: socket.socketpair() for arm in arms if parts}
+    started = {}
+    for arm, (_, theirs) in pairs.items():
+        call = [*_command(arm, parts, options, whole), "--turns", str(theirs.fileno())]
+        started[arm] = subprocess.Popen(call, pass_fds=[theirs.fileno()])
+        theirs.close()
+    give_turns([ours for ours, _ in pairs.values()])
+    return [arm for arm, process in started.items() if process.wait()]
+
+
+def _command(arm: str, parts: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
+    """The command of an arm's own process."""
+    given = [sys.executable, "-m", "validation.benchmarks.vllm", "--out", str(options.out), "--arm", arm]
+    given += ["--parts", ",".join(parts), "--command", whole, *(["--small"] if options.small else [])]
+    given += [f"--engine-option={each}" for each in options.engine_option]
+    return given + [f"--our-option={each}" for each in options.our_option]
+
+
+def _file_of(folder: Path, arm: str, *, in_turns: bool = False) -> Path:
+    return folder / (f"{arm}_in_turns.json" if in_turns else f"{arm}.json")
 
 
 def _record(options: argparse.Namespace) -> list[str]:
     """Prints and writes the rows of what is there; returns the problems."""
-    arms = {arm: _read(options.out / f"{arm}.json") for arm in ARMS}
-    there = [found for found in arms.values() if found]
+    files = {arm: [_read(_file_of(options.out, arm, in_turns=each)) for each in (False, True)] for arm in ARMS}
+    there = [found for both in files.values() for found in both if found]
     if not there:
         return [f"{options.out} holds no arm"]
+    arms = {arm: {"parts": alone.get("parts", {}) | shared.get("parts", {})} for arm, (alone, shared) in files.items()}
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])

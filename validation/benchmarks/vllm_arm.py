@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,15 @@ from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 STOCK, POSITION_FIX, VERIFIED = "stock", "position_fix", "verified"
 ARMS = (STOCK, POSITION_FIX, VERIFIED)
 PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
-WARM_UPS = 2
+# They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
+IN_TURNS = ("ttft", "miss")
 # Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
 SERVED_SHARE = 0.9
 # Requests at 80 % of what stock vLLM sustains.
@@ -65,8 +68,11 @@ class Sizes:
     decoding_tokens: int = 512
     alone: int = 64
     prefills: int = 10
-    repeats: int = 7
-    misses: int = 20
+    repeats: int = 15
+    turns: int = 6
+    in_turn: int = 4
+    miss_turns: int = 40
+    misses: int = 3
     donor_device_bytes: int = 4 << 30
     donor_host_bytes: int = 8 << 30
 
@@ -91,6 +97,9 @@ SMALL = Sizes(
     alone=4,
     prefills=2,
     repeats=2,
+    turns=2,
+    in_turn=2,
+    miss_turns=2,
     misses=2,
     donor_device_bytes=1 << 26,
     donor_host_bytes=1 << 28,
@@ -128,16 +137,52 @@ class Served:
         return None
 
 
-class VllmArm:
-    """The arm's engine, started with vLLM's defaults and `options`."""
+class Turns:
+    """Takes turns at the machine with the other arms, which run in processes of their own (`give_turns`)."""
 
-    def __init__(self, name: str, folder: Path, sizes: Sizes, options: Mapping[str, Any], *, small: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: of a socket, inherited from the process that gives the turns."""
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Waits for the turn, and gives it up at the end."""
+        self._socket.sendall(b"?")
+        self._socket.recv(1)
+        yield
+        self._socket.sendall(b".")
+
+
+def give_turns(arms: Sequence[socket.socket]) -> None:
+    """Gives every arm one turn in each round, which begins when all have asked for it; returns when all have ended."""
+    asking = list(arms)
+    while asking := [arm for arm in asking if arm.recv(1)]:
+        for arm in asking:
+            arm.sendall(b"!")
+            arm.recv(1)
+
+
+class VllmArm:
+    """The arm's engine, started with vLLM's defaults and `options`. `turn` is entered for all that is measured in
+    turns."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        sizes: Sizes,
+        options: Mapping[str, Any],
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        small: bool,
+    ) -> None:
         """Makes the model in `folder`. Raises what vLLM raises when it does not start."""
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.name, self.sizes = name, sizes
+        self.name, self.sizes, self._turn = name, sizes, turn
         config = write_config(folder, _SMALL_MODEL if small else None)
         given: dict[str, Any] = {
             "model": str(folder),
@@ -295,23 +340,35 @@ class VllmArm:
         size = self.sizes.long
         document = self.prompts.document(size)
         if self.name == STOCK:
-            cold = self._times(lambda: self.prompts.fresh(size))
-            self.ask([document + self.prompts.fresh(NEW_TOKENS)])
-            hit = self._times(lambda: document + self.prompts.fresh(NEW_TOKENS))
-            return {"tokens": size, "cold_ms": cold, "exact_hit_ms": hit}
-        self.ask([self.prompts.donor(document)])
-        self.settle()
+            with self._turn():
+                self.ask([document + self.prompts.fresh(NEW_TOKENS)])
+            makers = {
+                "cold_ms": lambda: self.prompts.fresh(size),
+                "exact_hit_ms": lambda: document + self.prompts.fresh(NEW_TOKENS),
+            }
+            return {"tokens": size, **self._times(makers)}
+        with self._turn():
+            self.ask([self.prompts.donor(document)])
+            self.settle()
         with self.watched() as served:
-            times = self._times(lambda: self.prompts.shifted(document))
-        problem = served.problem(len(document) * (WARM_UPS + self.sizes.repeats))
-        return {"tokens": size, "shifted_ms": times, "served": served.told, "problem": problem}
+            times = self._times({"shifted_ms": lambda: self.prompts.shifted(document)})
+        problem = served.problem(len(document) * self.sizes.turns * (1 + self.sizes.in_turn))
+        return {"tokens": size, **times, "served": served.told, "problem": problem}
 
     def miss(self) -> dict[str, Any]:
-        """Prompts that nobody has asked before, one directly behind the other: each is saved while the next runs."""
+        """Prompts that were never asked before, one directly behind the other: each is saved while the next runs.
+
+        `ms` has a list for each turn; the first prompt of a turn, beside which nothing is saved, is not in it.
+        """
+        found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": []}
         with self.watched() as served:
-            times = self._times(lambda: self.prompts.fresh(self.sizes.miss), self.sizes.misses, settles=False)
-            self.settle()
-        found: dict[str, Any] = {"tokens": self.sizes.miss, "ms": times, "served": served.told}
+            for _ in range(self.sizes.miss_turns):
+                gc.collect()
+                prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + self.sizes.misses)]
+                with self._turn():
+                    found["ms"].append([self.ttft_ms(prompt) for prompt in prompts][1:])
+                    self.settle()
+        found["served"] = served.told
         if self.name != STOCK:
             saved = served.told["held"]["donors"]
             found["problem"] = served.problem(0) or (None if saved else "nothing was saved")
@@ -409,16 +466,19 @@ class VllmArm:
 
     # -- parts of them ---------------------------------------------------------------------------------------------
 
-    def _times(self, prompt: Any, repeats: int | None = None, *, settles: bool = True) -> list[float]:
-        """Milliseconds of prompts that `prompt` makes, without those that warm up."""
-        gc.collect()
-        times = []
-        for _ in range(WARM_UPS + (repeats or self.sizes.repeats)):
-            asked = prompt()
-            times.append(self.ttft_ms(asked))
-            if settles:
-                self.settle()
-        return times[WARM_UPS:]
+    def _times(self, makers: Mapping[str, Callable[[], list[int]]]) -> dict[str, list[float]]:
+        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, behind one that warms up."""
+        times: dict[str, list[float]] = {name: [] for name in makers}
+        for _ in range(self.sizes.turns):
+            prompts = {name: [make() for _ in range(1 + self.sizes.in_turn)] for name, make in makers.items()}
+            gc.collect()
+            with self._turn():
+                for name, own in prompts.items():
+                    for prompt in own:
+                        times[name].append(self.ttft_ms(prompt))
+                        self.settle()
+                    del times[name][-len(own)]
+        return times
 
     def _warm_rag(self) -> None:
         """Has every document served once, in prompts of their own, and then some prompts in random order. The same

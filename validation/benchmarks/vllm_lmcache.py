@@ -35,11 +35,12 @@ from validation.benchmarks.bench_model import (
     INSTRUCTION,
     NEW_TOKENS,
     QUESTION,
+    WARM_UPS,
     Prompts,
     label,
     write_config,
 )
-from validation.benchmarks.vllm_arm import SERVED_SHARE, WARM_UPS
+from validation.benchmarks.vllm_arm import SERVED_SHARE
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match

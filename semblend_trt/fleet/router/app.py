@@ -179,7 +179,7 @@ class Router:
         if config.telemetry is not None and secret is not None:
             # Tokenizers are not thread safe, so the log's thread has its own.
             own = PromptReader(copy.deepcopy(tokenizer))
-            self._trace = TraceLog(config.telemetry, Hasher.of(secret), own, counters)
+            self._trace = TraceLog(config.telemetry, Hasher(secret), own, counters)
         # Made when the app starts, in its event loop.
         self._replicas: ReplicaSet
         self._forwarder: Forwarder
@@ -339,8 +339,8 @@ class Router:
     async def _health(self, request: web.Request) -> web.Response:
         self._may_look(request)
         replicas = {worker_name(each.worker): each.is_healthy for each in self._replicas.states.values()}
-        known = () if self._directory is None else self._directory.workers()
-        directory = {worker_name(each.worker): each.is_synced for each in known}
+        followed = {} if self._directory is None else self._directory.workers()
+        directory = {worker_name(worker): each.is_synced for worker, each in followed.items()}
         is_well = any(replicas.values())
         status = {"status": "ok" if is_well else "no_replica", "replicas": replicas, "directory": directory}
         return web.json_response(status, status=200 if is_well else 503)

@@ -94,8 +94,8 @@ class FleetGauges:
         yield from (healthy, in_flight, load)
         if self._directory is not None:
             donors = GaugeMetricFamily("semblend_router_donors", "Known donors.", labels=["worker"])
-            for known in self._directory.workers():
-                donors.add_metric([worker_name(known.worker)], known.donors)
+            for worker, followed in self._directory.workers().items():
+                donors.add_metric([worker_name(worker)], len(followed.donors))
             yield donors
 
     def describe(self) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ from torch.cuda import is_available
 
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
-from validation.vllm_engine import TRANSFER
+from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -100,13 +100,8 @@ class Served:
         raise AssertionError("blocks are held")
 
     def settle(self) -> None:
-        """Waits until all that has ended is saved: another request's steps begin a save and tell its end."""
-        scheduler = self.core.scheduler.connector._scheduler
-        for _ in range(200):
-            self.ask([1, 2, 3], max_tokens=1)
-            if not scheduler._saving and not self.worker._saving:
-                return
-        raise AssertionError("saves do not end")
+        """Waits until all that has ended is saved, and its blocks are free."""
+        settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -39,5 +39,12 @@ def transfer_config(**extra: Any) -> KVTransferConfig:
 
 @cache
 def _made() -> VllmConfig:
-    arguments = EngineArgs(model=str(MODEL), dtype="float32", max_model_len=2048, kv_transfer_config=transfer_config())
+    arguments = EngineArgs(
+        model=str(MODEL),
+        dtype="float32",
+        max_model_len=2048,
+        kv_transfer_config=transfer_config(),
+        # As for our connector, which asks vLLM for it.
+        compilation_config={"cudagraph_mode": "PIECEWISE"},
+    )
     return arguments.create_engine_config()

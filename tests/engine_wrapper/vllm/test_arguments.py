@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_what_changes_the_kv_makes_another_namespace(changes: dict[str, Any]) ->
         ({"model_config.dtype": None}, "extra"),
         ({"cache_config.cache_dtype": None}, "cache_dtype"),
         ({"parallel_config.tensor_parallel_size": "two"}, "tensor_parallel"),
-        ({"model_config.quantization_config": object()}, "extra"),
+        ({"model_config.quantization_config": SimpleNamespace()}, "extra"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from validation.benchmarks.vllm_arm import PARTS
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert rows["vllm_contaminated_hits_verified"].value == 0
     assert all(row.goal is None for row in rows.values())
     told = json.loads((out / "verified.json").read_text())
-    assert all(part.get("problem") is None for part in told["parts"].values())
-    reused = [told["parts"][name]["served"] for name in ("ttft", "decode", "rag", "arrivals", "contaminated")]
+    in_turns = json.loads((out / "verified_in_turns.json").read_text())
+    assert [*in_turns["parts"], *told["parts"]] == list(PARTS)
+    parts = in_turns["parts"] | told["parts"]
+    assert all(part.get("problem") is None for part in parts.values())
+    reused = [parts[name]["served"] for name in ("ttft", "decode", "rag", "arrivals", "contaminated")]
     assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
     assert all(0 < each["largest_kept"] < 0.01 for each in reused)
     assert told["engine"]["engine_key"].startswith("vllm-")

@@ -24,7 +24,18 @@ ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "cacheblend_15")
 def test_a_run_measures_every_case_in_every_arm(tmp_path: Path) -> None:
     prompts, output = tmp_path / "cases.jsonl", tmp_path / "report.json"
     prompts.write_text("".join(json.dumps(case) + "\n" for case in CASES))
-    options = ["--engine", "vllm", "--prompts", str(prompts), "--arms", ",".join(ARMS), "--policy", "position_fix"]
+    options = [
+        "--engine",
+        "vllm",
+        "--dtype",
+        "float32",
+        "--prompts",
+        str(prompts),
+        "--arms",
+        ",".join(ARMS),
+        "--policy",
+        "position_fix",
+    ]
     options += ["--output", str(output), "--audit-path", str(tmp_path / "audit.jsonl"), "--max-tokens", "4"]
     options += ["--record", str(tmp_path / "rows"), "--machine", "m"]
     # Neither speed nor answers are judged at this size.

@@ -267,6 +267,7 @@ def test_a_load_that_raises_leaves_no_promotion_untold(two_tiers, args):
     """The catalog keeps a promoted donor where it is, and its room on the card taken, until it hears of it."""
     with pytest.raises(DonorUnavailableError):
         step(two_tiers, plans=(reuse(EngineMode.STOCK),), commands=OffloadCommands(promotions=["donor-2"]))
+    two_tiers.get_finished([], [])
     two_tiers.saver.drain()
     assert [(each.kind, each.donor_id) for each in runtime_for(args).offload_events] == [
         (OffloadEventKind.PROMOTE_FAILED, "donor-2")
@@ -331,6 +332,7 @@ def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, a
 def test_what_is_dropped_is_not_offloaded(two_tiers):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
+    two_tiers.get_finished([], [])
     two_tiers.saver.drain()
     assert not held_in(two_tiers.store)
 
@@ -342,6 +344,7 @@ def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     worker.register_kv_caches(pool())
     keep_on_device(worker, 1, (3, 5), 16)
     step(worker, commands=OffloadCommands(offloads=["donor-1"]))
+    worker.get_finished([], [])
     worker.saver.drain()
     worker.get_finished([], [])
     told = runtime_for(args).saved[-1]

@@ -95,10 +95,6 @@ def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(
     assert anchored[0] & anchored[1]
 
 
-def test_runs_of_32_tokens_are_guaranteed() -> None:
-    assert GUARANTEED_RUN == 32
-
-
 def test_ordinary_text_gets_about_two_anchors_a_window() -> None:
     anchors = fingerprint(random_tokens(3, 20_000))
     assert len(anchors.positions) == pytest.approx(20_000 * 2 / (WINDOW_GRAMS + 1), rel=0.05)

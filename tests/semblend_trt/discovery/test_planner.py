@@ -255,16 +255,6 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode: EngineMode) -
 
 
 @pytest.mark.parametrize(
-    ("overrides", "policy", "reason"),
-    [({}, "off", "policy_off"), ({"enabled": False}, "exact", "disabled"), ({"min_reuse_ratio": 0.99}, "exact", None)],
-)
-def test_switches(overrides: dict[str, object], policy: str, reason: str | None) -> None:
-    planned = planner({"a": PROMPT}, policy, **overrides).plan(request())
-    assert planned.outcome_reason == reason
-    assert (planned.plan is None) == (reason is not None)
-
-
-@pytest.mark.parametrize(
     ("length", "reason"), [(0, "short_prompt"), (1, "short_prompt"), (64, "short_prompt"), (65, None)]
 )
 def test_short_prompts(length: int, reason: str | None) -> None:
@@ -283,7 +273,6 @@ def test_no_match() -> None:
     donors = {"a": text(5, 500), "short": PROMPT[200:263], "computed": PROMPT[:600]}
     planned = planner(donors).plan(request(computed=600))
     assert_refused(planned, "no_donor_match")
-    assert_refused(planner({}).plan(request()), "no_donor_match")
 
 
 def test_other_namespaces_are_not_even_counted() -> None:
@@ -531,6 +520,5 @@ _REFUSALS: dict[str, Callable[[], Planned]] = {
 
 
 @pytest.mark.parametrize("reason", sorted(_REFUSALS))
-def test_each_documented_refusal_happens(reason: str) -> None:
+def test_each_refusal_happens(reason: str) -> None:
     assert_refused(_REFUSALS[reason](), reason)
-    assert reason in (Planner.__doc__ or "")

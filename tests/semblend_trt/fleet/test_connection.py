@@ -1,4 +1,4 @@
-"""Connections to a real nats-server: as the settings ask for them, as its permissions allow, over its losses."""
+"""Connections to a real nats-server: credentials, permissions, and what happens when it is killed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import contextlib
 import json
 import logging
 import os
-import re
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,10 +19,15 @@ from semblend_trt.fleet.announcer import generation
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from tests.pages import Page
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "fleet.md"
+# No worker is forgotten for its silence.
+STOPPED_CLOCK = {"clock": lambda: 0.0, "resync_seconds": 0.0}
 PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "router")}
 UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
 ACCOUNT_LIMITS = UNLIMITED | {"conn": -1, "leaf": -1, "imports": -1, "exports": -1, "wildcards": True}
@@ -137,7 +140,7 @@ class WatchedDirectory(Directory):
         self._held_back: bytes | None = None
 
     def observe(self, payload: bytes, sender: str | None = None):
-        self.changed.set()  # who waits looks in a later turn of the loop
+        self.changed.set()  # a waiting test looks in a later turn of the loop
         if self._rng.random() < self.loss:
             return None
         if self._rng.random() < self.loss:  # it comes after the next one
@@ -153,7 +156,7 @@ class WatchedDirectory(Directory):
         await asyncio.wait_for(holds(), 60)
 
     def equals(self, workers) -> bool:
-        synced = {state.worker for state in self.workers() if state.is_synced}
+        synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
         return all(worker in synced and self.donors_of(worker) == held.held for worker, held in workers.items())
 
 
@@ -232,11 +235,10 @@ def test_a_worker_that_comes_back_with_a_wrong_clock_is_learnt(
         assert directory.counts[counted] > 0
         assert directory.counts["expired"] == 1
 
-    reading(nats_server, check)
+    reading(nats_server, check, directory=STOPPED_CLOCK)
 
 
 def test_forged_donors_are_forgotten_by_the_workers_own_heartbeats(nats_server, make_worker, make_reader) -> None:
-    """The directory's clock stands still, so that no silence ends what was forged."""
     worker, forger = make_worker(nats_server, worker=WORKERS[0]), make_reader(nats_server.url)
     worker.add("a")
     writer = EventWriter(Emitter(*WORKERS[0], generation()), EventFormat.JSON)
@@ -248,7 +250,7 @@ def test_forged_donors_are_forgotten_by_the_workers_own_heartbeats(nats_server, 
         await directory.until(lambda: directory.counts["stale"])
         await directory.until(lambda: directory.equals({WORKERS[0]: worker}))
 
-    reading(nats_server, check, directory={"clock": lambda: 0.0, "resync_seconds": 0.0})
+    reading(nats_server, check, directory=STOPPED_CLOCK)
 
 
 def test_garbage_on_the_subject_is_counted_and_nothing_more(nats_server, make_workers, make_reader) -> None:
@@ -327,7 +329,7 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch) -> None
 @pytest.fixture
 def guarded_server(make_nats_server, tmp_path, monkeypatch):
     """A server with the documented accounts and permissions."""
-    (block,) = re.findall(r"```\n(accounts \{.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (each for each in Page("docs/fleet.md").blocks() if each.startswith("accounts {"))
     config = tmp_path / "nats.conf"
     config.write_text(block)
     for name, password in PASSWORDS.items():
@@ -346,7 +348,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker) -> 
         options = options_of(guarded_server, f"worker-{worker[0]}")
         workers[worker] = make_worker(guarded_server, worker=worker, servers=options.servers, per_worker=True)
         workers[worker].add(f"donor-of-{worker[0]}")
-        assert workers[worker].publisher.flush(30)  # all was told before anybody heard: only a resync tells it again
+        assert workers[worker].publisher.flush(30)  # sent before the reader listens: only a resync repeats it
 
     async def reads() -> None:
         directory = WatchedDirectory()
@@ -375,7 +377,7 @@ def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_s
             await forger.publish(f"{SUBJECT}.4", own.reset())
             await forger.flush()
         await forger.close()
-        assert [state.worker for state in directory.workers()] == [(4, 0)]
+        assert list(directory.workers()) == [(4, 0)]
         assert directory.counts["wrong_subject"] >= 1
         assert set(directory.counts) <= {"reset", "refused", "wrong_subject"}
         await reader.stop()

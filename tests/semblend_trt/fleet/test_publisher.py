@@ -138,7 +138,7 @@ def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_wor
     assert worker.counters.resyncs["overflow"] == 1
 
 
-def test_changes_that_nobody_saw_in_between_become_one_event_or_none(nats_server, make_reader, make_worker) -> None:
+def test_changes_between_two_looks_become_one_event_or_none(nats_server, make_reader, make_worker) -> None:
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server)
     assert worker.publisher.flush(30)
@@ -270,7 +270,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     nats_server, relay, worker_of_a_stream, monkeypatch
 ) -> None:
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 3600.0)  # nobody waits for answers of a connection that is cut
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 3600.0)  # a cut connection must not be waited for
     relay.keep(20, is_to_cut=True)
     add_at_once(worker, 20)
     assert relay.wait_for_kept(20)
@@ -280,7 +280,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     assert counters.sent["donor_registered"] == 20
     assert relay.repeats == 0
     directory = read_back(nats_server, 44)
-    assert directory.state(STREAM).events["provider_generation_reset"] == 2
+    assert directory.workers()[STREAM].events["provider_generation_reset"] == 2
     assert directory.is_synced(STREAM)
     assert known(directory) == worker.held
 

@@ -105,7 +105,7 @@ def test_bad_lines_can_be_passed_over() -> None:
     assert [str(problem).split(" is")[0] for problem in problems] == ["line 1", "line 3"]
 
 
-HASHER = Hasher.of(b"a secret of sixteen bytes")
+HASHER = Hasher(b"a secret of sixteen bytes")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_text_is_kept_only_where_that_is_asked_for(make: Any) -> None:
 
 def test_hashes_belong_to_a_tenant_and_a_key(make: Any) -> None:
     body = {"prompt": "something"}
-    other = Hasher.of(b"another secret of more bytes")
+    other = Hasher(b"another secret of more bytes")
     hashes = {
         make(99, hasher=hasher).blocks(body, tenant)[0].content_hash
         for hasher in (HASHER, other)
@@ -189,7 +189,7 @@ class Log:
     def __init__(self, tokenizer: Any, path: Path, **fields: Any) -> None:
         self.counters = RouterCounters()
         config = TelemetryConfig(path=path, **fields)
-        self.log = TraceLog(config, Hasher.of(b"secret"), PromptReader(tokenizer), self.counters)
+        self.log = TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
 
     def count(self, result: str) -> float | None:
         return self.counters.registry.get_sample_value("semblend_router_trace_lines_total", {"result": result})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,17 +28,19 @@ SECRET = "a secret of the router"
 
 @dataclass
 class StandIn:
-    """A replica that answers with its number. `behave` says how: well, busy, silent, away (it names `elsewhere`), dying
-    (before its first byte), cut (behind an event), torn (within one), stuck (within one, but alive), dripping (byte by
-    byte), large, ill (its engine has died), or wrong (its answer is an error). It keeps the bodies and headers that it
-    was sent."""
+    """A replica that answers with its number, and keeps the bodies and headers that it was sent.
+
+    `behave` says how it answers: well, busy, silent, away (redirects to `elsewhere`), dying (before the first byte),
+    cut (after an event), torn (within an event), stuck (within an event, but alive), dripping (byte by byte), endless,
+    large, ill (its engine has died), or wrong (with an error).
+    """
 
     number: int
     behave: str = "well"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    # Who is cut or torn waits for this, so that its first event is through.
+    # A stream that is cut or torn waits for this, so that its first event arrives.
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     elsewhere: str = ""
@@ -86,18 +89,11 @@ class StandIn:
             return self._cut(request)
         if self.behave == "stuck":
             return await self._stay()
-        if self.behave == "dripping":
+        if self.behave in ("dripping", "endless"):
             try:
                 while True:
-                    await response.write(b".")
+                    await response.write(b"." if self.behave == "dripping" else b": still here\n\n")
                     await asyncio.sleep(0.001)
-            finally:
-                self.left.set()
-        if self.behave == "endless":
-            try:
-                while True:
-                    await response.write(b": still here\n\n")
-                    await asyncio.sleep(0)
             finally:
                 self.left.set()
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
@@ -160,31 +156,39 @@ async def _running(tokenizer: Any, replicas: int = 2, **fields: Any) -> AsyncIte
             yield Routed(client, running, stand_ins, address)
 
 
-@pytest.fixture
-def routed(tokenizer: Any) -> Callable[..., Any]:
-    """routed(test, replicas=2, **fields of the configuration): runs `test(Routed)`, a coroutine function."""
+def run_within(opened: AbstractAsyncContextManager[Any], test: Callable[[Any], Any]) -> Any:
+    """Runs the coroutine function `test` with what `opened` yields."""
 
-    def run(test: Callable[[Routed], Any], **fields: Any) -> Any:
-        async def all_of_it() -> Any:
-            async with _running(tokenizer, **fields) as parts:
-                return await test(parts)
+    async def all_of_it() -> Any:
+        async with opened as parts:
+            return await test(parts)
 
-        return asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
-
-    return run
+    return asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
 
 
-def router(**fields: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of a coroutine function, whose first argument is a router with these fields of its configuration."""
+def within(opens: Callable[..., Any], *fixtures: str, **fields: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a coroutine function, whose first argument is what `opens(*fixtures, **fields)` yields."""
 
     def made(test: Callable[..., Any]) -> Callable[..., None]:
-        def run(routed: Callable[..., Any], **others: Any) -> None:
-            routed(lambda parts: test(parts, **others), **fields)
+        _, *others = inspect.signature(test).parameters
 
-        _, *others = inspect.signature(test).parameters.values()
-        own = inspect.Parameter("routed", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        run.__signature__ = inspect.Signature([own, *others])  # type: ignore[attr-defined]
+        def run(**given: Any) -> None:
+            own = {name: given[name] for name in others}
+            run_within(opens(*(given[name] for name in fixtures), **fields), lambda parts: test(parts, **own))
+
+        names = dict.fromkeys([*fixtures, *others])
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__doc__ = test.__doc__
         return run
 
     return made
+
+
+router = partial(within, _running, "tokenizer")
+
+
+@pytest.fixture
+def routed(tokenizer: Any) -> Callable[..., Any]:
+    """routed(test, **fields of the configuration): for fields that need fixtures."""
+    return lambda test, **fields: run_within(_running(tokenizer, **fields), test)

@@ -37,9 +37,9 @@ def as_tenant(name: str, **more: str) -> dict[str, str]:
 
 @router()
 async def test_bodies_go_through_and_answers_come_back(parts: Routed) -> None:
-    status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="somebody")
+    status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="a user")
     assert (status, answer["choices"]) == (200, [{"text": "1"}])
-    assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "somebody"}]
+    assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "a user"}]
     assert headers["X-SemBlend-Worker"] == "1.0"
     assert headers["X-Request-ID"] == parts.replicas[0].headers[0]["X-Request-ID"]
     refused = await parts.ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=0)
@@ -85,12 +85,12 @@ async def test_tenants_get_their_salts_from_the_router(parts: Routed) -> None:
     ("headers", "status", "reason"),
     [
         ({}, 401, "unknown_key"),
-        (as_tenant("nobody"), 401, "unknown_key"),
+        (as_tenant("unknown"), 401, "unknown_key"),
         (as_tenant("acme") | {"X-Tenant-ID": "globex"}, 403, "tenant_forbidden"),
     ],
 )
 @router(keys=KEYS)
-async def test_who_may_not_ask_reaches_no_replica(
+async def test_a_refused_caller_reaches_no_replica(
     parts: Routed, headers: dict[str, str], status: int, reason: str
 ) -> None:
     got, answer, _ = await parts.ask(prompt="abc", headers=headers)
@@ -143,7 +143,7 @@ async def test_another_replica_is_asked_before_the_first_byte(
         assert b'"2"' in await response.read()
     assert len(parts.replicas[0].bodies) == 1
     assert parts.count("semblend_router_failed_attempts_total", reason=reason) == 1
-    # Who is dead is left alone until a check finds it well; who is busy is not.
+    # A dead replica is not used until a check finds it healthy; a busy one is.
     healthy = parts.count("semblend_router_replica_healthy", worker="1.0")
     assert healthy == (behave == "busy")
     assert parts.count("semblend_router_replica_load", worker="1.0") == 0
@@ -184,7 +184,7 @@ async def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
     assert last["error"]["code"] == "broken_stream"
     assert parts.replicas[1].bodies == []
     assert parts.count("semblend_router_broken_streams_total") == 1
-    # Who was slow is as healthy as it says.
+    # A slow replica is as healthy as it says.
     assert parts.count("semblend_router_replica_healthy", worker="1.0") == healthy
 
 
@@ -200,7 +200,7 @@ async def test_a_replica_that_does_not_begin_is_given_up(parts: Routed, stream: 
 
 
 @router(replicas=3)
-async def test_nobody_is_sent_to_where_a_replica_points(parts: Routed) -> None:
+async def test_redirects_of_a_replica_are_not_followed(parts: Routed) -> None:
     parts.replicas[0].behave = "away"
     parts.replicas[0].elsewhere = parts.replicas[2].url
     _, answer, headers = await parts.ask(prompt="abc")
@@ -532,6 +532,6 @@ def test_a_directory_that_fails_is_no_failure(place: Callable[..., Any]) -> None
     assert fallbacks(counters, "directory_failed") == 1
 
 
-def test_without_a_directory_nobody_holds_anything(place: Callable[..., Any]) -> None:
+def test_without_a_directory_there_are_no_holders(place: Callable[..., Any]) -> None:
     prompt, worker, _ = place("a", {"prompt": PROMPT}, known=None)
     assert (prompt.holders, worker) == ((), (1, 0))

@@ -9,6 +9,7 @@ import resource
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,11 +25,11 @@ from semblend_trt.fleet.router.serving import (
     listening,
     refusing,
 )
-from tests.semblend_trt.fleet.router.conftest import WAIT_SECONDS
+from tests.semblend_trt.fleet.router.conftest import run_within, within
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from tests.semblend_trt.fleet.router.conftest import Routed
 
@@ -37,7 +38,6 @@ GOOD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nConnection: close\r\
 HALF = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Le"
 WITHOUT_BODY = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
 STAY = b"POST /stay HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
-PATIENT = ServerBounds(header_seconds=3600, body_seconds=3600)
 
 
 @dataclass
@@ -79,13 +79,16 @@ class Served:
 
 
 @asynccontextmanager
-async def running(bounds: ServerBounds) -> AsyncIterator[Served]:
-    served = Served(bounds)
+async def running(**bounds: Any) -> AsyncIterator[Served]:
+    served = Served(ServerBounds(**bounds))
     app = web.Application(middlewares=[refusing()])
     app.router.add_post("/", served.answer)
     app.router.add_post("/stay", served.stay)
     async with listening(app, "127.0.0.1", 0, served.connections) as served.address, served.opened:
         yield served
+
+
+server = partial(within, running)
 
 
 async def ended(reader: asyncio.StreamReader) -> bool:
@@ -96,52 +99,36 @@ async def ended(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def run(test: Callable[[Served], Awaitable[None]], bounds: ServerBounds) -> None:
-    async def all_of_it() -> None:
-        async with running(bounds) as served:
-            await test(served)
-
-    asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
-
-
 @pytest.mark.parametrize("sent", [b"", HALF, GOOD.replace(b"close", b"keep-alive")])
-def test_who_sends_no_header_is_left(sent: bytes) -> None:
-    async def test(served: Served) -> None:
-        reader = await served.open(sent)
-        assert await reader.read() == b"" or sent.endswith(b"{}")
-        while len(served.connections):
-            await asyncio.sleep(0)
-
-    run(test, ServerBounds(header_seconds=0.1))
+@server(header_seconds=0.1)
+async def test_a_client_without_a_header_is_closed(served: Served, sent: bytes) -> None:
+    reader = await served.open(sent)
+    assert await reader.read() == b"" or sent.endswith(b"{}")
+    while len(served.connections):
+        await asyncio.sleep(0)
 
 
-def test_who_sends_a_header_byte_by_byte_is_left() -> None:
-    async def test(served: Served) -> None:
-        host, port = served.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        while not reader.at_eof():
-            writer.write(b"a")
-            with suppress(asyncio.TimeoutError, ConnectionError):
-                await asyncio.wait_for(reader.read(), 0.001)
-        writer.close()
-
-    run(test, ServerBounds(header_seconds=0.2))
+@server(header_seconds=0.2)
+async def test_a_client_with_a_slow_header_is_closed(served: Served) -> None:
+    host, port = served.address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    while not reader.at_eof():
+        writer.write(b"a")
+        with suppress(asyncio.TimeoutError, ConnectionError):
+            await asyncio.wait_for(reader.read(), 0.001)
+    writer.close()
 
 
-def test_who_sends_no_body_is_told() -> None:
-    async def test(served: Served) -> None:
-        assert error_of(await answered(served.address, WITHOUT_BODY)) == (408, "body_timeout")
-
-    run(test, ServerBounds(header_seconds=0.1, body_seconds=0.1))
+@server(header_seconds=0.1, body_seconds=0.1)
+async def test_a_client_without_a_body_is_told(served: Served) -> None:
+    assert error_of(await answered(served.address, WITHOUT_BODY)) == (408, "body_timeout")
 
 
-def test_who_takes_no_answer_is_left() -> None:
-    async def test(served: Served) -> None:
-        reader = await served.open(STAY)
-        await served.left.wait()
-        assert reader is not None
-
-    run(test, ServerBounds(header_seconds=3600, body_seconds=0.5))
+@server(header_seconds=3600, body_seconds=0.5)
+async def test_a_client_that_takes_no_answer_is_closed(served: Served) -> None:
+    reader = await served.open(STAY)
+    await served.left.wait()
+    assert reader is not None
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, WITHOUT_BODY])
@@ -155,45 +142,39 @@ def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.Lo
             assert await ended(reader)
         assert not any(reader.at_eof() for reader in readers[10:])
         assert set(served.dropped) == {"made_room"}
-        # Who is being served never makes room.
+        # A connection that is served never makes room.
         assert await streams[0].readexactly(4096)
 
-    run(test, ServerBounds(3600, 3600, max_connections=4))
+    run_within(running(header_seconds=3600, body_seconds=3600, max_connections=4), test)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_peer_makes_room_for_itself_alone() -> None:
-    async def test(served: Served) -> None:
-        other = await served.open(HALF, "127.0.0.2")
-        for _ in range(9):
-            await served.open(HALF)
-        assert error_of(await answered(served.address, GOOD)) == (200, None)
-        assert not other.at_eof()
-        assert len(served.connections) <= 4
-
-    run(test, ServerBounds(3600, 3600, max_peer_connections=3))
+@server(header_seconds=3600, body_seconds=3600, max_peer_connections=3)
+async def test_a_peer_makes_room_for_itself_alone(served: Served) -> None:
+    other = await served.open(HALF, "127.0.0.2")
+    for _ in range(9):
+        await served.open(HALF)
+    assert error_of(await answered(served.address, GOOD)) == (200, None)
+    assert not other.at_eof()
+    assert len(served.connections) <= 4
 
 
-def test_where_all_are_served_nobody_else_is() -> None:
-    async def test(served: Served) -> None:
-        streams = [await served.open(STAY) for _ in range(2)]
-        for stream in streams:
-            await stream.readuntil(b"\r\n\r\n")
-        assert await answered(served.address, GOOD) == b""
-        assert served.dropped == ["no_room"]
-        assert len(served.connections) == 2
-
-    run(test, ServerBounds(3600, 3600, max_connections=2))
+@server(header_seconds=3600, body_seconds=3600, max_connections=2)
+async def test_where_all_are_served_a_new_connection_is_closed(served: Served) -> None:
+    streams = [await served.open(STAY) for _ in range(2)]
+    for stream in streams:
+        await stream.readuntil(b"\r\n\r\n")
+    assert await answered(served.address, GOOD) == b""
+    assert served.dropped == ["no_room"]
+    assert len(served.connections) == 2
 
 
-def test_a_connection_waits_again_behind_its_answer() -> None:
-    async def test(served: Served) -> None:
-        kept = await served.open(GOOD.replace(b"close", b"keep-alive"))
-        await kept.readuntil(b"}")
-        assert error_of(await answered(served.address, GOOD)) == (200, None)
-        assert served.dropped == ["made_room"]
-
-    run(test, ServerBounds(3600, 3600, max_connections=1))
+@server(header_seconds=3600, body_seconds=3600, max_connections=1)
+async def test_a_connection_waits_again_behind_its_answer(served: Served) -> None:
+    kept = await served.open(GOOD.replace(b"close", b"keep-alive"))
+    await kept.readuntil(b"}")
+    assert error_of(await answered(served.address, GOOD)) == (200, None)
+    assert served.dropped == ["made_room"]
 
 
 def test_half_of_the_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +217,7 @@ def test_without_descriptors_it_waits_and_goes_on(caplog: pytest.LogCaptureFixtu
             client.close()
 
     try:
-        run(test, PATIENT)
+        run_within(running(header_seconds=3600, body_seconds=3600), test)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     told = [record for record in caplog.records if "could not be accepted" in record.getMessage()]
@@ -262,12 +243,12 @@ def test_without_descriptors_it_waits_and_goes_on(caplog: pytest.LogCaptureFixtu
         ("Content-Length: 2\r\nExpect: something", b"{}", 417, "http_error"),
     ],
 )
-def test_what_is_wrong_in_a_request_is_named(lines: str, body: bytes, status: int, code: str) -> None:
-    async def test(served: Served) -> None:
-        request = f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}\r\n\r\n".encode() + body
-        assert error_of(await answered(served.address, request)) == (status, code)
-
-    run(test, ServerBounds(header_seconds=0.2, max_body_bytes=2048))
+@server(header_seconds=0.2, max_body_bytes=2048)
+async def test_what_is_wrong_in_a_request_is_named(
+    served: Served, lines: str, body: bytes, status: int, code: str
+) -> None:
+    request = f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}\r\n\r\n".encode() + body
+    assert error_of(await answered(served.address, request)) == (status, code)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
@@ -277,7 +258,7 @@ def test_a_body_that_cannot_be_decoded_leaves_no_traceback(encoding: str, caplog
         request = f"POST / HTTP/1.1\r\nHost: a\r\n{lines}\r\n\r\n".encode() + b"{}"
         assert error_of(await answered(served.address, request))[0] == 400
 
-    run(test, ServerBounds(header_seconds=0.2))
+    run_within(running(header_seconds=0.2), test)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 

@@ -1,4 +1,4 @@
-"""Who a caller is hangs on the API key alone; a tenant's salt on the router's secret, and on nothing sent."""
+"""The API key alone decides who a caller is; a tenant's salt depends on the router's secret and on nothing sent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts() -> None:
         ("acme-key", "\udcff", None, 403, "tenant_forbidden"),
     ],
 )
-def test_whoever_claims_more_is_refused(
+def test_callers_that_claim_more_are_refused(
     key: str | None, tenant: str | None, session: str | None, status: int, reason: str
 ) -> None:
     with pytest.raises(RequestRefusedError) as refused:
@@ -76,11 +76,11 @@ def test_the_scheme_counts() -> None:
         tenants().caller(CIMultiDict({"Authorization": "Basic acme-key"}))
 
 
-def test_without_keys_nobody_is_told_apart() -> None:
-    everybody = tenants(with_keys=False)
-    assert everybody.caller(headers("whatever", session="s")) == Caller(session="s")
+def test_without_keys_callers_are_not_distinguished() -> None:
+    keyless = tenants(with_keys=False)
+    assert keyless.caller(headers("whatever", session="s")) == Caller(session="s")
     with pytest.raises(RequestRefusedError, match="this router knows no tenants") as refused:
-        everybody.caller(headers(tenant="acme"))
+        keyless.caller(headers(tenant="acme"))
     assert refused.value.reason == "tenant_forbidden"
 
 
