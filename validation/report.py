@@ -6,17 +6,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from kernels.results import Measured, Results, Row
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED
 from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
 from validation.gates import MAX_LOGIT_DIFFERENCE, exact_match, exact_match_drop, unrelated_fires
 from validation.metrics import mean, median, percentile
+from validation.output import table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
 
     from validation.audit_log import AuditCounts
     from validation.exactness import Exactness
@@ -158,11 +159,9 @@ class Report:
 
 def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Table:
     """A row for each line, and a rule between workloads and sizes."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("workload", "size", "arm"):
-        table.add_column(heading, no_wrap=True)
-    for heading, *_ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = [heading for heading, *_ in columns]
+    headings = ["workload", "size", "arm", *figures]
+    table = table_of(title, headings, figures, headings)
     for line, following in zip(lines, [*lines[1:], None], strict=True):
         cells = (
             "-" if line[name] is None else f"{line[name] * factor:,.{digits}f}" for _, name, digits, factor in columns
@@ -173,9 +172,7 @@ def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Se
 
 
 def _gate_table(gates: Sequence[Gate]) -> Table:
-    table = Table(title="Gates", title_justify="left")
-    for heading in ("gate", "value", "bound", "holds", "reads"):
-        table.add_column(heading, justify="right" if heading in ("value", "bound") else "left", overflow="fold")
+    table = table_of("Gates", ("gate", "value", "bound", "holds", "reads"), ("value", "bound"))
     for gate in gates:
         bound = f"{'>=' if gate.better == 'higher' else '<='} {gate.bound:g}"
         verdict = "no sample" if gate.value is None else "yes" if gate.holds else "[bold red]no[/]"
