@@ -1,19 +1,19 @@
 """The sequences of one forward as an engine scheduled them, and the forwards that run them once plans add rows.
 
-A plan may compute more tokens than the engine has scheduled, so an iteration is divided into micro-batches of bounded
-size. Rows of one sequence are divided in the order of their positions: each part attends to what the parts before it
-have left in the pool.
+A plan may compute more tokens than the engine has scheduled, so an iteration is divided into forwards of bounded size
+(micro-batches). The rows of a sequence are divided in the order of their positions: each part attends to the KV that
+the parts before it have left in the pool.
 
-Rows that are compared, or that leave before the last layer, stay in one micro-batch. Where they are too many for one,
-their lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done.
-The others enter layer 0 again, because the hidden rows of all parts are not kept.
+Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many for that, their
+lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done. The
+others enter layer 0 again, because the parts' hidden rows are not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -33,45 +33,35 @@ if TYPE_CHECKING:
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """What one forward runs.
+class Part(NamedTuple):
+    """Rows of one work in one forward; `owner`: the work's index in the iteration.
 
-    `owners`: of each of `works`, which work of the iteration it is a part of. `scheduled`: how many of its rows the
-    engine has scheduled. Every work puts out at least its last row; where `scheduled` is 0, that output is not used.
+    `scheduled`: how many of the rows the engine has scheduled. A part has an output row even if that is 0; the output
+    is then not used.
     """
 
-    works: list[SequenceWork] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    scheduled: list[int] = field(default_factory=list)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(len(work.positions) for work in self.works)
-
-    def add(self, work: SequenceWork, owner: int, scheduled: int) -> None:
-        self.works.append(work)
-        self.owners.append(owner)
-        self.scheduled.append(scheduled)
+    work: SequenceWork
+    owner: int
+    scheduled: int
 
 
-def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[MicroBatch]:
+def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[list[Part]]:
     """`works` in as few forwards of at most `max_rows` rows as possible; None puts them into one.
 
-    A forward is larger only where rows that stay together, with one row behind them, are more than `max_rows`;
+    A forward is larger only if rows that stay together, with one row behind them, are more than `max_rows`;
     `with_lowest_layers_run` leaves no such work.
     """
-    found = [MicroBatch()]
+    found: list[list[Part]] = [[]]
     for owner, work in enumerate(works):
         rest: SequenceWork | None = work
         while rest is not None:
-            room = len(rest.positions) if max_rows is None else max_rows - found[-1].num_rows
-            end = _end(rest, num_layers, room)
-            if end is None and found[-1].works:
-                found.append(MicroBatch())
+            taken = sum(len(part.work.positions) for part in found[-1])
+            end = _end(rest, num_layers, len(rest.positions) if max_rows is None else max_rows - taken)
+            if end is None and found[-1]:
+                found.append([])
                 continue
-            part, scheduled, rest = _divide(rest, end or len(rest.positions))
-            found[-1].add(part, owner, scheduled)
+            own, scheduled, rest = _divide(rest, end or len(rest.positions))
+            found[-1].append(Part(own, owner, scheduled))
     return found
 
 
@@ -97,14 +87,14 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
 def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
-    """`work`, or what is left of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
+    """`work`, or the rest of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
 
-    Most works can be divided as they are, and nothing runs; with None none has to be. Otherwise `run` gets their parts,
-    and `evidence_sink` is told what the check found; the host waits for the device there.
+    Most works can be divided as they are, and nothing runs; None needs no division. Otherwise `run` gets their parts,
+    and `evidence_sink` what the check found; the host waits for the device there.
     """
-    # Rows of cold requests and of decode steps are counted only: this runs in every iteration.
+    # This runs in every iteration; rows of cold requests and of decode steps are only counted.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
-        # The layer in which rows are compared, else the last one that the first rows to leave are computed in.
+        # The layer in which rows are compared, else the last one before the first rows leave.
         layer = int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
         starts = range(0, rows.stop, max_rows)
         parts = [work.part(start, min(start + max_rows, rows.stop), 0) for start in starts]
@@ -119,9 +109,9 @@ def with_lowest_layers_run(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of one forward, by index: request id, first position and tokens of each; `contexts` come first.
+    """Sequences of one forward, by index: request id, first position and number of tokens; `contexts` come first.
 
-    `input_ids`: [tokens], on the engine's device; only there are the newest tokens known.
+    `input_ids`: [tokens], on the engine's device; the newest tokens are known only there.
     """
 
     request_ids: tuple[int, ...]
@@ -141,12 +131,13 @@ class Batch:
         evidence_sink: EvidenceSink | None = None,
         keys_per_row: int = 0,
     ) -> torch.Tensor:
-        """The hidden rows that the engine scheduled, [tokens, hidden], in its order, in as many forwards as they need.
+        """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden], in its
+        order.
 
-        `plans` by request id; `blocks`: every request's block ids. `run` gives the output rows of one schedule, and
-        `lowest` runs one up to its check and gives the deviations found there; both get schedules on the engine's
-        device. No forward has more than `max_rows` rows; `keys_per_row` as for `works_of`. Raises PlanError when a plan
-        does not fit its request, ValueError when a block is missing.
+        `plans` by request id; `blocks`: every request's block ids. `run` returns the output rows of one schedule;
+        `lowest` runs one up to its check and returns the deviations. Both get schedules on the engine's device. No
+        forward has more than `max_rows` rows; `keys_per_row` as for `works_of`. Raises PlanError when a plan does not
+        fit its request, ValueError when a block is missing.
         """
         num_layers, device = geometry.num_layers, self.input_ids.device
 
@@ -162,10 +153,10 @@ class Batch:
             for work in works_of(slices, num_layers, keys_per_row)
         ]
         hidden, done = [], 0
-        for part in micro_batches(works, num_layers, max_rows):
-            end = done + sum(part.scheduled)
-            own = run(self._schedule(part, self.input_ids[done:end], num_layers))
-            asked = np.repeat([count > 0 for count in part.scheduled], [work.outputs for work in part.works])
+        for parts in micro_batches(works, num_layers, max_rows):
+            end = done + sum(part.scheduled for part in parts)
+            own = run(_schedule(parts, self.input_ids[done:end], num_layers))
+            asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), device))
             hidden.append(own)
@@ -173,17 +164,18 @@ class Batch:
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
-        """One sequence; its newest tokens, where no plan knows them, are 0."""
+        """One sequence; its tokens are 0 if no plan knows them."""
         begin, length = self.begins[index], self.lengths[index]
         needed = -(-(begin + length) // block_size)
         tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length].tolist())
         return SequenceSlice(self.request_ids[index], begin, tokens, tuple(blocks[:needed]), plan)
 
-    def _schedule(self, part: MicroBatch, input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
-        """`input_ids`: the engine's tokens of the part, which stand behind the plans' rows of each sequence."""
-        ends = np.cumsum([len(work.positions) for work in part.works])
-        own = [np.arange(end - count, end) for end, count in zip(ends, part.scheduled, strict=True)]
-        schedule = schedule_of(part.works, num_layers).to(input_ids.device)
-        tokens = schedule.token_ids.to(input_ids.dtype)
-        tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
-        return replace(schedule, token_ids=tokens)
+
+def _schedule(parts: Sequence[Part], input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
+    """`input_ids`: the parts' tokens that the engine scheduled; they stand behind the plans' rows of each sequence."""
+    ends = np.cumsum([len(part.work.positions) for part in parts])
+    own = [np.arange(end - part.scheduled, end) for end, part in zip(ends, parts, strict=True)]
+    schedule = schedule_of([part.work for part in parts], num_layers).to(input_ids.device)
+    tokens = schedule.token_ids.to(input_ids.dtype)
+    tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
+    return replace(schedule, token_ids=tokens)

@@ -1,4 +1,4 @@
-"""What one request computes in one iteration: its rows, how many layers of each, and the check that decides on them."""
+"""What one request computes in one iteration: its rows, how many layers of each, and the check that decides."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class SequenceSlice:
     """What the executor schedules of one request in one iteration: positions begin .. begin + len(token_ids) - 1.
 
-    `block_ids` are all blocks of the request so far. `plan` is executed by this slice, so only the first slice of a
-    request carries one.
+    `block_ids` are all blocks of the request so far. This slice executes `plan`, so only the first slice of a request
+    has one.
     """
 
     request_id: int
@@ -43,8 +43,8 @@ class SpanChoice:
     """What a SpanCheck decides from deviations alone.
 
     `computed`: bool [checked tokens], those that all layers above compute; the others keep the donor's KV.
-    `is_dropped`: the plan would have saved too little, or nothing, and every token is computed. `largest_kept`: the
-    largest deviation of a token that keeps the donor's KV, 0.0 without one.
+    `is_dropped`: the plan saved too little, so every token is computed. `largest_kept`: the largest deviation of a
+    token that keeps the donor's KV, 0.0 without one.
     """
 
     computed: npt.NDArray[np.bool_]
@@ -67,9 +67,8 @@ def choose(
 ) -> SpanChoice:
     """Decides one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
 
-    Of the `promised` tokens `exact_tokens` are saved in any case. A deviation that is not a number exceeds every
-    threshold. `widened` takes the tokens to compute, bool [checked tokens], and adds those that are cheaper computed
-    than skipped.
+    `exact_tokens` of the `promised` tokens are saved in any case. A deviation that is not a number exceeds every
+    threshold. `widened` adds tokens that are cheaper to compute than to skip to those computed, bool [checked tokens].
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -111,18 +110,18 @@ def _deviating_windows(
 def closed(
     computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
 ) -> npt.NDArray[np.bool_]:
-    """`computed`, bool [rows], with the rows of short gaps between two computed rows added; unchanged for 0.
+    """Adds the rows of short gaps between two computed rows to `computed`, bool [rows]; 0 adds none.
 
-    Skipping a gap makes attention read all keys before its end once more, which costs one row for `keys_per_row` keys.
-    A gap is short when computing its rows costs no more than that. `positions`: int64 [rows], rising. A gap in which
-    some positions have no row stays open.
+    Skipping a gap makes attention read all keys before the gap's end once more, which costs as much as one row for each
+    `keys_per_row` keys. A gap is short if its rows cost no more than that. `positions`: int64 [rows], rising. A gap in
+    which some positions have no row stays open.
     """
     found = np.flatnonzero(computed)
     if not keys_per_row:
         return computed
     rows, gaps = np.diff(found) - 1, np.diff(positions[found]) - 1
     closes = (gaps > 0) & (gaps * keys_per_row <= positions[found[1:]]) & (rows == gaps)
-    # Every row's gap is that of the computed row before it.
+    # A row's gap begins behind the last computed row before it.
     inside = np.zeros(len(computed), dtype=bool)
     inside[found[:-1][closes]] = True
     before = np.maximum.accumulate(np.where(computed, np.arange(len(computed)), 0))
@@ -133,7 +132,7 @@ def closed(
 class PendingCheck:
     """A plan whose check has not decided yet.
 
-    `rows`: of each checked span, the request's rows that are compared; all of them are computed until the check has
+    `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
     decided. `keys_per_row` as for `works_of`.
     """
 
@@ -152,7 +151,7 @@ class PendingCheck:
         return np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in self.rows])
 
     def within(self, start: int, stop: int) -> PendingCheck | None:
-        """What is compared of the rows start..stop-1, counted from the first of them; None for nothing."""
+        """The check of the rows start..stop-1, counted from the first of them; None if none is compared."""
         cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
         kept = tuple(rows for rows in cut if rows)
         return replace(self, rows=kept) if kept else None
@@ -189,10 +188,10 @@ class PendingCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceWork:
-    """The rows of one request that enter layer 0, and how far up each one goes.
+    """The rows of one request that enter layer 0, and how many layers compute each.
 
     `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows], how many of the lowest layers
-    compute the row. `outputs`: rows at the end whose output is asked for. `block_ids`: int64, the request's blocks, on
+    compute the row. `outputs`: the last rows, whose output is asked for. `block_ids`: int64, the request's blocks, on
     the host. `pending` is set until its check has decided.
     """
 
@@ -208,7 +207,8 @@ class SequenceWork:
         return self.drops_at > layer
 
     def together(self, num_layers: int) -> range:
-        """The rows from the first to the last of those that are compared, or that leave before the last layer."""
+        """The range of rows that must stay in one forward: from the first to the last one that is compared, or that
+        leaves before the last layer."""
         found = np.flatnonzero(self.drops_at < num_layers)
         if self.pending is not None:
             found = np.concatenate([found, self.pending.checked])
@@ -226,7 +226,7 @@ class SequenceWork:
         )
 
     def beyond(self, layer: int, num_layers: int) -> SequenceWork:
-        """The rows that go on above `layer`, or to the end. Only for a work whose check has decided."""
+        """The rows that are computed above `layer`, or in the last layer. The check must have decided."""
         assert self.pending is None
         stays = self.active(min(layer + 1, num_layers - 1))
         return replace(
@@ -234,7 +234,7 @@ class SequenceWork:
         )
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
-        """The work after its check, which found these deviations, and what it leaves as evidence."""
+        """The work after its check, which found these deviations, and the check's evidence."""
         pending = self.pending
         assert pending is not None
         choice = pending.choose(deviations, self.positions)
@@ -247,9 +247,9 @@ class SequenceWork:
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
     """What each slice computes.
 
-    Where attention reads all keys before a run of neighbouring rows once for the run, and `keys_per_row` keys take as
-    long as one more row, a gap between two runs is computed when that is cheaper than skipping it; 0 skips all gaps.
-    Raises PlanError when a plan does not fit its slice.
+    Attention may read all keys before a run of neighbouring rows once for the run, and reading `keys_per_row` keys may
+    take as long as computing one more row. A gap between two runs is then computed if that is cheaper; 0 skips all
+    gaps. Raises PlanError when a plan does not fit its slice.
     """
     return [_work_of(sequence, num_layers, keys_per_row) for sequence in slices]
 
@@ -264,7 +264,7 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
         torch.tensor(sequence.block_ids, dtype=torch.int64),
     )
     plan = sequence.plan
-    # A discovery-only plan promises nothing and moves nothing, whatever spans it reports.
+    # A discovery-only plan reports spans, but promises and moves nothing.
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
     _check_plan(plan, sequence)
@@ -272,7 +272,7 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
 
 
 def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys_per_row: int) -> SequenceWork:
-    """`own` behind the rows that the plan promised and that are computed in some layer at least."""
+    """The rows that the plan promised and that some layer computes, then `own`."""
     begin, end, execution = plan.num_computed_tokens, plan.prefix_end, plan.execution
     drops_at = np.full(end - begin, num_layers, dtype=np.int64)
     for span in plan.spans:

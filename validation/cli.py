@@ -36,14 +36,13 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.engines import EMBEDDED, VLLM
 from validation.exactness import plain_difference, stock_difference
 from validation.families.catalog import write_timed
-from validation.gates import COUNTED, GateBounds, gates_of
 from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import complain, progress, say, show, write_json, write_text
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
-from validation.report import FILE_NAME, Report, end_to_end_rows
+from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 
 if TYPE_CHECKING:
     import argparse

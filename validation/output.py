@@ -7,20 +7,20 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.progress as bars
 from rich.console import Console
+from rich.table import Table
 
 from kernels.files import write_bytes
 from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from matplotlib.figure import Figure
-    from rich.table import Table
 
 
 def write_text(path: Path, text: str) -> None:
@@ -57,6 +57,15 @@ def say(sentence: object) -> None:
 def complain(sentence: str) -> None:
     """Shows one line on stderr."""
     sys.stderr.write(printable(f"validation: {sentence}") + "\n")
+
+
+def table_of(title: str, headings: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """A table with these columns; those in `right` are right-aligned, those in `whole` are not wrapped."""
+    table = Table(title=title, title_justify="left")
+    for each in headings:
+        justify: Literal["left", "right"] = "right" if each in right else "left"
+        table.add_column(each, justify=justify, overflow="fold", no_wrap=each in whole)
+    return table
 
 
 def show(tables: Iterable[Table], width: int = 140) -> None:

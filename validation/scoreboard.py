@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import re
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
 from kernels.results import Row
@@ -21,6 +20,8 @@ from validation import output
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.table import Table
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
 _OPENING = re.compile(r"<!-- results:")
@@ -59,10 +60,8 @@ def rows_of(path: Path) -> list[Row]:
 
 def terminal_table(rows: dict[str, list[Row]]) -> Table:
     """One line a row, by machine and file."""
-    table = Table(title="Results", title_justify="left")
-    for heading in ("row", "value", "unit", "goal", "holds", "against", "where", "date"):
-        justify: Literal["left", "right"] = "right" if heading in ("value", "goal") else "left"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading == "row")
+    headings = ("row", "value", "unit", "goal", "holds", "against", "where", "date")
+    table = output.table_of("Results", headings, ("value", "goal"), ("row",))
     for place, each in ((place, each) for place, found in rows.items() for each in found):
         table.add_row(
             each.name,

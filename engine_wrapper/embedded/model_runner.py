@@ -153,14 +153,14 @@ class ModelRunner:
             for work in works
         ]
         found: list[list[torch.Tensor]] = [[] for _ in works]
-        parts = micro_batches(works, num_layers, self._max_rows)
-        for part in parts:
-            logits, lengths = self._run(part.works), [work.outputs for work in part.works]
-            if len(parts) == 1:
+        batches = micro_batches(works, num_layers, self._max_rows)
+        for parts in batches:
+            logits, lengths = self._run([part.work for part in parts]), [part.work.outputs for part in parts]
+            if len(batches) == 1:
                 return list(logits.split(lengths)) if all_rows else logits
-            for owner, scheduled, rows in zip(part.owners, part.scheduled, logits.split(lengths), strict=True):
-                if scheduled:
-                    found[owner].append(rows.clone())  # the next replay of a graph writes over them
+            for part, rows in zip(parts, logits.split(lengths), strict=True):
+                if part.scheduled:
+                    found[part.owner].append(rows.clone())  # the next replay of a graph writes over them
         logits_of = [torch.cat(rows) for rows in found]
         return logits_of if all_rows else torch.cat(logits_of)
 

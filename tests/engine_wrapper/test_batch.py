@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.batch import Part, micro_batches, with_lowest_layers_run
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
@@ -133,7 +133,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
 
     evidence: list[CheckEvidence] = []
     left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
-    assert all(part.num_rows <= max_rows for part in micro_batches([left], NUM_LAYERS, max_rows))
+    assert all(rows_of(parts) <= max_rows for parts in micro_batches([left], NUM_LAYERS, max_rows))
     if not passes:
         assert left is work
         return
@@ -152,6 +152,10 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
         assert getattr(left, name).tolist() == getattr(source, name).tolist()
     assert (left.outputs, left.pending) == (work.outputs, None)
     assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
+
+
+def rows_of(parts: list[Part]) -> int:
+    return sum(len(part.work.positions) for part in parts)
 
 
 def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
@@ -186,28 +190,23 @@ def test_every_row_runs_once_in_order_within_the_bound(
     # What must stay together, and one row behind it.
     max_rows = max(len(work.together(NUM_LAYERS)) + 1 for work in works) + slack
     found = micro_batches(works, NUM_LAYERS, max_rows)
-    assert all(0 < part.num_rows <= max_rows for part in found)
-    owners = [owner for part in found for owner in part.owners]
-    assert owners == sorted(owners)
+    assert all(0 < rows_of(parts) <= max_rows for parts in found)
+    every = [part for parts in found for part in parts]
+    assert [part.owner for part in every] == sorted(part.owner for part in every)
     for owner, work in enumerate(works):
-        own = [
-            (each, scheduled)
-            for part in found
-            for each, of, scheduled in zip(part.works, part.owners, part.scheduled, strict=True)
-            if of == owner
-        ]
+        own = [part for part in every if part.owner == owner]
         for name in ("token_ids", "positions", "drops_at"):
-            joined = np.concatenate([getattr(each, name) for each, _ in own])
+            joined = np.concatenate([getattr(part.work, name) for part in own])
             assert joined.tolist() == getattr(work, name).tolist()
-        assert sum(scheduled for _, scheduled in own) == work.outputs
-        assert all(each.outputs == max(1, scheduled) for each, scheduled in own)
+        assert sum(part.scheduled for part in own) == work.outputs
+        assert all(part.work.outputs == max(1, part.scheduled) for part in own)
         # What is put out has passed every layer.
-        assert all((each.drops_at[-each.outputs :] == NUM_LAYERS).all() for each, _ in own)
-        checks = [checked_positions(each).tolist() for each, _ in own if each.pending is not None]
+        assert all((part.work.drops_at[-part.work.outputs :] == NUM_LAYERS).all() for part in own)
+        checks = [checked_positions(part.work).tolist() for part in own if part.work.pending is not None]
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
 def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan: PlanMaker) -> None:
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
     works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
-    assert sum(part.num_rows for part in micro_batches(works, NUM_LAYERS, 10)) == 55
+    assert sum(map(rows_of, micro_batches(works, NUM_LAYERS, 10))) == 55

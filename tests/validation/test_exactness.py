@@ -14,7 +14,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import Exactness, plain_difference, stock_difference
-from validation.gates import MAX_LOGIT_DIFFERENCE
+from validation.report import MAX_LOGIT_DIFFERENCE
 
 if TYPE_CHECKING:
     from pathlib import Path

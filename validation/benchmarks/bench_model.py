@@ -8,10 +8,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -135,7 +136,7 @@ class Stopwatch:
         executor = llm.executor
         self._cuda = executor.model_runner.device.type == "cuda"
         self._marks: dict[str, list[Any]] = {}
-        self._wrapped: list[tuple[Any, str]] = []
+        self._patches = ExitStack()
         self._wrap(executor.connector, "get_num_new_matched_tokens", "lookup", on_card=False)
         self._wrap(executor.connector, "start_load_kv", "move", on_card=self._cuda)
         self._wrap(executor.model_runner, "forward", "forward", on_card=self._cuda)
@@ -150,8 +151,7 @@ class Stopwatch:
 
     def remove(self) -> None:
         """Leaves the engine as it was."""
-        for owner, name in self._wrapped:
-            delattr(owner, name)
+        self._patches.close()
 
     def _wrap(self, owner: Any, name: str, part: str, *, on_card: bool) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -162,8 +162,7 @@ class Stopwatch:
             self._marks.setdefault(part, [begin, mark(on_card)])
             return result
 
-        setattr(owner, name, timed)
-        self._wrapped.append((owner, name))
+        self._patches.enter_context(mock.patch.object(owner, name, timed))
 
 
 def mark(on_card: bool) -> Any:
@@ -189,15 +188,7 @@ class CheckedStopwatch(Stopwatch):
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
-        self._decide = decide = DeviationCheck.decide
-
-        def timed(check: DeviationCheck, deviations: torch.Tensor) -> Any:
-            begin = mark(self._cuda)
-            decided = decide(check, deviations)
-            self._marks.setdefault("read_back", [begin, mark(self._cuda)])
-            return decided
-
-        setattr(DeviationCheck, "decide", timed)  # noqa: B010 - mypy refuses the assignment
+        self._wrap(DeviationCheck, "decide", "read_back", on_card=self._cuda)
 
     def read(self, ttft_ms: float) -> dict[str, float]:
         """Milliseconds of each of CHECKED_PARTS. Raises KeyError when no plan was checked."""
@@ -206,10 +197,6 @@ class CheckedStopwatch(Stopwatch):
         check = between(forward, read_back)
         above = parts.pop("forward") - check - parts["read_back"]
         return parts | {"check": check, "above": above, "rest": parts["rest"] + parts["read_back"]}
-
-    def remove(self) -> None:
-        super().remove()
-        setattr(DeviationCheck, "decide", self._decide)  # noqa: B010
 
 
 @dataclass(slots=True)
@@ -228,6 +215,14 @@ class Hits:
     @property
     def ttft(self) -> float:
         return statistics.median(self.times)
+
+    def sentence(self) -> str:
+        """For a baseline: where the prompt's tokens came from."""
+        return f"{self.reused} tokens reused, {self.computed} computed, donor near"
+
+    def add_split(self, rows: Results, name: str) -> None:
+        for part, milliseconds in self.split.items():
+            rows.add(f"{name}_{part}_ms", milliseconds, "ms", "its share in the time, another run")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,11 @@ def _miss(
 
 def _shifted(near: dict[int, Hits], cold: dict[int, float], rows: Results) -> None:
     for size, found in near.items():
-        baseline = f"cold {cold[size]:,.1f} ms; {found.reused} tokens reused, {found.computed} computed, donor near"
+        baseline = f"cold {cold[size]:,.1f} ms; {found.sentence()}"
         rows.add(f"shifted_ttft_{label(size)}_ms", found.ttft, "ms", baseline, SHIFTED_GOAL_MS.get(size))
         rows.add(f"shifted_ttft_{label(size)}_worst_ms", max(found.times), "ms", "slowest of the runs")
         rows.add(f"shifted_ttft_{label(size)}_first_ms", found.first, "ms", "the first prompt of this size")
-        _split(f"shifted_{label(size)}", found, rows)
+        found.add_split(rows, f"shifted_{label(size)}")
     low, high = GROWTH_SIZES
     if low in near and high in near:
         growth, baseline = near[high].ttft / near[low].ttft, f"{near[high].ttft:.2f} over {near[low].ttft:.2f} ms"
@@ -104,7 +104,7 @@ def _host(bench: Bench, far: dict[int, Hits], near: dict[int, Hits], link_gbps: 
     token_bytes = bench.donor_bytes(1) / (bench.longest + 64)
     for size, found in far.items():
         rows.add(f"host_ttft_{label(size)}_ms", found.ttft, "ms", f"donor on the device {near[size].ttft:,.2f} ms")
-        _split(f"host_{label(size)}", found, rows)
+        found.add_split(rows, f"host_{label(size)}")
         if link_gbps is not None:
             transfer = found.reused * token_bytes / link_gbps / 1e6
             limit = max(transfer, near[size].ttft)
@@ -122,12 +122,7 @@ def _boundary(bench: Bench, cold: dict[int, float], sizes: Sequence[int], rows: 
         found = bench.hits(llm, size)
     baseline = f"{found.ttft:,.2f} ms over cold {cold[size]:,.1f} ms; boundary {boundary} of {layers} layers"
     rows.add(f"boundary3_over_cold_{label(size)}", found.ttft / cold[size], "x", baseline, BOUNDARY_OVER_COLD)
-    _split(f"boundary3_{label(size)}", found, rows)
-
-
-def _split(name: str, found: Hits, rows: Results) -> None:
-    for part, milliseconds in found.split.items():
-        rows.add(f"{name}_{part}_ms", milliseconds, "ms", "its share in the time, another run")
+    found.add_split(rows, f"boundary3_{label(size)}")
 
 
 def cold_goal(size: int) -> float | None:

@@ -49,14 +49,12 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
     kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps all that deviates"
     baseline = f"{found.ttft:,.2f} ms over cold {cold:,.1f} ms; check layer {check_layer} of {layers}; {kept}"
     rows.add(f"verified_over_cold_{name}", found.ttft / cold, "x", baseline, VERIFIED_OVER_COLD)
-    baseline = f"cold {cold:,.1f} ms; {found.reused} tokens reused, {found.computed} computed, donor near"
-    rows.add(f"verified_ttft_{name}_ms", found.ttft, "ms", baseline)
+    rows.add(f"verified_ttft_{name}_ms", found.ttft, "ms", f"cold {cold:,.1f} ms; {found.sentence()}")
     baseline = f"the same, but at most {at_once} tokens in a forward; cold in one forward {cold:,.1f} ms"
     rows.add(f"verified_ttft_{name}_in_parts_ms", in_parts.ttft, "ms", baseline)
     rows.add(f"verified_ttft_{name}_worst_ms", max(found.times), "ms", "slowest of the runs")
     rows.add(f"verified_ttft_{name}_first_ms", found.first, "ms", "the first prompt of this size")
-    for part in CHECKED_PARTS:
-        rows.add(f"verified_{name}_{part}_ms", found.split[part], "ms", "its share in the time, another run")
+    found.add_split(rows, f"verified_{name}")
 
 
 def check_every_plan(llm: LLM, check: SpanCheck) -> None:

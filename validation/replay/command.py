@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from kernels.files import write_bytes
 from kernels.results import Measured
@@ -22,7 +21,7 @@ from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
-from validation.output import markdown_table, png, progress, say, show, write_json, write_text
+from validation.output import markdown_table, png, progress, say, show, table_of, write_json, write_text
 from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel, recorded_observations
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
 from validation.replay.trace import WORKLOADS, Trace, trace_file, trace_of, workload_lines
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    from rich.table import Table
 
 FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
 MAX_WORKLOAD_REQUESTS = 100_000
@@ -401,11 +401,10 @@ class ReplayReport:
         """One table for each rule, for a terminal of about 160 columns."""
         tables = []
         for rule in self.rules:
+            headings = _HEADINGS.split(" | ")
             title = f"{rule.name}: TTFT in ms predicted by the model"
-            table = Table(title=title, title_justify="left", caption=self._rule_sentence(rule), caption_justify="left")
-            table.add_column("policy", no_wrap=True)
-            for heading in _HEADINGS.split(" | ")[1:]:
-                table.add_column(heading, justify="right")
+            table = table_of(title, headings, headings[1:], ("policy",))
+            table.caption, table.caption_justify = self._rule_sentence(rule), "left"
             for line in self._of(rule):
                 table.add_row(*_cells(line), end_section=line.policy == OPTIMUM)
             tables.append(table)

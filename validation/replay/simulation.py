@@ -44,9 +44,9 @@ class BlockCache:
         return block in self._donor_of
 
     def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
-        """Serves a request of these blocks at a time; returns those that were held before.
+        """Serves a request of these blocks at a time in seconds; returns those that were held before.
 
-        Missing blocks are held from then on, as far as they fit beside the request's others. The first block counts as
+        Missing blocks that fit beside the request's others are held from then on. The first block counts as
         the last used, so that the end of a prompt is evicted first.
         """
         before: dict[int, int] = {}
