@@ -1,7 +1,7 @@
 """Attention of queries at any positions of several sequences to a paged pool.
 
-Pools on a CUDA device go to the Triton kernels, where Triton is installed (the extra `gpu`); all others to torch.
-TRITON_INTERPRET=1 sends those on the host to Triton's interpreter, which is how the kernels are tested without a card.
+Triton kernels serve pools on a CUDA device if Triton is installed (the extra `gpu`), and torch all others. With
+TRITON_INTERPRET=1, Triton's interpreter serves pools on the host: so the kernels are tested without a card.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
     """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
     The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before anything is
-    written; no sequences return at once.
+    written. Without sequences it does nothing.
     """
     if not sequences:
         return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 CHUNK_ROWS = 256
-# Masked chunks take half as long again as the causal square, measured on a CPU; a quarter more rows cost as much.
+# On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
 LEAST_ROWS_PER_PADDING = 4
 
 
@@ -63,7 +63,7 @@ def _attend(
     grouped = queries.shape[1] != keys.shape[1]
     if sequence.count == 1 or _nearly_whole(sequence):
         missing = sequence.first_position if sequence.count > 1 else 0
-        # Rows for the few positions in front make a square of it, for which the causal kernel needs no mask.
+        # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
         queries = pad(queries, (0, 0, missing, 0))
         attended = scaled_dot_product_attention(
             queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped

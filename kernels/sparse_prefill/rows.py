@@ -95,8 +95,8 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Raises ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
 
-    The sequences must cover the rows in order and without a gap. They are checked against a pool once; what they say
-    is known on the host, so that nothing waits for a device.
+    The sequences must cover the rows in order and without a gap. They are checked once for a pool, on the host, so that
+    nothing waits for a device.
     """
     pool, layer, geometry = kv
     check_pool(pool, geometry)
