@@ -20,6 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.layer_ops import HeadNorms, add_rms_norm, rotate_rows, silu_mul, slots_of
+from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
 
@@ -155,6 +156,10 @@ class FusedDecoder:
         self.scale = float(model.model.layers[0].self_attn.scaling)
         self.whole = WholeAttention(self.num_heads, geometry.kv_heads, geometry.head_dim, self.scale)
 
+    def kv(self, layer: int) -> PoolLayer:
+        """A layer's part of the pool."""
+        return PoolLayer(self.pool, layer, self.geometry)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids`: int64 [rows]; returns [rows, hidden], which the layers may write."""
         rows: torch.Tensor = self._model.model.embed_tokens(token_ids)
@@ -177,7 +182,7 @@ class FusedDecoder:
         """
         weights = self._layers[index]
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
-        rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.pool, index, self.geometry, weights.head_norms)
+        rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.kv(index), weights.head_norms)
         return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
 
     def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -213,7 +218,7 @@ class PagedAttend:
         decoder = self._decoder
         if not self._fresh:
             query = heads[:, : decoder.num_heads]
-            return sparse_prefill(query, decoder.pool, layer, self._sequences, decoder.geometry, decoder.scale)
+            return sparse_prefill(query, decoder.kv(layer), self._sequences, decoder.scale)
         parts = [decoder.whole(heads[each.first_row : each.first_row + each.count]) for each in self._sequences]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -277,7 +282,7 @@ class FusedRows:
         self._delta = None
         _, keys, values = self._heads.split([decoder.num_heads, geometry.kv_heads, geometry.kv_heads], 1)
         deviations = check.deviations(keys, values, decoder.pool, geometry, ranks)
-        write_rows(keys, values, decoder.pool, check.layer, self._stage.sequences, geometry)
+        write_rows(keys, values, decoder.kv(check.layer), self._stage.sequences)
         return deviations
 
     def begun(self, layer: int, keep: torch.Tensor | None) -> BegunLayer:

@@ -17,6 +17,7 @@ from engine_wrapper.fused_layers import BegunLayer
 from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layer_ops import slots_of
+from kernels.layout import PoolLayer
 from kernels.sparse_prefill.captured import (
     ITEM_FIELDS,
     TILE_FIELDS,
@@ -80,7 +81,7 @@ class StaticInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the last copy out of the host's buffer, which ended long ago
         sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
-        check_rows({}, 0, self._pool, 0, sequences, self._geometry)
+        check_rows({}, 0, PoolLayer(self._pool, 0, self._geometry), sequences)
         tokens, positions, slots, outputs, items, tiles, block_ids = self._host.split(self._sizes)
         known = len(schedule.token_ids)
         tokens[:known], tokens[known:] = schedule.token_ids, 0
@@ -289,6 +290,6 @@ def _layers(
 def _attend(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> Attend:
     def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
         query = heads[:, : decoder.num_heads]
-        return sparse_prefill(query, decoder.pool, layer, shape, inputs.launch, decoder.geometry, decoder.scale)
+        return sparse_prefill(query, decoder.kv(layer), shape, inputs.launch, decoder.scale)
 
     return attend

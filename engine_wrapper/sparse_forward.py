@@ -20,6 +20,7 @@ from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.dispatch import has_kernels
+from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
@@ -64,13 +65,13 @@ def paged_attention(
     if paged is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    kv = PoolLayer(paged.pool, int(module.layer_idx), paged.geometry)  # type: ignore[arg-type]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if paged.watch is not None:
         paged.watch(keys, values)
-    write_rows(keys, values, paged.pool, layer, paged.sequences, paged.geometry)
+    write_rows(keys, values, kv, paged.sequences)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sparse_prefill(queries, paged.pool, layer, paged.sequences, paged.geometry, scale)[None], None
+    return sparse_prefill(queries, kv, paged.sequences, scale)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

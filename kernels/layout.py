@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -83,6 +84,14 @@ class LayeredPool:
 
 
 Pool = torch.Tensor | LayeredPool
+
+
+class PoolLayer(NamedTuple):
+    """One layer of a pool in one tensor, [blocks, layers, 2, kv_heads * block_size * head_dim]."""
+
+    pool: torch.Tensor
+    layer: int
+    geometry: KvGeometry
 
 
 @dataclass(frozen=True, slots=True)

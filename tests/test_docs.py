@@ -19,7 +19,7 @@ import semblend_trt.connector
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from semblend_trt.cli.main import subcommands
 from semblend_trt.config import settings_table
-from tests.pages import PAGES, README, ROOT, Page, code_in, make_targets, named_tests
+from tests.pages import PAGES, README, ROOT, Page, make_targets
 
 CONNECTORS = {module.__name__: module for module in (semblend_trt.connector, engine_wrapper.connector)}
 EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
@@ -59,13 +59,6 @@ def test_python_files_exist(page: Page) -> None:
     named = {span for span in page.spans if span.endswith(".py") and not set(span) & set(" <>*")}
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
-
-
-def test_every_promise_is_held_by_tests_that_exist() -> None:
-    rows = [row for row in Page("docs/promises.md").rows if row[0] != "promise"]
-    assert [promise for promise, tests in rows if not code_in(tests)] == []
-    named = {test for _, tests in rows for test in code_in(tests) if "::" in test}
-    assert sorted(named - named_tests().keys()) == []
 
 
 def test_the_quick_start_prints_what_the_readme_says(tmp_path) -> None:

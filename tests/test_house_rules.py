@@ -1,11 +1,15 @@
-"""The rules of the house that no linter knows: file size, and what a user's copy may not name."""
+"""The rules of the house that no linter knows: file size, tests of promises, and what a user's copy may not name."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.pages import ROOT, Page, code_in, named_tests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation")
 MAX_LINES = 600
 PINS = ("constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", "requirements-vllm-next.txt")
@@ -37,6 +41,14 @@ def found_in(texts: list[Path], pattern: str) -> dict[str, list[str]]:
 def test_files_are_short() -> None:
     lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
     assert {name: lines for name, lines in lengths.items() if lines >= MAX_LINES} == {}
+
+
+def test_every_promise_is_held_by_tests_that_exist() -> None:
+    """Rename a test in docs/promises.md too."""
+    rows = [row for row in Page("docs/promises.md").rows if row[0] != "promise"]
+    assert [promise for promise, tests in rows if not code_in(tests)] == []
+    named = {test for _, tests in rows for test in code_in(tests) if "::" in test}
+    assert sorted(named - named_tests().keys()) == []
 
 
 def test_nothing_is_left_for_later() -> None:

@@ -94,10 +94,10 @@ class Transfers:
 
 
 class KvCacheConnectorManager:
-    """One connector: `scheduler` decides, `worker` moves. Every request is keyed by its id.
+    """One connector: its `scheduler` decides, its `worker` moves KV. Requests are known by their ids.
 
-    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and >= 1 under V2. `ranks` make
-    the same calls; `scheduler` is None on all but rank 0.
+    `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and at least 1 under V2. All
+    `ranks` make the same calls; `scheduler` is None on all but rank 0.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class KvCacheConnectorManager:
         self.worker, self.scheduler, self.version = worker, scheduler, version
         self._num_groups, self._ranks = num_layer_groups, ranks or Ranks()
         self._asked: set[int] = set()
-        # How many tokens and blocks of a request the connector has been told.
+        # How many tokens and blocks of a request the connector knows.
         self._reported: dict[int, tuple[int, int]] = {}
         self._synchronous_loads: dict[int, int] = {}
         self._loads, self._saves = Transfers("loading", self._ranks), Transfers("saving", self._ranks)
@@ -147,7 +147,8 @@ class KvCacheConnectorManager:
         return matched
 
     def query(self, request: LlmRequest, num_computed_tokens: int) -> tuple[int, bool]:
-        """Asks once; returns the tokens offered and whether they come asynchronously. V2 cuts an offer to what fits."""
+        """Asks once; returns the tokens offered and whether they come asynchronously. V2 cuts an offer that is too
+        long."""
         request_id, most = request.request_id, request.prompt_len - 1 - num_computed_tokens
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
@@ -176,7 +177,7 @@ class KvCacheConnectorManager:
         return min(matched, most), asynchronous
 
     def commit(self, request: LlmRequest, honoured: int, *, asynchronous: bool) -> None:
-        """Notes what the engine takes of an offer. An asynchronous load is awaited even where nothing is taken."""
+        """Notes how many offered tokens the engine takes. It awaits an asynchronous load even if it takes none."""
         if asynchronous:
             self._loads.begin(request)
         elif honoured:
@@ -201,7 +202,7 @@ class KvCacheConnectorManager:
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
-        """Describes the batch to the connector: new requests in full, known ones as deltas, loading ones not at all."""
+        """Describes the batch to the connector: new requests in full, known ones as deltas, no loading ones."""
         output: Any = self.version.scheduler_output()
         for request in batch.requests:
             if request.request_id in self._loads.begun:

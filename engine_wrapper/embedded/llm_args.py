@@ -11,7 +11,7 @@ from semblend_trt.errors import ConfigurationError
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields and wrong values with one ConfigurationError sentence."""
+    """Refuses unknown fields and wrong values by a ConfigurationError of one sentence."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
@@ -23,9 +23,9 @@ class StrictModel(BaseModel):
 
 
 class KvCacheConfig(StrictModel):
-    """The KV pool. `max_tokens` is its size; without it, it holds `max_batch_size` sequences of `max_seq_len`, at most
-    `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes
-    prompts only, and pauses requests when blocks run out."""
+    """The KV pool. `max_tokens` is its size; by default it holds `max_batch_size` sequences of `max_seq_len`, in at
+    most `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `use_kv_cache_manager_v2` allocates chunk by chunk,
+    publishes prompts only, and pauses requests when blocks run out."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
@@ -39,14 +39,14 @@ class KvCacheConfig(StrictModel):
     @field_validator("host_cache_size")
     @classmethod
     def _no_host_cache(cls, size: int) -> int:
-        # After a swap to host memory a block id is no longer its row in the pool, which the contract relies on.
+        # The contract needs a block id to be its row in the pool; after a swap to host memory it is not.
         if size:
             raise ValueError(f"is {size}, but a KV cache connector needs every block in the primary pool; set 0")
         return size
 
 
 class KvCacheConnectorConfig(StrictModel):
-    """Where the connector's classes are found. Both are built with one positional argument, the LlmArgs."""
+    """Names the connector's classes. Both are built with one positional argument, the LlmArgs."""
 
     connector_module: str = Field(min_length=1)
     connector_scheduler_class: str = Field(min_length=1)
@@ -66,20 +66,20 @@ class LlmArgs(StrictModel):
     """Everything that describes one engine.
 
     - `model`, `tokenizer`: local folders or hub ids. `revision` belongs to `model`.
-    - `load_format`: "dummy" for weights that come from no file, as with a model in memory.
+    - `load_format`: "dummy" for weights that come from no file, such as those of a model in memory.
     - `max_seq_len`: the most tokens of a sequence, by default the model's context.
     - `max_num_tokens`: the most rows of one forward.
     - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
-    - `layer_hooks`: off as in CUDA-graph replay, which skips the connector's layer hooks. Short iterations on a card
-      run as CUDA graphs then, or when the connector says that its hooks do nothing.
-    - `disable_overlap_scheduler`: off handles the results of an iteration after the next one was issued.
-    - `contract`: the version of TensorRT-LLM whose connector contract the engine keeps to.
-    - `layer_groups`: the layers of each group in which the V2 cache manager describes the pool, None for one group.
-    - `attn_backend`: the order of heads and tokens inside the pool's blocks, as the version has it under that name.
-    - `cache_transceiver_config`: has the engine treat saved requests as in a disaggregated set-up.
-    - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when nothing else can run.
+    - `layer_hooks`: off calls no layer hooks, as in CUDA-graph replay. Short iterations on a card then run as CUDA
+      graphs; they also do when the connector says that its hooks do nothing.
+    - `disable_overlap_scheduler`: off handles an iteration's results after the next one was launched.
+    - `contract`: the version of TensorRT-LLM whose connector contract the engine follows.
+    - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
+    - `attn_backend`: sets the order of heads and tokens inside the pool's blocks, which depends on the version.
+    - `cache_transceiver_config`: makes the engine treat saved requests as in a disaggregated set-up.
+    - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
     """
 
     model: str = Field(min_length=1)

@@ -2,8 +2,8 @@
 
 `python -m engine_wrapper.embedded.server --model FOLDER --port 8001 --worker-id 1` serves /v1/completions,
 /v1/chat/completions (where the tokenizer has a template), /v1/models, /health and /metrics. Requests that come together
-run together; one whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart: only trusted
-clients may set it, so the server listens on this machine only unless it is told otherwise.
+run together; a request whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart. Only
+trusted clients may set it, so by default the server listens on this machine only.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ BOUNDS = ServerBounds()
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 MAX_REQUESTS = 256
-# Fields that would change the answer and that this engine does not know, with the value that asks for nothing: besides
-# null, which always does.
+# Fields that would change the answer and that this engine does not support, each with its neutral value. Null is always
+# neutral.
 _UNSUPPORTED: dict[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": [],
@@ -95,17 +95,17 @@ _UNSUPPORTED: dict[str, Any] = {
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-# -- what a body asks -------------------------------------------------------------------------------------------------
+# -- request bodies ---------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(BaseModel):
-    """What a stream ends with."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 class CompletionBody(BaseModel):
-    """The fields that are read of either kind of request; None stands for the default, as clients send it."""
+    """The supported fields of completion and chat requests; None is the default, which clients send as null."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -132,7 +132,7 @@ class CompletionBody(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """Where nothing is said the OpenAI API samples at temperature 1. Raises RequestRefusedError."""
+        """The sampling parameters; the API's default temperature is 1. Raises RequestRefusedError."""
         given = {
             "max_tokens": self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
             **self.model_dump(include={"temperature", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids"}),
@@ -145,10 +145,10 @@ class CompletionBody(BaseModel):
 
 
 def read_body(body: dict[str, Any]) -> CompletionBody:
-    """Checks a body's fields. Raises RequestRefusedError for wrong values, and for what this engine cannot do."""
+    """Checks a body's fields. Raises RequestRefusedError for wrong values and for unsupported fields."""
     for name, neutral in _UNSUPPORTED.items():
         value = body.get(name)
-        # `logprobs` 0 asks for the tokens' own, and false for none.
+        # `logprobs` 0 asks for the tokens' own log-probabilities, false for none.
         is_neutral = value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
         if value is not None and not is_neutral:
             raise RequestRefusedError(400, "unsupported_field", f"{name} is not supported by this engine; leave it out")
@@ -164,11 +164,11 @@ def read_body(body: dict[str, Any]) -> CompletionBody:
 
 
 class EngineThread:
-    """An LLM on a thread of its own, which runs the requests of an event loop together until `close`, which shuts it
-    down. At most `max_requests` are taken at a time; `running` are those taken and not ended.
+    """An LLM on its own thread, which runs the requests of an event loop together until `close` shuts it down.
 
-    Each request asks the thread for one iteration after the other. One iteration moves all of them on, so that the
-    next in the queue finds its news there.
+    At most `max_requests` are taken at a time; `running` of them have not ended. Each request asks the thread for one
+    iteration after the other. An iteration runs all requests, so the next one in the queue often finds its output
+    ready.
     """
 
     def __init__(self, llm: LLM, max_requests: int = MAX_REQUESTS) -> None:
@@ -205,7 +205,7 @@ class EngineThread:
         finally:
             self.running -= 1
             if stream is not None:
-                with suppress(RuntimeError):  # it was closed, and all requests with it
+                with suppress(RuntimeError):  # the thread was closed, and all requests ended with it
                     self._thread.submit(stream.close)
             if self._idling is None or self._idling.done():
                 self._idling = asyncio.create_task(self._idle())
@@ -219,7 +219,7 @@ class EngineThread:
         self._thread.shutdown(wait=False)
 
     async def _call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What `work` returns on the engine's thread. What fails because the engine has stopped is refused."""
+        """Runs `work` on the engine's thread. Raises RequestRefusedError if it fails because the engine has stopped."""
         try:
             result = await asyncio.wrap_future(self._thread.submit(work, *arguments))
         except Exception as error:
@@ -232,7 +232,7 @@ class EngineThread:
         return result
 
     def _advance(self, stream: RequestStream) -> list[RequestOutput]:
-        """The outputs that are there after at most one iteration."""
+        """Runs one iteration unless an output is ready; returns the ready outputs."""
         if not stream.has_news():
             self._llm.advance()
         outputs: list[RequestOutput] = []
@@ -241,7 +241,7 @@ class EngineThread:
         return outputs
 
     async def _idle(self) -> None:
-        """While no request runs, polls the connector until it has saved what was served."""
+        """While no request runs, polls the connector until its transfers have ended."""
         with suppress(RequestRefusedError):
             while not self.running and self._llm.executor.pending_transfers:
                 await self._call(self._llm.executor.poll_transfers)
@@ -253,9 +253,9 @@ class EngineThread:
 
 @dataclass(slots=True)
 class TextSoFar:
-    """Cuts an answer that grows at the first of `stops`, and says what may be shown of it.
+    """Cuts a growing answer at the first of `stops`, and says which part of it may be shown.
 
-    A character whose bytes are not all there yet is held back, and so is what may be the beginning of a stop.
+    Holds back an incomplete character, and text that may be the beginning of a stop.
     """
 
     stops: tuple[str, ...] = ()
@@ -263,7 +263,7 @@ class TextSoFar:
     is_stopped: bool = False
 
     def delta(self, text: str, *, is_last: bool) -> str:
-        """What can be shown of `text`, the whole answer so far, beyond what was shown."""
+        """The next part to show of `text`, the whole answer so far."""
         ends = [at for at in map(text.find, self.stops) if at >= 0]
         if ends:
             self.is_stopped, text = True, text[: min(ends)]
@@ -282,7 +282,7 @@ class TextSoFar:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """One request's answer as JSON, of a chat or of a completion."""
+    """Formats one request's answer as JSON, of a chat or of a completion."""
 
     model: str
     is_chat: bool
@@ -301,7 +301,7 @@ class AnswerForm:
         return event(self._answer("chat.completion.chunk", [{**content, "finish_reason": finish_reason}]))
 
     def usage_chunk(self, output: RequestOutput) -> bytes:
-        """The event with the usage, behind the last one with text."""
+        """The event with the usage, sent behind the last event with text."""
         return event(self._answer("chat.completion.chunk", []) | {"usage": usage_of(output)})
 
     def _answer(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -320,8 +320,8 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def usage_of(output: RequestOutput) -> dict[str, Any]:
-    """Tokens of prompt and answer. Of the prompt's, `cached_tokens` came from the engine's exact prefix cache,
-    `reused_tokens` from donors, and `computed_tokens` went through the last layer."""
+    """Token counts of prompt and answer. `cached_tokens` of the prompt came from the engine's exact prefix cache,
+    `reused_tokens` from donors; `computed_tokens` went through the last layer."""
     prompt, answer = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "prompt_tokens": prompt,
@@ -339,13 +339,12 @@ def usage_of(output: RequestOutput) -> dict[str, Any]:
 
 
 class Worker:
-    """One engine and the handlers of its requests, which call the model `name`. Close it when nothing is served any
-    more."""
+    """One engine and its HTTP handlers; requests call the model `name`. Close it after the server has ended."""
 
     def __init__(self, llm: LLM, name: str, bounds: ServerBounds = BOUNDS) -> None:
         self.name, self._bounds = name, bounds
         self._longest = llm.executor.max_seq_len
-        # The engine's own tokenizer belongs to its thread.
+        # Prompts are read on other threads than the engine's, with other copies of the tokenizer.
         self._prompts = ReadingThreads(llm.tokenizer, self._longest)
         self._engine = EngineThread(llm)
 
@@ -378,7 +377,7 @@ class Worker:
         rest = max(1, self._longest - len(token_ids))
         params = fields.sampling_params(rest if is_chat else min(DEFAULT_MAX_TOKENS, rest))
         form = AnswerForm(self.name, is_chat)
-        # Stops are looked for in the text, so each token has to be seen.
+        # Stop texts are searched for behind each token.
         streaming = bool(fields.stream or fields.stop_texts)
         answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming)
         try:
@@ -390,7 +389,7 @@ class Worker:
             raise RequestRefusedError(400, "bad_request", str(error)) from None
 
     async def _read(self, request: web.Request, *, is_chat: bool) -> tuple[CompletionBody, list[int]]:
-        """What a request asks for, and its prompt. The body is not kept."""
+        """A request's fields, and its prompt's token ids."""
         body, size = await json_object(request, self._bounds)
         fields = read_body(body)
         if fields.model not in (None, self.name):
@@ -406,7 +405,7 @@ class Worker:
 async def _parts(
     fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
 ) -> AsyncIterator[tuple[str, str | None, RequestOutput]]:
-    """The answer as it grows: the new text, the finish reason once it has ended, and the engine's output."""
+    """The growing answer: each new text, the finish reason at the end, and the engine's output."""
     text = TextSoFar(fields.stop_texts)
     async for output in outputs:
         if output.error is not None:
@@ -427,7 +426,7 @@ async def _whole(form: AnswerForm, fields: CompletionBody, outputs: AsyncIterato
 async def _stream(
     request: web.Request, form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
 ) -> web.StreamResponse:
-    """Answers event by event. The status is sent with the first output, so that refusals before it have their own."""
+    """Answers event by event. Sends the status with the first output, so that an earlier refusal has its own status."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         async for delta, reason, output in _parts(fields, outputs):
@@ -455,7 +454,7 @@ async def _metrics(_: web.Request) -> web.Response:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until the process is told to end. Returns 0, or the status of `command_line.ended`."""
+    """Serves until the process is interrupted. Returns 0, or the status of `command_line.ended`."""
     arguments = _parser().parse_args(argv)
     return ended("semblend-trt worker", lambda: _run(arguments))
 

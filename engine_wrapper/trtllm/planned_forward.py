@@ -84,11 +84,11 @@ class PlannedDecoder:
         max_rows: int | None = None,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """The hidden rows that the engine scheduled, [tokens, hidden], in its order.
+        """Runs a batch; returns the hidden rows that the engine scheduled, [tokens, hidden], in its order.
 
-        `options` are those of its call, `blocks` every request's; no forward has more than `max_rows` rows. Raises
-        PlanError when a plan does not fit its request, ValueError when a block is missing, LayoutError when the decoder
-        calls its parts in another way.
+        `options` are those of the engine's call, `blocks` the block ids of every request. No forward has more than
+        `max_rows` rows. Raises PlanError when a plan does not fit its request, ValueError when a block is missing,
+        LayoutError when the decoder calls its layers in another way.
         """
 
         def rows_of(schedule: LayerSchedule, sink: EvidenceSink | None, lowest: bool) -> PlannedRows:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.self_check import LayoutError
+from kernels.layout import PoolLayer
 from kernels.rope import rotary_factors, rotate
 from kernels.sparse_prefill import sparse_prefill, write_rows
 
@@ -124,12 +125,12 @@ class PlannedRows:
         check = self._schedule.check
         if check is not None and check.layer == layer:
             self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
-        sequences = self._stage.sequences
-        write_rows(keys, values.contiguous(), self._pool, layer, sequences, self._geometry)
+        kv, sequences = PoolLayer(self._pool, layer, self._geometry), self._stage.sequences
+        write_rows(keys, values.contiguous(), kv, sequences)
         if self._lowest and self.found is not None:
             raise CheckReached
         scale = self._geometry.head_dim**-0.5
-        attended = sparse_prefill(queries.contiguous(), self._pool, layer, sequences, self._geometry, scale)
+        attended = sparse_prefill(queries.contiguous(), kv, sequences, scale)
         return attended.flatten(1)
 
     def _decide(self) -> None:

@@ -25,7 +25,7 @@ from kernels.benchmarks.ceilings import (
 from kernels.dispatch import has_kernels
 from kernels.kv_move.move import tensor_of
 from kernels.layer_ops import add_rms_norm, eager, rotate_rows, silu_mul, slots_of
-from kernels.layout import pool_view
+from kernels.layout import PoolLayer, pool_view
 from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 
@@ -129,8 +129,8 @@ def rotation_case(rows: int) -> Case:
 
     def check() -> Pairs:
         turned, pools = (qkv.clone(), qkv.clone()), (pool.clone(), pool.clone())
-        rotate_rows(turned[0], cos, sin, slots, pools[0], LAYER, QWEN_7B)
-        eager.rotate_rows(turned[1], cos, sin, slots, pools[1], LAYER, QWEN_7B, None)
+        rotate_rows(turned[0], cos, sin, slots, PoolLayer(pools[0], LAYER, QWEN_7B))
+        eager.rotate_rows(turned[1], cos, sin, slots, PoolLayer(pools[1], LAYER, QWEN_7B), None)
         actual, expected = (pool_view(each, QWEN_7B)[:, LAYER][blocks, :, :, offsets] for each in pools)
         return [turned, (actual, expected)]
 
@@ -138,7 +138,7 @@ def rotation_case(rows: int) -> Case:
     written = rows * (turned_heads + moved_heads) * head_dim * qkv.element_size()
     return Case(
         "rotate_rows",
-        lambda: rotate_rows(qkv, cos, sin, slots, pool, LAYER, QWEN_7B),
+        lambda: rotate_rows(qkv, cos, sin, slots, PoolLayer(pool, LAYER, QWEN_7B)),
         transformers,
         read + written + cos.nbytes + sin.nbytes + slots.nbytes,
         check,

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.benchmarks.ceilings import QWEN_7B, add_share, check_close, copy_gbps, run_on_card, time_ms, wall_ms
-from kernels.layout import pool_view
+from kernels.layout import PoolLayer, pool_view
 from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.tiles import TileConfig, attention_work
@@ -58,7 +58,7 @@ class Case:
 
     def run(self) -> torch.Tensor:
         """One launch."""
-        return sparse_prefill(self.q, self.pool, LAYER, self.sequences, QWEN_7B, SCALE)
+        return sparse_prefill(self.q, PoolLayer(self.pool, LAYER, QWEN_7B), self.sequences, SCALE)
 
     def check(self, output: torch.Tensor) -> float:
         """Relative error of some rows of each sequence against float64 attention; ends the program if it is large."""
@@ -180,7 +180,7 @@ def measure_write(results: Results) -> None:
         2, SPARSE_TOKENS, QWEN_7B.kv_heads, QWEN_7B.head_dim, device="cuda", dtype=torch.bfloat16
     ).unbind()
 
-    write = partial(write_rows, k, v, case.pool, LAYER, case.sequences, QWEN_7B)
+    write = partial(write_rows, k, v, PoolLayer(case.pool, LAYER, QWEN_7B), case.sequences)
     write()
     if not torch.equal(case.dense_kv(case.sequences[0]).transpose(1, 2), torch.stack((k, v))):
         sys.exit("write_rows is wrong: the pool does not hold the rows")

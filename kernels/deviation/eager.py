@@ -1,4 +1,4 @@
-"""deviation in vectorised torch, some tokens at a time, so that its temporaries stay small."""
+"""deviation in vectorised torch, in chunks of tokens to keep temporaries small."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FreshRows:
-    """K (rotated) and V of one layer as a forward makes them; row i stands at position `first_position + i`.
+    """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
 
     `k`, `v`: [tokens, kv_heads, head_dim], any strides. `v` is None with kv_factor 1 (MLA).
     """

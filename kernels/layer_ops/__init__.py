@@ -12,7 +12,7 @@ import torch
 
 from kernels.dispatch import has_kernels
 from kernels.layer_ops import eager
-from kernels.layout import KvGeometry, check_pool
+from kernels.layout import PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,16 +61,15 @@ def rotate_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    geometry: KvGeometry,
+    kv: PoolLayer,
     norms: HeadNorms | None = None,
 ) -> None:
-    """Rotates (NeoX half-split) the query and key heads of `qkv` in place and writes K and V into `layer` of the pool.
+    """Rotates (NeoX half-split) the query and key heads of `qkv` in place and writes K and V into the pool.
 
     `qkv`: [rows, (heads + 2 * kv_heads) * head_dim], contiguous; `cos`, `sin`: float32 [rows, head_dim / 2]; `slots`:
     int64 [rows] as from `slots_of`, where -1 writes nothing. The rotation is computed in float32.
     """
+    pool, layer, geometry = kv
     check_pool(pool, geometry)
     half, key_values = geometry.head_dim // 2, 2 * geometry.kv_heads * geometry.head_dim
     width = qkv.shape[-1] - key_values
@@ -88,7 +87,7 @@ def rotate_rows(
         raise ValueError(f"slots is {slots.dtype} of shape {list(slots.shape)}; int64 [{qkv.shape[0]}] is needed")
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
-    _path_on(qkv.device).rotate_rows(qkv, cos, sin, slots, pool, layer, geometry, norms)
+    _path_on(qkv.device).rotate_rows(qkv, cos, sin, slots, kv, norms)
 
 
 def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import PoolLayer, pool_view
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
@@ -31,12 +31,11 @@ def rotate_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    geometry: KvGeometry,
+    kv: PoolLayer,
     norms: HeadNorms | None,
 ) -> None:
     """As `kernels.layer_ops.rotate_rows`; the arguments were checked."""
+    pool, layer, geometry = kv
     # heads has shape [rows, heads + 2 * kv_heads, head_dim]
     heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
     query, key, value = heads.split([heads.shape[1] - 2 * geometry.kv_heads, geometry.kv_heads, geometry.kv_heads], 1)

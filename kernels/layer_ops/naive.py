@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
-    from kernels.layout import KvGeometry
+    from kernels.layout import PoolLayer
 
 
 def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,12 +41,11 @@ def rotate_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    geometry: KvGeometry,
+    kv: PoolLayer,
     norms: HeadNorms | None,
 ) -> None:
     """As `kernels.layer_ops.rotate_rows`."""
+    geometry = kv.geometry
     # heads has shape [rows, heads + 2 * kv_heads, head_dim]
     heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
     first_key = heads.shape[1] - 2 * geometry.kv_heads
@@ -61,8 +60,8 @@ def rotate_rows(
         if slot < 0:
             continue
         for kv_head in range(geometry.kv_heads):
-            _row_of(pool, 0, layer, kv_head, slot, geometry).copy_(heads[row, first_key + kv_head])
-            _row_of(pool, 1, layer, kv_head, slot, geometry).copy_(heads[row, first_value + kv_head])
+            _row_of(kv, 0, kv_head, slot).copy_(heads[row, first_key + kv_head])
+            _row_of(kv, 1, kv_head, slot).copy_(heads[row, first_value + kv_head])
 
 
 def _rms_norm(vector: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,8 +76,9 @@ def _rotated(vector: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return torch.cat([first * cos - second * sin, second * cos + first * sin])
 
 
-def _row_of(pool: torch.Tensor, kind: int, layer: int, head: int, slot: int, geometry: KvGeometry) -> torch.Tensor:
+def _row_of(kv: PoolLayer, kind: int, head: int, slot: int) -> torch.Tensor:
     """The view [head_dim] of K (kind 0) or V (kind 1) at one slot."""
+    pool, layer, geometry = kv
     block, offset = divmod(slot, geometry.block_size)
     start = (head * geometry.block_size + offset) * geometry.head_dim
     return pool[block, layer, kind, start : start + geometry.head_dim]

@@ -15,7 +15,7 @@ from kernels.span_table import load_planes, store_part
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
-    from kernels.layout import KvGeometry
+    from kernels.layout import PoolLayer
 
 SILU_BLOCK = 2048
 ROWS_PER_TILE = 16
@@ -162,12 +162,11 @@ def rotate_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    geometry: KvGeometry,
+    kv: PoolLayer,
     norms: HeadNorms | None,
 ) -> None:
     """As `kernels.layer_ops.rotate_rows`; the arguments were checked."""
+    pool, layer, geometry = kv
     heads = qkv.shape[1] // geometry.head_dim - 2 * geometry.kv_heads
     launch(
         _rotate_kernel,

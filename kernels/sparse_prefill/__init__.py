@@ -1,7 +1,7 @@
 """Attention of queries at any positions of several sequences to a paged pool.
 
-Pools on a CUDA device go to the Triton kernels, where Triton is installed (the extra `gpu`); all others to torch.
-TRITON_INTERPRET=1 sends those on the host to Triton's interpreter, which is how the kernels are tested without a card.
+Triton kernels serve pools on a CUDA device if Triton is installed (the extra `gpu`), and torch all others. With
+TRITON_INTERPRET=1, Triton's interpreter serves pools on the host: so the kernels are tested without a card.
 """
 
 from __future__ import annotations
@@ -18,49 +18,36 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import PoolLayer
 
 __all__ = ["SequenceRows", "sparse_prefill", "write_rows"]
 
 
-def write_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-) -> None:
-    """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot of `layer`.
+def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+    """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
     The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before anything is
-    written; no sequences return at once.
+    written. Without sequences it does nothing.
     """
     if not sequences:
         return
-    check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
-    if triton_serves(pool, ()):
+    check_rows({"k": k, "v": v}, kv.geometry.kv_heads, kv, sequences)
+    if triton_serves(kv.pool, ()):
         from kernels.sparse_prefill import triton_attention
 
-        triton_attention.write_rows(k, v, pool, layer, sequences, geometry)
+        triton_attention.write_rows(k, v, kv, sequences)
     else:
-        eager.write_rows(k, v, pool, layer, sequences, geometry)
+        eager.write_rows(k, v, kv, sequences)
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-    scale: float,
-) -> torch.Tensor:
+def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
     """Attends each query to positions 0..p of its own sequence, p being its position.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
     K and V of every position up to a sequence's last query must be in the pool. `scale`, above 0, multiplies the
     scores. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
     """
+    geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
         raise ValueError(
             f"q has shape {list(q.shape)}; [rows, a multiple of {geometry.kv_heads} heads, {geometry.head_dim}] is "
@@ -68,9 +55,9 @@ def sparse_prefill(
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
-    check_rows({"q": q}, q.shape[1], pool, layer, sequences, geometry)
-    if sequences and triton_serves(pool, ()):
+    check_rows({"q": q}, q.shape[1], kv, sequences)
+    if sequences and triton_serves(kv.pool, ()):
         from kernels.sparse_prefill import triton_attention
 
-        return triton_attention.sparse_prefill(q, pool, layer, sequences, geometry, scale)
-    return eager.sparse_prefill(q, pool, layer, sequences, geometry, scale)
+        return triton_attention.sparse_prefill(q, kv, sequences, scale)
+    return eager.sparse_prefill(q, kv, sequences, scale)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import KvGeometry, PoolLayer
     from kernels.sparse_prefill.rows import SequenceRows
 
 ITEM_FIELDS, TILE_FIELDS = 7, 5
@@ -126,13 +126,7 @@ def _piece(reach: np.ndarray, shape: LaunchShape) -> int:
 
 
 def sparse_prefill(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    shape: LaunchShape,
-    tables: LaunchTables,
-    geometry: KvGeometry,
-    scale: float,
+    q: torch.Tensor, kv: PoolLayer, shape: LaunchShape, tables: LaunchTables, scale: float
 ) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`, for what `fill_tables` wrote; spare rows are left unwritten.
 
@@ -140,4 +134,4 @@ def sparse_prefill(
     """
     work = AttentionWork(tables.items, tables.tiles, shape.items)
     index = BatchIndex(tables.positions, tables.block_ids)
-    return attend(q, pool, layer, work, index, geometry, scale, shape.config)
+    return attend(q, kv, work, index, scale, shape.config)

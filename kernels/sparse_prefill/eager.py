@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import PoolLayer, pool_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,19 +15,13 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 CHUNK_ROWS = 256
-# Masked chunks take half as long again as the causal square, measured on a CPU; a quarter more rows cost as much.
+# On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
 LEAST_ROWS_PER_PADDING = 4
 
 
-def write_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked."""
+    pool, layer, geometry = kv
     # paged has shape [2, blocks, block_size, kv_heads, head_dim]
     paged = pool_view(pool, geometry)[:, layer].permute(1, 0, 3, 2, 4)
     for sequence in sequences:
@@ -39,27 +33,19 @@ def write_rows(
         paged[1, blocks, slots] = v[rows]
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-    scale: float,
-) -> torch.Tensor:
+def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked."""
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
-        keys, values = _gather(pool, layer, sequence, geometry)
+        keys, values = _gather(kv, sequence)
         output[rows] = _attend(q[rows], keys, values, sequence, scale)
     return output
 
 
-def _gather(
-    pool: torch.Tensor, layer: int, sequence: SequenceRows, geometry: KvGeometry
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(kv: PoolLayer, sequence: SequenceRows) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of positions 0..last_position, each [kv_heads, tokens, head_dim]."""
+    pool, layer, geometry = kv
     tokens = sequence.last_position + 1
     blocks = sequence.block_ids[: geometry.blocks_for(tokens)].to(pool.device)
     # gathered has shape [2, kv_heads, blocks, block_size, head_dim]
@@ -77,7 +63,7 @@ def _attend(
     grouped = queries.shape[1] != keys.shape[1]
     if sequence.count == 1 or _nearly_whole(sequence):
         missing = sequence.first_position if sequence.count > 1 else 0
-        # Rows for the few positions in front make a square of it, for which the causal kernel needs no mask.
+        # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
         queries = pad(queries, (0, 0, missing, 0))
         attended = scaled_dot_product_attention(
             queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped

@@ -13,46 +13,33 @@ from kernels.sparse_prefill.rows import SequenceRows, check_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import PoolLayer
 
 
-def write_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`."""
-    check_rows({"k": k, "v": v}, geometry.kv_heads, pool, layer, sequences, geometry)
+    pool, layer, geometry = kv
+    check_rows({"k": k, "v": v}, geometry.kv_heads, kv, sequences)
     for sequence in sequences:
-        kv = PagedKv(pool, sequence.block_ids, geometry)
+        held = PagedKv(pool, sequence.block_ids, geometry)
         for row, position in enumerate(sequence.positions.tolist(), sequence.first_row):
             for head in range(geometry.kv_heads):
-                row_of(kv, 0, layer, head, position).copy_(k[row, head])
-                row_of(kv, 1, layer, head, position).copy_(v[row, head])
+                row_of(held, 0, layer, head, position).copy_(k[row, head])
+                row_of(held, 1, layer, head, position).copy_(v[row, head])
 
 
-def sparse_prefill(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-    scale: float,
-) -> torch.Tensor:
+def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`."""
-    heads = q.shape[1]
-    check_rows({"q": q}, heads, pool, layer, sequences, geometry)
+    (pool, layer, geometry), heads = kv, q.shape[1]
+    check_rows({"q": q}, heads, kv, sequences)
     output = torch.full_like(q, float("nan"))
     for sequence in sequences:
-        kv = PagedKv(pool, sequence.block_ids, geometry)
+        held = PagedKv(pool, sequence.block_ids, geometry)
         for row, position in enumerate(sequence.positions.tolist(), sequence.first_row):
             for head in range(heads):
                 kv_head = head // (heads // geometry.kv_heads)
-                keys = torch.stack([row_of(kv, 0, layer, kv_head, p) for p in range(position + 1)]).float()
-                values = torch.stack([row_of(kv, 1, layer, kv_head, p) for p in range(position + 1)]).float()
+                keys = torch.stack([row_of(held, 0, layer, kv_head, p) for p in range(position + 1)]).float()
+                values = torch.stack([row_of(held, 1, layer, kv_head, p) for p in range(position + 1)]).float()
                 weights = torch.softmax(keys @ q[row, head].float() * scale, dim=0)
                 output[row, head] = weights @ values
     return output

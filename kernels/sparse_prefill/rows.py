@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import KvGeometry, check_pool
+from kernels.layout import KvGeometry, PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -92,19 +92,13 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def check_rows(
-    tensors: dict[str, torch.Tensor],
-    heads: int,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-) -> None:
+def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Raises ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
 
-    The sequences must cover the rows in order and without a gap. They are checked against a pool once; what they say
-    is known on the host, so that nothing waits for a device.
+    The sequences must cover the rows in order and without a gap. They are checked once for a pool, on the host, so that
+    nothing waits for a device.
     """
+    pool, layer, geometry = kv
     check_pool(pool, geometry)
     if geometry.kv_factor != 2:
         raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows are written and attended as K and V, 2")

@@ -23,7 +23,7 @@ from kernels.sparse_prefill.tiles import AttentionWork, BatchIndex, TileConfig, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import PoolLayer
     from kernels.sparse_prefill.rows import SequenceRows
 
 LOG2_E = 1.4426950408889634
@@ -35,10 +35,8 @@ ROWS_PER_TILE = 16
 
 def sparse_prefill(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
+    kv: PoolLayer,
     sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
     scale: float,
     config: TileConfig | None = None,
     piece: int | None = None,
@@ -48,6 +46,7 @@ def sparse_prefill(
     `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes.
     """
     sequences = tuple(sequences)
+    geometry = kv.geometry
     group = q.shape[1] // geometry.kv_heads
     if config is None:
         longest = max(sequence.count for sequence in sequences)
@@ -56,16 +55,14 @@ def sparse_prefill(
     work = attention_work(sequences, group, geometry.kv_heads, config, processors, piece)
     q = q if q.stride(2) == 1 else q.contiguous()
     head_major = work.items.shape[0] >= HEAD_MAJOR_ROUNDS * processors * config.resident
-    return attend(q, pool, layer, work, batch_index(sequences), geometry, scale, config, head_major=head_major)
+    return attend(q, kv, work, batch_index(sequences), scale, config, head_major=head_major)
 
 
 def attend(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
+    kv: PoolLayer,
     work: AttentionWork,
     index: BatchIndex,
-    geometry: KvGeometry,
     scale: float,
     config: TileConfig,
     *,
@@ -75,6 +72,7 @@ def attend(
 
     With `head_major`, neighbouring programs take neighbouring items of one KV head.
     """
+    pool, layer, geometry = kv
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
     group, block_d = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -139,16 +137,9 @@ def attend(
     return output
 
 
-def write_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    sequences: Sequence[SequenceRows],
-    geometry: KvGeometry,
-) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked. One launch writes all rows of a batch."""
-    sequences = tuple(sequences)
+    (pool, layer, geometry), sequences = kv, tuple(sequences)
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, v))
     launch(

@@ -1,9 +1,9 @@
-"""How fast the disk tier writes and reads donors, against what the file system itself does with as many bytes.
+"""How fast the disk tier writes and reads donors, beside plain files of as many bytes.
 
 python -m semblend_trt.benchmarks.donor_disk --path DIR [--json DIR]
 
-Both sides write all bytes at once, sync and close; both read into memory that exists, right after the file was
-written, so that they measure the same state of the system's cache. The tier checks every byte besides.
+Both sides write all bytes at once, sync and close. Both read into existing memory right after the write, so that they
+find the same cache. The tier checks every byte as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an embedding costs, and what it costs a scheduler call that does not wait for it.
+"""What an embedding costs, and what it adds to a scheduler call that does not wait for it.
 
-`python -m semblend_trt.benchmarks.embedding --json benchmarks/results/<machine>`. Texts are made of
-syllables at random. Without ONNX Runtime or the sentence model, the rows that need them are skipped, which is said.
+`python -m semblend_trt.benchmarks.embedding --json benchmarks/results/<machine>`. Texts are random syllables. Rows that
+need ONNX Runtime or the sentence model are skipped, with a line, where these are not installed.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ def text_of_tokens(count: int) -> str:
 
 
 def milliseconds(embedder: Embedder, text: str, rounds: int) -> float:
-    """The fastest of some rounds; machines have other work."""
+    """The time of the fastest round, in milliseconds: machines have other work."""
     embedder.embed([text])
     return min(seconds(embedder.embed, [text]) for _ in range(rounds)) * 1e3
 
 
 def measure_embedders(results: Results) -> None:
-    """Adds the row of the ONNX embedder, and shows the others beside it; those whose model is missing are skipped."""
+    """Adds the row of the ONNX embedder, with the other embedders' times in its baseline; those without their model are
+    skipped."""
     rounds = {EmbedderKind.STATIC: 20, EmbedderKind.JACCARD: 20, EmbedderKind.MINILM: 2, EmbedderKind.ONNX: 3}
     taken = {}
     for kind in rounds:
@@ -81,7 +82,7 @@ class Arguments:
 
 
 class Engine:
-    """As much of an engine as a scheduler asks for: arguments, a registered pool, and requests."""
+    """The parts of an engine that a scheduler uses: arguments, a registered pool, and requests."""
 
     def __init__(self, embedder: str) -> None:
         self._llm_args = Arguments()
@@ -104,7 +105,8 @@ class Engine:
 
 
 def measure_scheduler(results: Results) -> None:
-    """Adds the row of what the embedder adds to a scheduler call: medians of calls in turn, on and off."""
+    """Adds the row of the time that the embedder adds to a scheduler call: medians of alternating calls with and
+    without it."""
     vocabulary = 4096
     rng = np.random.default_rng(0)
     off, on = Engine("off"), Engine("static")

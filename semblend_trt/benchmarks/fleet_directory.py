@@ -1,9 +1,9 @@
-"""How fast a directory of the fleet's donors answers, and whether it ends up right after losses and dead servers.
+"""How fast a directory of the fleet's donors answers, and whether it is right after lost messages and dead servers.
 
-For the first, 64 workers tell through real messages of donors that share a beginning, share documents and have text of
-their own; prompts of 32,768 tokens hold eight of those documents. Of several rounds the best counts, since a machine
-may have other work; the baseline is a loop over all sketches. For the second, workers publish to a real server that is
-killed and started again, and messages are dropped or come in another order on their way to the directory.
+First, 64 workers announce donors in real messages: they share a beginning and documents, and have text of their own.
+Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
+work; the baseline is a loop over all sketches. Second, workers publish to a real server that is killed and restarted,
+and messages are dropped or reordered on their way to the directory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CHECKED_TOKENS, CHURN, MOST_HELD = 1024, 20, 200
 
 
 class Fleet:
-    """Donors of 64 workers in a directory, which learnt of them from messages."""
+    """Donors of 64 workers in a directory, which heard of them from messages."""
 
     def __init__(self, donors: int) -> None:
         self._rng = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def loop_over_sketches(fleet: Fleet) -> float:
 
 
 class LossyDirectory(Directory):
-    """A directory that some messages do not reach and others late, until `faults_left` are used up."""
+    """A directory that loses or delays some messages, until `faults_left` is used up."""
 
     def __init__(self) -> None:
         super().__init__(resync_seconds=HEARTBEAT_SECONDS)
@@ -133,7 +133,7 @@ class LossyDirectory(Directory):
 
 
 class ChangingWorker:
-    """A publisher whose donors come, move and go; `held` is the truth: tier by id."""
+    """A publisher whose donors come, move and go; `held` is the truth: each donor's tier."""
 
     def __init__(self, url: str, worker_id: int, texts: _Tokens) -> None:
         self.worker: Worker = (worker_id, 0)
@@ -166,7 +166,7 @@ class ChangingWorker:
 
 
 def is_right(directory: Directory, workers: Sequence[ChangingWorker], texts: _Tokens) -> bool:
-    """True when the directory knows every donor and its tier, and finds for each text who holds it."""
+    """True when the directory knows every donor with its tier, and finds the holders of each text."""
     if any(directory.donors_of(worker.worker) != worker.held for worker in workers):
         return False
     for number, text in enumerate(texts):
@@ -177,7 +177,7 @@ def is_right(directory: Directory, workers: Sequence[ChangingWorker], texts: _To
 
 
 async def convergence(server: LoopbackServer) -> list[float]:
-    """Seconds from the last change of each round until the directory is right; each round has a dead server."""
+    """Seconds from the last change of each round until the directory is right; in each round the server dies."""
     known = texts(64, CHECKED_TOKENS, seed=2)
     directory = LossyDirectory()
     reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT), directory)

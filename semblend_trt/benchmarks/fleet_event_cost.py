@@ -1,8 +1,8 @@
-"""What one donor event costs the thread that serves requests, while the publisher sends to a server on this machine.
+"""What one donor event costs the serving thread, while the publisher sends to a server on this machine.
 
-A donor's registration is two calls (its intent and that it is held), its move and its end one each; each event's time
-is taken on the serving thread, which works between the events as a scheduler does. The baseline is the same loop with
-no fleet to tell. Of several rounds the best counts, since a machine may have other work.
+A registration is two calls (intended, held), a move and an end one each. Each event is timed on the serving thread,
+which is busy between the events as a scheduler is. The baseline is the same loop without a fleet. The best of several
+rounds counts, since a machine may have other work.
 """
 
 from __future__ import annotations

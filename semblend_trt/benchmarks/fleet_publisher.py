@@ -1,7 +1,7 @@
-"""How many donor events a publisher sends to a server on this machine, and what it keeps while there is none.
+"""How many donor events a publisher sends to a server on this machine, and how much memory it takes without one.
 
-Every step one donor comes and the oldest goes, so that half of the events carry a sketch. The rate counts events that
-the server has taken, by its own count. For the second figure the server is down for ten minutes of a simulated clock.
+In every step one donor comes and the oldest goes, so half of the events carry a sketch. The rate counts events that the
+server has taken, by its own count. For the second figure the server is away for ten minutes of a simulated clock.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Donors:
 
 
 def rate(form: EventFormat, seconds: float, tokens: int) -> tuple[float, float, float]:
-    """Events a second that the server took, microseconds of CPU for each here, and the seconds of the measurement."""
+    """Events a second that the server took, microseconds of CPU here for each, and the seconds measured."""
     with loopback_server() as server:
         publisher = publisher_to(server.url, form=form, **QUIET)
         donors = Donors(publisher, HELD, tokens)

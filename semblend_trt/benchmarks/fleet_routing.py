@@ -1,10 +1,9 @@
 """Where each policy sends requests for documents that some workers hold: 4 workers, 64 documents, Zipf requests.
 
-Time is simulated: requests arrive at random, a worker prefills one after the other, and a document that it has
-prefilled is a donor until others, used since, need its room. Everything else is real: donors are sketched from token
-ids and told through messages, some time after they are held, the directory learns of them from the messages alone, and
-the policies choose by what it finds in the prompt. Every prompt begins with text of its own, so that no two share a
-prefix.
+Time is simulated. Requests arrive at random, and a worker prefills one after the other. A prefilled document is a donor
+until documents used later need its room. The rest is real: donors are sketched from token ids and announced in
+messages, with a delay; the directory knows these messages alone, and the policies choose by what it finds in the
+prompt. Every prompt begins with text of its own, so that no two share a prefix.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ class Arrival:
 
 
 class SimulatedWorker:
-    """Prefills in order of arrival, keeps what it computed while there is room, and tells of it in messages."""
+    """Prefills in order of arrival, keeps what it computed while there is room, and announces its donors in
+    messages."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker: Worker = (worker_id, 0)
@@ -106,7 +106,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy made of the requests behind the first LEARNING of them."""
+    """The results of one policy, without the first LEARNING of the requests."""
 
     to_holder: list[bool] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A nats-server for the fleet's benchmarks, and donors to tell it of."""
+"""A nats-server for the fleet's benchmarks, and donors to announce."""
 
 from __future__ import annotations
 

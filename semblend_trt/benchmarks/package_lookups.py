@@ -26,7 +26,7 @@ FAST_PATH = "SEMBLEND_TRTLLM_TOKEN_PREFIX_FAST_PATH"
 
 
 class KnowingEmbedder:
-    """A unit vector for every text: the same for the same document."""
+    """A unit vector for every text, the same for the same document."""
 
     dimension = 384
     available = True
@@ -74,7 +74,8 @@ def text_of(document: int) -> str:
 
 
 def look_up(provider: Any, requests: list[Any]) -> dict[str, Any]:
-    """Seconds of every lookup, after one that counts not, whether it found a donor, and the prefix that it promises."""
+    """The seconds of every look-up (after an uncounted first one), whether it found a donor, and the prefix that it
+    promises."""
     provider.lookup(requests[0])
     times, found, prefixes, reasons = [], [], [], []
     for request in requests:

@@ -146,7 +146,7 @@ def _unit(vectors: Vectors) -> Vectors:
 
 
 def nearest_products(collection: Collection) -> Vectors:
-    """The products of every query's nearest entries, by comparing all: float32 [queries, 10], falling."""
+    """The products of every query with its nearest entries, by comparing all: float32 [queries, 10], falling."""
     best = np.full((len(collection.queries), NEAREST), -2.0, dtype=np.float32)
     for first in range(0, len(collection.vectors), CHUNK):
         products = np.concatenate([best, collection.queries @ collection.vectors[first : first + CHUNK].T], axis=1)

@@ -85,7 +85,7 @@ def _text(
 
 
 def run_package(python: str, arm: str, case: Case, counts: list[int]) -> dict[str, Any]:
-    """What `package_lookups` tells of one arm. Raises CalledProcessError when it fails."""
+    """The results of `package_lookups` for one arm. Raises CalledProcessError when it fails."""
     say(f"registering {len(case.donors):,} donors with the package: {ARMS[arm]}")
     with tempfile.TemporaryDirectory() as folder:
         np.savez(
@@ -141,7 +141,7 @@ def _median_ms(times: list[float]) -> float:
 
 
 def _found(lookups: dict[str, Any]) -> str:
-    """How many prompts of every kind a donor was found for, and for how many the package promises a prefix."""
+    """For each kind of prompt, how many found a donor, and how many have a prefix that can be used."""
     parts = []
     for number, kind in enumerate(KINDS):
         found = lookups["found"][number :: len(KINDS)]

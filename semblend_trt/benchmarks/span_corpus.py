@@ -1,8 +1,8 @@
 """Donors and prompts of text for the benchmarks of the span index.
 
-Text gives fewer tokens than 100,000 donors need, so donors are cut from it at random offsets: a passage then stands in
-many donors. Documents and the prompts' own text come from parts of the text that no other donor is cut from. The text
-is a file, or made from the shipped excerpt, which is too short itself: word parts follow each other as they do there.
+A text has fewer tokens than 100,000 donors need, so donors are cut from it at random offsets: a passage then stands in
+many donors. Documents, and the prompts' own text, come from parts that no other donor is cut from. The text is a file,
+or is made from the shipped excerpt, which is too short itself: word parts follow each other as they do there.
 """
 
 from __future__ import annotations

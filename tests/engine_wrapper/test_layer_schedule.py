@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, build_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
@@ -284,7 +284,7 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
     # As in a fused layer: keys and values are views of the same rows.
     heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
     _, keys, values = heads.split([4, 2, 2], 1)
-    write_rows(keys, values, pool, 1, schedule.stages[0].sequences, geometry)
+    write_rows(keys, values, PoolLayer(pool, 1, geometry), schedule.stages[0].sequences)
     view = pool_view(pool, geometry)
     view[2, 1, 0, :, 9 % BLOCK_SIZE] *= 2  # request 1, position 9, K
     view[3, 1, 1, :, 20 % BLOCK_SIZE] *= 4  # request 2, position 20, V

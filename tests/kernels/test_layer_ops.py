@@ -13,7 +13,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from kernels.layer_ops import HeadNorms, add_rms_norm, naive, rotate_rows, silu_mul, slots_of
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from tests.kernels.builders import TOLERANCE, assert_same, rows_at
 
 EPS = 1e-6
@@ -139,8 +139,8 @@ def test_rotation_and_write(
     expected_around, expected_pool = around.clone(), pool.clone()
     before, around_before = pool.clone(), around.clone()
 
-    naive.rotate_rows(expected_around[1:-1], cos, sin, slots, expected_pool[::2], 1, geometry, norms)
-    rotate_rows(around[1:-1], cos, sin, slots, pool[::2], 1, geometry, norms)
+    naive.rotate_rows(expected_around[1:-1], cos, sin, slots, PoolLayer(expected_pool[::2], 1, geometry), norms)
+    rotate_rows(around[1:-1], cos, sin, slots, PoolLayer(pool[::2], 1, geometry), norms)
     assert same_bits(around[[0, -1]], around_before[[0, -1]])
     parts = [
         whole[1:-1].view(rows, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
@@ -210,7 +210,7 @@ def test_naive_means_what_transformers_rotation_means(dtype: torch.dtype, normed
     whole = [torch.cat([table, table], -1)[None] for table in (cos, sin)]
     wanted = apply_rotary_pos_emb(query.float()[None], key.float()[None], *whole, unsqueeze_dim=2)
     pool = torch.full((1, 1, 2, geometry.row_elements), float("nan"), dtype=dtype)
-    naive.rotate_rows(qkv, cos, sin, torch.arange(rows), pool, 0, geometry, norms)
+    naive.rotate_rows(qkv, cos, sin, torch.arange(rows), PoolLayer(pool, 0, geometry), norms)
     turned = qkv.view(rows, -1, head_dim)
     assert_close(turned[:, :heads], wanted[0][0].to(dtype))
     assert_close(turned[:, heads : heads + 2], wanted[1][0].to(dtype))
@@ -221,11 +221,11 @@ def test_refusals() -> None:
     pool = torch.zeros(2, 1, 2, geometry.row_elements)
     tables = torch.zeros(3, 8), torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="qkv has shape"):
-        rotate_rows(torch.zeros(3, 4 * 16), *tables, pool, 0, geometry)
+        rotate_rows(torch.zeros(3, 4 * 16), *tables, PoolLayer(pool, 0, geometry))
     with pytest.raises(ValueError, match="cos is"):
-        rotate_rows(torch.zeros(2, 8 * 16), *tables, pool, 0, geometry)
+        rotate_rows(torch.zeros(2, 8 * 16), *tables, PoolLayer(pool, 0, geometry))
     with pytest.raises(ValueError, match="layer is 1"):
-        rotate_rows(torch.zeros(3, 8 * 16), *tables, pool, 1, geometry)
+        rotate_rows(torch.zeros(3, 8 * 16), *tables, PoolLayer(pool, 1, geometry))
     with pytest.raises(ValueError, match="gate_up has shape"):
         silu_mul(torch.zeros(3, 7))
     with pytest.raises(ValueError, match="rows has shape"):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, eager, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels.builders import BLOCK, TOLERANCE, Batch, assert_same, error_of, geometry_of, rows_at, seeded
@@ -26,7 +26,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: 
 
 def assert_matches_naive(device: str, batch: Batch) -> None:
     q, pool, sequences = batch.on(device)
-    actual = sparse_prefill(q, pool, 1, sequences, batch.geometry, SCALE)
+    actual = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE)
     assert actual.dtype == batch.q.dtype
     assert_same(actual, plain(batch))
     assert torch.equal(pool.cpu().isnan(), batch.pool.isnan())
@@ -34,7 +34,7 @@ def assert_matches_naive(device: str, batch: Batch) -> None:
 
 
 def plain(batch: Batch) -> torch.Tensor:
-    return naive.sparse_prefill(batch.q, batch.pool, 1, batch.sequences, batch.geometry, SCALE)
+    return naive.sparse_prefill(batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences, SCALE)
 
 
 def tiled(device: str, batch: Batch, config: TileConfig | None = None, piece: int | None = None) -> torch.Tensor:
@@ -42,7 +42,7 @@ def tiled(device: str, batch: Batch, config: TileConfig | None = None, piece: in
     from kernels.sparse_prefill import triton_attention
 
     q, pool, sequences = batch.on(device)
-    return triton_attention.sparse_prefill(q, pool, 1, sequences, batch.geometry, SCALE, config, piece).cpu()
+    return triton_attention.sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, config, piece).cpu()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_write_rows_fills_the_positions_and_nothing_else(device: str, dtype: tor
     k, v = seeded(2, 13, 3, 16, seed=6, dtype=dtype)
     expected = torch.full_like(batch.pool, math.nan)
     actual = expected.to(device, copy=True)
-    write_rows(k.to(device), v.to(device), actual, 1, batch.on(device)[2], batch.geometry)
-    naive.write_rows(k, v, expected, 1, batch.sequences, batch.geometry)
+    write_rows(k.to(device), v.to(device), PoolLayer(actual, 1, batch.geometry), batch.on(device)[2])
+    naive.write_rows(k, v, PoolLayer(expected, 1, batch.geometry), batch.sequences)
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     assert int((~actual.isnan()).sum()) == 2 * k.numel()
 
@@ -124,9 +124,9 @@ def test_no_rows_return_at_once() -> None:
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
     nothing = torch.empty(0, 2, 8)
-    write_rows(nothing, nothing, pool, 0, [], geometry)
+    write_rows(nothing, nothing, PoolLayer(pool, 0, geometry), [])
     assert bool(pool.isnan().all())
-    assert sparse_prefill(torch.empty(0, 4, 8), pool, 0, [], geometry, 1.0).shape == (0, 4, 8)
+    assert sparse_prefill(torch.empty(0, 4, 8), PoolLayer(pool, 0, geometry), [], 1.0).shape == (0, 4, 8)
 
 
 def test_rows_moved_to_a_device_keep_their_bounds() -> None:
@@ -175,10 +175,10 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
     rows = torch.zeros(shape, dtype=dtype)
     with pytest.raises(ValueError, match=message):
-        write_rows(rows, rows, pool, layer, sequences, geometry)
+        write_rows(rows, rows, PoolLayer(pool, layer, geometry), sequences)
     assert bool(pool.isnan().all())
     with pytest.raises(ValueError, match=message):
-        sparse_prefill(rows, pool, layer, sequences, geometry, 1.0)
+        sparse_prefill(rows, PoolLayer(pool, layer, geometry), sequences, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_heads_scales_and_latent_pools_are_refused(heads: int, scale: float, kin
     geometry = geometry_of(kv_factor=kinds)
     pool = torch.zeros(3, 2, kinds, geometry.row_elements)
     with pytest.raises(ValueError, match=message):
-        sparse_prefill(torch.zeros(1, heads, 8), pool, 0, [rows_at(0, [0], [0])], geometry, scale)
+        sparse_prefill(torch.zeros(1, heads, 8), PoolLayer(pool, 0, geometry), [rows_at(0, [0], [0])], scale)
 
 
 def test_rows_are_checked_once_for_a_pool() -> None:
@@ -201,13 +201,13 @@ def test_rows_are_checked_once_for_a_pool() -> None:
     pool = torch.zeros(3, 2, 2, geometry.row_elements)
     sequences = (rows_at(0, [0, 1], [2]), rows_at(2, [4], [0, 1]))
     for layer in range(2):
-        sparse_prefill(torch.ones(3, 2, 8), pool, layer, sequences, geometry, 1.0)
+        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool, layer, geometry), sequences, 1.0)
     checked = [key for key in sequences[0].memo if isinstance(key, tuple) and key[0] == "checked"]
     assert len(checked) == 1
     with pytest.raises(ValueError, match=r"block_ids reach 2, outside 0\.\.1"):
-        sparse_prefill(torch.ones(3, 2, 8), pool[:2], 0, sequences, geometry, 1.0)
+        sparse_prefill(torch.ones(3, 2, 8), PoolLayer(pool[:2], 0, geometry), sequences, 1.0)
     with pytest.raises(ValueError, match="first_row is 2; 0 is the next free row"):
-        sparse_prefill(torch.ones(1, 2, 8), pool, 0, sequences[1:], geometry, 1.0)
+        sparse_prefill(torch.ones(1, 2, 8), PoolLayer(pool, 0, geometry), sequences[1:], 1.0)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device:
     _, pool, sequences = batch.on(triton_device)
     fused, expected = seeded(11, 8, 16, seed=8), batch.pool.clone()
     q, k, v = fused.to(triton_device).split([4, 2, 2], dim=1)
-    write_rows(k, v, pool, 0, sequences, batch.geometry)
-    naive.write_rows(fused[:, 4:6], fused[:, 6:], expected, 0, batch.sequences, batch.geometry)
+    write_rows(k, v, PoolLayer(pool, 0, batch.geometry), sequences)
+    naive.write_rows(fused[:, 4:6], fused[:, 6:], PoolLayer(expected, 0, batch.geometry), batch.sequences)
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    attended = naive.sparse_prefill(fused[:, :4], expected, 0, batch.sequences, batch.geometry, SCALE)
+    attended = naive.sparse_prefill(fused[:, :4], PoolLayer(expected, 0, batch.geometry), batch.sequences, SCALE)
     # Heads before rows in memory, as a model's attention hands its queries over.
     for queries in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
-        assert_same(sparse_prefill(queries, pool, 0, sequences, batch.geometry, SCALE), attended)
+        assert_same(sparse_prefill(queries, PoolLayer(pool, 0, batch.geometry), sequences, SCALE), attended)
 
 
 def test_a_pool_with_gaps_between_its_blocks(triton_device: str) -> None:
@@ -263,7 +263,7 @@ def test_a_pool_with_gaps_between_its_blocks(triton_device: str) -> None:
     q, pool, sequences = batch.on(triton_device)
     wide = torch.full((len(pool), 5, 2, batch.geometry.row_elements), math.nan, device=triton_device)
     wide[:, 3:] = pool
-    assert_same(sparse_prefill(q, wide[:, 3:], 1, sequences, batch.geometry, SCALE), plain(batch))
+    assert_same(sparse_prefill(q, PoolLayer(wide[:, 3:], 1, batch.geometry), sequences, SCALE), plain(batch))
 
 
 @needs_cuda
@@ -312,9 +312,9 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
         ]
         moved = [sequence.to("cuda") for sequence in sequences]
         q = torch.randn(sum(map(len, positions)), 4, 64, device="cuda", dtype=torch.bfloat16)
-        write_rows(q[:, :2], q[:, 2:], pool, layer, moved, geometry)
+        write_rows(q[:, :2], q[:, 2:], PoolLayer(pool, layer, geometry), moved)
         config = TileConfig(64, 64, 4, 2)
-        triton_attention.sparse_prefill(q, pool, layer, moved, geometry, 0.125, config, piece)
+        triton_attention.sparse_prefill(q, PoolLayer(pool, layer, geometry), moved, 0.125, config, piece)
 
     run([list(range(100))], 3, 64)
     run([list(range(100))], 3, 1024)
@@ -332,7 +332,7 @@ def test_a_captured_launch_follows_positions_and_blocks() -> None:
 
     batch = Batch([[77, 90, 140]], block_size=32, dtype=torch.bfloat16)
     q, pool, (longest,) = batch.on("cuda")
-    arguments = (q, pool, 1, (longest,), batch.geometry, SCALE, SMALL, 32)
+    arguments = (q, PoolLayer(pool, 1, batch.geometry), (longest,), SCALE, SMALL, 32)
     triton_attention.sparse_prefill(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.layout import PoolLayer
 from kernels.sparse_prefill import naive
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels.builders import Batch, assert_same
@@ -87,6 +88,6 @@ def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: 
         tables = (*map(torch.from_numpy, filled(shape, batch.sequences)), own, blocks)
         launch = LaunchTables(*(table.to(triton_device) for table in tables))
         pool = batch.pool.to(triton_device)
-        actual = sparse_prefill(q.to(triton_device), pool, 1, shape, launch, batch.geometry, SCALE)
-        expected = naive.sparse_prefill(batch.q, batch.pool, 1, batch.sequences, batch.geometry, SCALE)
+        actual = sparse_prefill(q.to(triton_device), PoolLayer(pool, 1, batch.geometry), shape, launch, SCALE)
+        expected = naive.sparse_prefill(batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences, SCALE)
         assert_same(actual[:rows], expected)
